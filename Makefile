@@ -1,0 +1,41 @@
+# Every command a developer needs. Set-up happens by itself and only where something is missing: see tools/setup.sh.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo test test-quick bench lint lock clean uv core dev full
+
+RUN := . tools/env.sh;
+
+help: ## Show this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+
+demo: core ## Show the package at work on CPU ranks (a minute or two, set-up included)
+	@$(RUN) .venv/bin/python -m mbridge_fsdp_ckpt.testing.demo $(ARGS)
+
+test: full lint ## Linters, then every test, on the real stack (its first set-up compiles for about 10 minutes)
+	$(RUN) python -m pytest $(ARGS)
+
+test-quick: dev ## The tests that need neither the real stack nor patience
+	$(RUN) python -m pytest -m "not bridge and not gpu and not slow" $(ARGS)
+
+bench: full ## Run the benchmarks
+	$(RUN) python -m benchmarks $(ARGS)
+
+lint: dev ## Style, types, architecture, shell scripts
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+	$(RUN) mypy
+	$(RUN) lint-imports --no-logo
+	$(RUN) shellcheck tools/*.sh .ci/run
+
+lock: uv ## Resolve requirements/*.txt into requirements/lock.txt again (ARGS=--upgrade takes newer versions)
+	.venv/bin/uv pip compile --quiet --no-annotate --custom-compile-command "make lock" $(ARGS) \
+	  --overrides requirements/overrides.txt --output-file requirements/lock.txt requirements/{full,dev,build}.txt
+
+clean: ## Remove .venv and everything else that was generated here (the compiled wheel stays in the user's cache)
+	rm -rf .venv build dist out *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+uv core dev full:
+	@tools/setup.sh $@

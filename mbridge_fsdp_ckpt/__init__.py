@@ -1,0 +1,38 @@
+"""Checkpoints that people who train with Megatron-FSDP can trust: the format `fsdp_dtensor_safe`.
+
+    import mbridge_fsdp_ckpt
+    mbridge_fsdp_ckpt.register()          # then: checkpoint.ckpt_format=fsdp_dtensor_safe in Megatron-Bridge
+
+Or without a framework: `save(directory, model=..., optimizer=...)` and `load(...)`.
+Importing this package imports neither torch nor Megatron; see docs/.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mbridge_fsdp_ckpt.bridge import register, unregister
+    from mbridge_fsdp_ckpt.checkpoint import Loaded, Settings, load, save
+
+__version__ = "0.1.0"
+FORMAT_NAME = "fsdp_dtensor_safe"
+
+__all__ = ["FORMAT_NAME", "Loaded", "Settings", "__version__", "load", "register", "save", "unregister"]
+
+_HOMES = {
+    "Loaded": "checkpoint",
+    "Settings": "checkpoint",
+    "load": "checkpoint",
+    "save": "checkpoint",
+    "register": "bridge",
+    "unregister": "bridge",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

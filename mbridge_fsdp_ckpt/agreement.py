@@ -1,0 +1,217 @@
+"""The one exchange between ranks: all arrive with a message, one judges, all get the same verdict.
+
+No collective.  Ranks meet in the job's rendezvous store (`TCPStore` under torchrun), where waiting has a time limit
+and who is missing can be told by name.  A collective has neither: a rank that raised before it leaves the others
+waiting until a watchdog ends the job.
+
+    rank r                                   judge (rank 0)
+      set  <meeting>/<r> = message             wait until all arrived, one failed, or the limit is over
+      wait <meeting>/verdict                   set <meeting>/verdict = answer, or the error for everyone
+
+Cost: a constant number of store requests a rank, messages bounded by the caller, one reader.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from mbridge_fsdp_ckpt.errors import (
+    CheckpointError,
+    ConfigurationError,
+    InternalError,
+    RankMissingError,
+    describe_unexpected,
+)
+
+DEFAULT_TIME_LIMIT = 120.0  # seconds
+_GRACE = 15.0  # seconds that others wait for the judge's verdict beyond the limit it waited itself
+_POLL = 0.005, 0.2  # seconds between looks, first and longest
+_MISSING_NAMED = 32
+
+Judge = Callable[[list[Any]], Any]
+
+
+@dataclass(slots=True)
+class Agreement:
+    """A sequence of meetings of all ranks.
+
+    Args:
+        name: Common to all ranks and new for each sequence; see `next_agreement`.
+        rank: This rank.
+        world_size: All ranks.
+        time_limit: Seconds that a rank waits for the others at each meeting, counted from its own arrival or from
+            the last sign of life of any other rank.
+        store: The store they meet in; None with a single rank.
+    """
+
+    name: str
+    rank: int
+    world_size: int
+    time_limit: float
+    store: Any = None
+    _meetings: int = field(default=0)
+    _last_beat: float = field(default=0.0)
+
+    def meet(self, phase: str, message: Any, judge: Judge) -> Any:
+        """Bring a message; get what `judge`, called on rank 0 with all messages by rank, returns.
+
+        Args:
+            phase: What this meeting is for, in errors.
+            message: JSON-able and bounded, or a `CheckpointError` that this rank failed with.
+            judge: Raises a `CheckpointError` to fail everyone alike.
+
+        Raises:
+            CheckpointError: The same on every rank: what a rank brought or the judge raised, or `RankMissingError`
+                naming the ranks that did not arrive.
+        """
+        self._meetings += 1
+        wire = _to_wire(message)
+        if self.store is None:
+            verdict = _judged([wire], judge, phase)
+        else:
+            verdict = self._meet_in_store(f"{self.name}/{self._meetings}", phase, wire, judge)
+        if "failed" in verdict:
+            raise CheckpointError.from_wire(verdict["failed"])
+        return verdict["answer"]
+
+    def beat(self) -> None:
+        """A sign of life during long work: others waiting for this rank begin their limit anew.  Cheap to call."""
+        now = time.monotonic()
+        if self.store is not None and now - self._last_beat > min(5.0, self.time_limit / 8):
+            self._last_beat = now
+            self.store.add(f"{self.name}/beats", 1)
+
+    def _meet_in_store(self, prefix: str, phase: str, wire: dict[str, Any], judge: Judge) -> dict[str, Any]:
+        try:
+            self._arrive(prefix, wire)
+            return self._lead(prefix, phase, judge) if self.rank == 0 else self._follow(prefix, phase)
+        except (dist.DistError, ConnectionError, OSError) as error:
+            lost = RankMissingError(
+                expected=f"the job's rendezvous store to answer at {phase!r}",
+                found=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+                remedy="Rank 0, or the process that serves the store, has ended: look at its log.",
+                rank=self.rank,
+            )
+            return {"failed": lost.to_wire()}
+
+    def _arrive(self, prefix: str, wire: dict[str, Any]) -> None:
+        self.store.set(f"{prefix}/{self.rank}", json.dumps(wire))
+        if "failed" in wire:
+            self.store.set(f"{prefix}/failed", str(self.rank))
+        self.store.add(f"{prefix}/arrived", 1)
+
+    def _lead(self, prefix: str, phase: str, judge: Judge) -> dict[str, Any]:
+        """Rank 0: collect, judge, publish.  An early failure does not wait for the rest."""
+        watch = _Watch(self)
+        while int(self.store.add(f"{prefix}/arrived", 0)) < self.world_size:
+            if self.store.check([f"{prefix}/failed"]):
+                break
+            if watch.over():
+                verdict = {"failed": self._missing(prefix, phase).to_wire()}
+                return self._publish(prefix, verdict)
+        if self.store.check([f"{prefix}/failed"]):
+            failed = int(self.store.get(f"{prefix}/failed"))
+            return self._publish(prefix, json.loads(self.store.get(f"{prefix}/{failed}")))
+        wires = [json.loads(self.store.get(f"{prefix}/{rank}")) for rank in range(self.world_size)]
+        return self._publish(prefix, _judged(wires, judge, phase))
+
+    def _follow(self, prefix: str, phase: str) -> dict[str, Any]:
+        watch = _Watch(self, grace=_GRACE)
+        while not self.store.check([f"{prefix}/verdict"]):
+            if watch.over():
+                return {"failed": self._missing(prefix, phase).to_wire()}
+        verdict: dict[str, Any] = json.loads(self.store.get(f"{prefix}/verdict"))
+        return verdict
+
+    def _publish(self, prefix: str, verdict: dict[str, Any]) -> dict[str, Any]:
+        self.store.set(f"{prefix}/verdict", json.dumps(verdict))
+        for rank in range(self.world_size):
+            self.store.delete_key(f"{prefix}/{rank}")
+        return verdict
+
+    def _missing(self, prefix: str, phase: str) -> CheckpointError:
+        absent = [rank for rank in range(self.world_size) if not self.store.check([f"{prefix}/{rank}"])]
+        named = ", ".join(map(str, absent[:_MISSING_NAMED])) + (", ..." if len(absent) > _MISSING_NAMED else "")
+        return RankMissingError(
+            expected=f"all {self.world_size} ranks at {phase!r} within {self.time_limit:g} s",
+            found=f"no sign of rank {named}" if absent else "no verdict of rank 0",
+            remedy="Look at the logs of these ranks; raise the time limit if they were only slow.",
+        )
+
+
+class _Watch:
+    """Time since the start or since the last sign of life of any rank."""
+
+    def __init__(self, agreement: Agreement, grace: float = 0.0) -> None:
+        self._agreement, self._limit = agreement, agreement.time_limit + grace
+        self._pause, longest = _POLL
+        self._longest = min(longest, max(_POLL[0], agreement.time_limit / 10))
+        self._since, self._beats = time.monotonic(), -1
+        self._next_look = self._since
+
+    def over(self) -> bool:
+        """Sleep a little; whether the limit has passed."""
+        time.sleep(self._pause)
+        self._pause = min(self._pause * 1.5, self._longest)
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + 1.0
+            beats = int(self._agreement.store.add(f"{self._agreement.name}/beats", 0))
+            if beats != self._beats:
+                self._beats, self._since = beats, now
+        return now - self._since > self._limit
+
+
+def _to_wire(message: Any) -> dict[str, Any]:
+    return {"failed": message.to_wire()} if isinstance(message, CheckpointError) else {"message": message}
+
+
+def _judged(wires: list[dict[str, Any]], judge: Judge, phase: str) -> dict[str, Any]:
+    for wire in wires:
+        if "failed" in wire:
+            return wire
+    try:
+        return {"answer": judge([wire["message"] for wire in wires])}
+    except CheckpointError as error:
+        return {"failed": error.to_wire()}
+    except Exception as error:
+        return {"failed": describe_unexpected(error, rank=0, doing=phase).to_wire()}
+
+
+def next_agreement(purpose: str, time_limit: float = DEFAULT_TIME_LIMIT) -> Agreement:
+    """The next sequence of meetings of all ranks of this job.  Every rank calls it once a save or load, first thing.
+
+    Raises:
+        ConfigurationError: The time limit is not positive.
+    """
+    if not time_limit > 0:
+        raise ConfigurationError(
+            expected="a positive time limit in seconds", found=str(time_limit), remedy="Set time_limit to 120, say."
+        )
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return Agreement(purpose, 0, 1, time_limit)
+    store, rank = _default_store(), dist.get_rank()
+    job = f"mbridge_fsdp_ckpt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    number = store.add(f"{job}/{rank}/agreements", 1)  # counted in the store: a new process group starts anew
+    return Agreement(f"{job}/{number}/{purpose}", rank, dist.get_world_size(), time_limit, store)
+
+
+def _default_store() -> Any:
+    """The rendezvous store of the default process group (torch 2.13 `distributed_c10d._get_default_store`)."""
+    from torch.distributed import distributed_c10d
+
+    getter = getattr(distributed_c10d, "_get_default_store", None)
+    if getter is None:
+        raise InternalError(
+            expected="torch.distributed.distributed_c10d._get_default_store",
+            found="a torch without it",
+            remedy="Use a supported torch; see docs/compatibility.md.",
+        )
+    return getter()

@@ -1,0 +1,85 @@
+"""What Bridge does around a save besides tensors: run files, trackers, loggers, old checkpoints."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.bridge.training import checkpointing as stock
+from megatron.bridge.training.callbacks import CallbackContext, should_fire
+from megatron.bridge.training.utils import checkpoint_utils as names
+from megatron.bridge.training.utils import comet_utils, mlflow_utils, wandb_utils
+from megatron.bridge.utils.common_utils import get_rank_safe, is_last_rank, print_rank_0
+
+from mbridge_fsdp_ckpt.storage.commit import replace_file
+
+_NON_PERSISTENT = "non_persistent"
+
+
+def root_directory(checkpoint_config: Any, *, non_persistent: bool) -> str:
+    """Where iteration directories go."""
+    if not non_persistent:
+        return str(checkpoint_config.save)
+    return str(checkpoint_config.non_persistent_global_ckpt_dir or os.path.join(checkpoint_config.save, _NON_PERSISTENT))
+
+
+def save_dataloader_state(state: Any, model: list[Any], iterator: Any, pg_collection: Any) -> None:
+    """Megatron-Energon's position, beside the checkpoints, by Bridge's rule."""
+    path = getattr(state.cfg.dataset, "dataloader_save", None)
+    if path is None and state.cfg.checkpoint.save and hasattr(getattr(iterator, "iterable", None), "save_state"):
+        path = os.path.join(state.cfg.checkpoint.save, stock.DATALOADER_STATE_SUBDIR)
+    stock.maybe_save_dataloader_state(model, iterator, state.train_state.step, path, pg_collection=pg_collection)
+
+
+def write_run_files(staging: Path, cfg: Any, train_state: dict[str, torch.Tensor]) -> None:
+    """Rank 0: the files that Bridge expects in an iteration directory, part of the same commit."""
+    (staging / Path(names.get_checkpoint_train_state_filename("")).name).write_bytes(_torch_bytes(train_state))
+    cfg.to_yaml(str(staging / Path(names.get_checkpoint_run_config_filename("")).name))
+    tokenizer = getattr(cfg.dataset, "tokenizer", None) if cfg.dataset else None
+    if cfg.checkpoint.save_tokenizer_assets and tokenizer is not None:
+        stock.save_tokenizer_assets(tokenizer, cfg.tokenizer, str(staging))
+
+
+def publish(
+    state: Any,
+    root: Path,
+    directory: Path,
+    train_state: dict[str, torch.Tensor],
+    callback_manager: Any,
+    model: list[Any],
+    optimizer: Any,
+) -> None:
+    """After the commit: trackers, loggers, callbacks, and last the old checkpoints."""
+    step, cfg = state.train_state.step, state.cfg
+    if get_rank_safe() == 0:
+        replace_file(Path(names.get_checkpoint_train_state_filename(str(root), names.TRACKER_PREFIX)), _torch_bytes(train_state))
+        replace_file(Path(names.get_checkpoint_tracker_filename(str(root))), str(step).encode())
+    print_rank_0(f"  successfully saved checkpoint from iteration {step:7d} to {root}")
+    if is_last_rank():
+        wandb_utils.on_save_checkpoint_success(str(directory), str(root), step, wandb_writer=state.wandb_logger)
+        if cfg.logger.mlflow_log_artifacts:
+            mlflow_utils.on_save_checkpoint_success(str(directory), str(root), step, mlflow_logger=state.mlflow_logger)
+        comet_utils.on_save_checkpoint_success(str(directory), str(root), step, comet_logger=state.comet_logger)
+    if should_fire(callback_manager, "on_checkpoint_save"):
+        context = CallbackContext(
+            state=state, model=model, user_state=callback_manager.user_state, optimizer=optimizer
+        )
+        callback_manager.fire("on_checkpoint_save", context)
+    _prune(cfg.checkpoint, root)
+
+
+def _prune(checkpoint_config: Any, root: Path) -> None:
+    keep = checkpoint_config.most_recent_k
+    if root != Path(str(checkpoint_config.save)):  # non-persistent: at least one stays
+        keep = 2 if keep < 0 else max(1, keep)
+    if keep > -1:
+        stock.cleanup_old_non_persistent_checkpoint(str(root), leave_ckpt_num=keep, do_async=False)
+
+
+def _torch_bytes(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()

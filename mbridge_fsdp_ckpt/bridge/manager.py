@@ -1,0 +1,270 @@
+"""Bridge's checkpoints in this format: what is saved beside model and optimizer, and where it comes back.
+
+Bridge's own helpers make the state (RNG, scheduler, run config); the trackers are replaced last, in one step each.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.bridge.training import checkpointing as stock
+from megatron.bridge.training import fault_tolerance
+from megatron.bridge.training.state import TrainState
+from megatron.bridge.training.utils import checkpoint_utils as names
+from megatron.bridge.training.utils.pg_utils import get_pg_collection
+from megatron.bridge.utils.common_utils import print_rank_0
+from megatron.core.num_microbatches_calculator import update_num_microbatches
+from megatron.core.utils import unwrap_model
+
+from mbridge_fsdp_ckpt import checkpoint
+from mbridge_fsdp_ckpt.bridge import after_save, random_state
+from mbridge_fsdp_ckpt.bridge.locate import Located, locate
+from mbridge_fsdp_ckpt.bridge.plugin import STOCK, check_settings, presented_as_stock
+from mbridge_fsdp_ckpt.errors import ConfigurationError
+from mbridge_fsdp_ckpt.optimizer_state import grad_scalers
+from mbridge_fsdp_ckpt.settings import Settings
+
+_log = logging.getLogger(__name__)
+
+
+class SafeCheckpointManager:
+    """Bridge's `CheckpointManager` protocol for the training loop."""
+
+    def __init__(self, checkpoint_config: Any) -> None:
+        self.checkpoint_config = checkpoint_config
+        self.checkpointing_context: dict[str, Any] = {}
+
+    def save(self, ctx: Any, callback_manager: Any = None) -> None:
+        """Save what the context holds."""
+        save_checkpoint(
+            ctx.state,
+            ctx.model,
+            ctx.optimizer,
+            ctx.opt_param_scheduler,
+            ctx.num_floating_point_operations_so_far,
+            checkpointing_context=self.checkpointing_context,
+            non_persistent_ckpt=ctx.non_persistent_ckpt,
+            train_data_iterator=ctx.train_data_iterator,
+            pg_collection=ctx.pg_collection,
+            callback_manager=callback_manager,
+        )
+
+    def load(self, ctx: Any) -> tuple[int, int]:
+        """Load into what the context holds; (iteration, floating-point operations so far), (0, 0) without a
+        checkpoint."""
+        return stock.load_checkpoint(
+            ctx.state,
+            ctx.model,
+            ctx.optimizer,
+            ctx.opt_param_scheduler,
+            strict=ctx.strict,
+            checkpointing_context=self.checkpointing_context,
+            skip_load_to_model_and_opt=ctx.skip_load_to_model_and_opt,
+            pg_collection=ctx.pg_collection,
+        )
+
+    def finalize_async_saves(self, state: Any, blocking: bool = False, terminate: bool = False) -> None:
+        """Saves are synchronous: there is nothing to finish."""
+
+
+def settings_of(checkpoint_config: Any) -> Settings:
+    """Settings that Bridge's configuration implies: a run that keeps no optimizer state may load without."""
+    return Settings(allow_missing=() if checkpoint_config.save_optim else ("optimizer.*",))
+
+
+def save_checkpoint(
+    state: Any,
+    model: list[Any],
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    num_floating_point_operations_so_far: int,
+    checkpointing_context: dict[str, Any] | None = None,
+    pipeline_rank: int | None = None,
+    tensor_rank: int | None = None,
+    non_persistent_ckpt: bool = False,
+    train_data_iterator: Any = None,
+    preprocess_common_state_dict_fn: Any = None,
+    prebuilt_state_dict: dict[str, Any] | None = None,
+    pg_collection: Any = None,
+    callback_manager: Any = None,
+    module_name: str | None = None,
+) -> None:
+    """Bridge's `save_checkpoint` for this format; the same arguments.
+
+    Raises:
+        CheckpointError: The same on every rank; the previous checkpoint and the trackers stand.
+    """
+    cfg = state.cfg
+    check_settings(cfg.checkpoint)
+    if prebuilt_state_dict is not None or not model:
+        raise ConfigurationError(
+            expected="a model to save",
+            found="a state dict built beforehand (low_memory_save)",
+            remedy="Pass low_memory_save=False: this format never copies the state anyway.",
+        )
+    fault_tolerance.on_checkpointing_start(state)
+    model = unwrap_model(model)
+    pg_collection = pg_collection or get_pg_collection(model)
+    root = Path(after_save.root_directory(cfg.checkpoint, non_persistent=non_persistent_ckpt))
+    directory = Path(names.get_checkpoint_name(str(root), state.train_state.step))
+    print_rank_0(f"saving checkpoint at iteration {state.train_state.step:7d} to {root} in fsdp_dtensor_safe format")
+    after_save.save_dataloader_state(state, model, train_data_iterator, pg_collection)
+    train_state = _train_state(state, num_floating_point_operations_so_far)
+
+    checkpoint.save(
+        directory,
+        model=model[0] if len(model) == 1 else model,
+        optimizer=optimizer if cfg.checkpoint.save_optim else None,
+        values=_values(state, optimizer, opt_param_scheduler, train_state),
+        rank_values=_rank_values(cfg, pg_collection),
+        include=cfg.peft.adapter_key_filter if cfg.peft is not None else None,
+        add_files=lambda staging: after_save.write_run_files(staging, cfg, train_state),
+        settings=settings_of(cfg.checkpoint),
+    )
+    after_save.publish(state, root, directory, train_state, callback_manager, model, optimizer)
+    fault_tolerance.on_checkpointing_end(global_state=state, is_async_finalization=False)
+
+
+def _train_state(state: Any, operations: int) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = state.train_state.state_dict()
+    found["floating_point_operations_so_far"] = torch.tensor(operations, dtype=torch.float64)
+    return found
+
+
+def _values(state: Any, optimizer: Any, scheduler: Any, train_state: dict[str, torch.Tensor]) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "checkpoint_version": 3.0,
+        "iteration": state.train_state.step,
+        "train_state": train_state,
+    }
+    if scheduler is not None:
+        values["opt_param_scheduler"] = scheduler.state_dict()
+    scalers = grad_scalers(optimizer)
+    if scalers:
+        values["grad_scaler"] = {str(index): scaler.state_dict() for index, scaler in enumerate(scalers)}
+    return values
+
+
+def _rank_values(cfg: Any, pg_collection: Any) -> dict[str, Any]:
+    if not cfg.checkpoint.save_rng:
+        return {}
+    random = stock.get_rng_state(
+        cfg.rng.data_parallel_random_init if cfg.rng is not None else False, STOCK, pg_collection=pg_collection
+    )
+    return {"rng_state": random}
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """Which parts of a checkpoint the configuration asks for."""
+
+    optimizer: bool
+    random: bool
+    progress: bool
+
+
+def load_from_path(
+    load_dir: str,
+    state: Any,
+    model: list[Any],
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    strict: bool = True,
+    checkpointing_context: dict[str, Any] | None = None,
+    skip_load_to_model_and_opt: bool = False,
+    ignore_ckpt_step: bool = False,
+    pg_collection: Any = None,
+    module_name: str | None = None,
+) -> tuple[int, int]:
+    """Bridge's `_load_checkpoint_from_path` for this format; the same arguments.  Reads stock `fsdp_dtensor` too.
+
+    Raises:
+        CheckpointError: The same on every rank; nothing was changed unless it is a `LoadInterruptedError`.
+    """
+    cfg = state.cfg
+    if names.is_hf_checkpoint_dir(load_dir):
+        with presented_as_stock(cfg.checkpoint):
+            return _stock_load(load_dir, state, model, optimizer, opt_param_scheduler, skip_load_to_model_and_opt)
+    found = locate(load_dir, cfg.checkpoint, None if ignore_ckpt_step else cfg.checkpoint.ckpt_step)
+    if found is None:
+        print_rank_0(f"WARNING: could not find a checkpoint in {load_dir}: will start from random")
+        return 0, 0
+    print_rank_0(f" loading fsdp_dtensor_safe checkpoint from {found.directory}")
+    model = unwrap_model(model)
+    pg_collection = pg_collection or get_pg_collection(model)
+    wanted = _Parts(
+        optimizer=not cfg.checkpoint.finetune and cfg.checkpoint.load_optim and optimizer is not None,
+        random=not cfg.checkpoint.finetune and cfg.checkpoint.load_rng,
+        progress=not cfg.checkpoint.finetune,
+    )
+    load = checkpoint.load if wanted.optimizer else checkpoint.load_weights_only
+    loaded = load(
+        found.directory,
+        model=model[0] if len(model) == 1 else model,
+        optimizer=optimizer,
+        include=_adapters_only(cfg, load_dir),
+        settings=settings_of(cfg.checkpoint),
+    )
+    if loaded.skipped:
+        print_rank_0(f"WARNING: not in the checkpoint, left as they were: {', '.join(loaded.skipped[:20])}")
+    _restore(state, loaded, found, wanted, optimizer, opt_param_scheduler)
+    if wanted.random:
+        random_state.restore(loaded, cfg, pg_collection)
+    stock._record_dataloader_state_dir(checkpointing_context, str(found.directory.parent))
+    print_rank_0(f"  successfully loaded checkpoint from {found.directory} at iteration {state.train_state.step}")
+    if state.train_state.step > 0:
+        fault_tolerance.on_checkpoint_loaded(is_local_chkpt=False, global_state=state)
+    return state.train_state.step, state.train_state.floating_point_operations_so_far
+
+
+def _stock_load(load_dir: str, state: Any, model: Any, optimizer: Any, scheduler: Any, skip: bool) -> tuple[int, int]:
+    """A Hugging Face directory is no checkpoint of ours: Bridge reads it."""
+    result: tuple[int, int] = stock._load_checkpoint_from_path.__wrapped__(
+        load_dir, state, model, optimizer, scheduler, skip_load_to_model_and_opt=skip
+    )
+    return result
+
+
+def _adapters_only(cfg: Any, load_dir: str) -> Any:
+    """Bridge's rule: resuming a PEFT run reads adapters, its pretrained checkpoint is read whole."""
+    resumes = (
+        cfg.peft is not None
+        and load_dir == cfg.checkpoint.load
+        and load_dir != cfg.checkpoint.pretrained_checkpoint
+        and not cfg.checkpoint.finetune
+    )
+    return cfg.peft.adapter_key_filter if resumes else None
+
+
+def _restore(state: Any, loaded: Any, found: Located, wanted: _Parts, optimizer: Any, scheduler: Any) -> None:
+    """Progress, scheduler and loss scale."""
+    values = loaded.values
+    stock.set_checkpoint_version(values.get("checkpoint_version", 0))
+    if wanted.progress:
+        state.train_state = _read_train_state(values, found)
+        update_num_microbatches(consumed_samples=state.train_state.consumed_train_samples, verbose=True)
+    if not wanted.progress or found.release:
+        state.train_state.step = 0
+    if wanted.progress and state.cfg.checkpoint.load_optim:
+        if scheduler is not None and "opt_param_scheduler" in values:
+            scheduler.load_state_dict(dict(values["opt_param_scheduler"]))
+        for scaler, saved in zip(grad_scalers(optimizer), values.get("grad_scaler", {}).values(), strict=False):
+            scaler.load_state_dict(saved)
+
+
+def _read_train_state(values: Any, found: Located) -> TrainState:
+    if "train_state" in values:
+        restored = TrainState()
+        restored.load_state_dict(values["train_state"])
+        return restored
+    path = Path(names.get_checkpoint_train_state_filename(str(found.directory)))
+    if path.is_file():  # a stock checkpoint keeps it beside
+        restored = TrainState()
+        restored.load_state_dict(torch.load(io.BytesIO(path.read_bytes()), map_location="cpu", weights_only=True))
+        return restored
+    return TrainState(step=int(values.get("iteration", 0)))

@@ -1,0 +1,168 @@
+"""`register()`: Megatron-Bridge learns the format name `fsdp_dtensor_safe`.
+
+The training loop's checkpoints go through Bridge's own plug-in point, `checkpoint.custom_manager_class`.  Where that
+does not reach, these are replaced, here and nowhere else, and only act for our format name:
+
+    ConfigContainer.validate                         knows three format names by heart; sets custom_manager_class
+    checkpointing.save_checkpoint                    called directly by save_megatron_model and by users
+    checkpointing._load_checkpoint_from_path         called by load_checkpoint and by Bridge's set-up
+    megatron.core.optimizer.HybridDeviceOptimizer    cannot step under Megatron-FSDP; see sharded_hybrid.py
+    optim.sync_hybrid_device_optimizer_...           assumes a distributed optimizer without Megatron-FSDP
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from mbridge_fsdp_ckpt.errors import ConfigurationError, UnknownFormatError
+from mbridge_fsdp_ckpt.patching import Patches
+from mbridge_fsdp_ckpt.versions import require
+
+SAFE, STOCK = "fsdp_dtensor_safe", "fsdp_dtensor"
+MANAGER = "mbridge_fsdp_ckpt.bridge.manager.SafeCheckpointManager"
+_KNOWN = ("torch_dist", STOCK, SAFE, "torch", "torch_dcp", "zarr")
+
+_patches: Patches | None = None
+
+
+def register() -> None:
+    """Make `checkpoint.ckpt_format=fsdp_dtensor_safe` work in Megatron-Bridge.  Calling it again does nothing.
+
+    Raises:
+        UnsupportedVersionError: torch, megatron-core or megatron-bridge is of a version this was not made for.
+    """
+    global _patches
+    if _patches is not None:
+        return
+    require("torch", "megatron-core", "megatron-bridge")
+    patches = Patches()
+    try:
+        _patch(patches)
+    except BaseException:
+        patches.undo()
+        raise
+    _patches = patches
+
+
+def unregister() -> None:
+    """Put everything back as it was.  Does nothing unless registered."""
+    global _patches
+    if _patches is not None:
+        _patches.undo()
+        _patches = None
+
+
+def _patch(patches: Patches) -> None:
+    import megatron.core.optimizer as megatron_optimizer
+    from megatron.bridge.training import checkpointing, optim
+    from megatron.bridge.training.config import ConfigContainer
+    from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
+
+    from mbridge_fsdp_ckpt.bridge import manager
+    from mbridge_fsdp_ckpt.optimizer_state.sharded_hybrid import ShardedHybridDeviceOptimizer
+
+    register_allowed_target_prefix("mbridge_fsdp_ckpt")
+    patches.replace(ConfigContainer, "validate", _validate(ConfigContainer.validate))
+    save, load = checkpointing.save_checkpoint, checkpointing._load_checkpoint_from_path
+    patches.replace_everywhere(checkpointing, "save_checkpoint", _routed(save, manager.save_checkpoint))
+    patches.replace_everywhere(checkpointing, "_load_checkpoint_from_path", _routed(load, manager.load_from_path))
+    patches.replace(megatron_optimizer, "HybridDeviceOptimizer", ShardedHybridDeviceOptimizer)
+    sync = optim.sync_hybrid_device_optimizer_fp32_master_copies
+    patches.replace_everywhere(optim, "sync_hybrid_device_optimizer_fp32_master_copies", _sync_copies(sync))
+
+
+def _routed(stock: Callable[..., Any], safe: Callable[..., Any]) -> Callable[..., Any]:
+    """Call ours for our format, Bridge's otherwise.  Both take the state by name or as the argument that has cfg."""
+
+    @functools.wraps(stock)
+    def routed(*args: Any, **kwargs: Any) -> Any:
+        state = kwargs.get("state") or next(arg for arg in args if hasattr(arg, "cfg"))
+        check_format(state.cfg.checkpoint.ckpt_format)
+        return (safe if state.cfg.checkpoint.ckpt_format == SAFE else stock)(*args, **kwargs)
+
+    return routed
+
+
+def _validate(stock: Callable[[Any], None]) -> Callable[[Any], None]:
+    @functools.wraps(stock)
+    def validate(config: Any) -> None:
+        checkpoint = config.checkpoint
+        check_format(checkpoint.ckpt_format)
+        if checkpoint.ckpt_format != SAFE:
+            stock(config)
+            return
+        check_settings(checkpoint)
+        checkpoint.custom_manager_class = MANAGER
+        with presented_as_stock(checkpoint):
+            stock(config)
+
+    return validate
+
+
+@contextmanager
+def presented_as_stock(checkpoint: Any) -> Iterator[None]:
+    """Let Bridge's code that compares format names take our format for the stock one."""
+    checkpoint.ckpt_format = STOCK
+    try:
+        yield
+    finally:
+        checkpoint.ckpt_format = SAFE
+
+
+def check_format(name: Any) -> None:
+    """Catch a misspelt format name.
+
+    Raises:
+        UnknownFormatError: Nobody knows it, and it looks like one that is known.
+    """
+    if name in _KNOWN:
+        return
+    near = difflib.get_close_matches(str(name), _KNOWN, 1, 0.75)
+    if near:
+        raise UnknownFormatError(
+            expected=f"checkpoint.ckpt_format to be one of {', '.join(_KNOWN[:3])}",
+            found=repr(name),
+            remedy=f"Did you mean {near[0]!r}?",
+        )
+
+
+def check_settings(checkpoint: Any) -> None:
+    """Refuse what the format cannot do yet, before training begins.
+
+    Raises:
+        ConfigurationError: async_save, local non-persistent checkpoints, or another custom manager.
+    """
+    refused = {
+        "async_save=True": checkpoint.async_save,
+        "non_persistent_ckpt_type='local'": checkpoint.non_persistent_ckpt_type == "local",
+        f"custom_manager_class={checkpoint.custom_manager_class!r}": checkpoint.custom_manager_class
+        not in (None, MANAGER),
+    }
+    for setting, present in refused.items():
+        if present:
+            raise ConfigurationError(
+                expected=f"settings that {SAFE} supports",
+                found=f"checkpoint.{setting}",
+                remedy="Remove that setting, or use another ckpt_format.",
+            )
+
+
+def _sync_copies(stock: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    from mbridge_fsdp_ckpt.optimizer_state.sharded_hybrid import ShardedHybridDeviceOptimizer
+
+    @functools.wraps(stock)
+    def sync(optimizer: Any) -> bool:
+        parts = getattr(optimizer, "chained_optimizers", [optimizer])
+        under_fsdp = [p for p in parts if getattr(getattr(p, "ddp_config", None), "use_megatron_fsdp", False)]
+        if not under_fsdp:
+            return stock(optimizer)
+        hybrid = [p.optimizer for p in under_fsdp if isinstance(p.optimizer, ShardedHybridDeviceOptimizer)]
+        for inner in hybrid:
+            inner.update_fp32_param_by_new_param()
+        return bool(hybrid)
+
+    return sync

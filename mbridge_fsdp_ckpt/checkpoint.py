@@ -1,0 +1,177 @@
+"""save() and load(): the whole story.
+
+    save    plan -> agree -> write own chunks to staging -> rank 0 checks, writes the head, commits
+    load    open -> match keys -> verify every byte this rank reads -> agree -> fill -> refresh
+
+Both meet all ranks twice, in the rendezvous store, and issue no collective of their own.  An error on one rank is
+raised on all.  Until the second meeting of a save the previous checkpoint is untouched; until the first meeting of a
+load has passed, so are model and optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mbridge_fsdp_ckpt import loading, saving
+from mbridge_fsdp_ckpt.agreement import Agreement, next_agreement
+from mbridge_fsdp_ckpt.errors import CheckpointError, LoadInterruptedError, describe_unexpected
+from mbridge_fsdp_ckpt.inventory import KeyFilter
+from mbridge_fsdp_ckpt.settings import Settings
+from mbridge_fsdp_ckpt.storage.source import RankRecord
+
+__all__ = ["Loaded", "Settings", "load", "save"]
+
+_Attempt = Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a load returns besides filling model and optimizer.
+
+    Args:
+        values: The non-tensor state that `save` was given.
+        topology: The saving job's sizes.
+        own: The saving rank's record with this rank's coordinates, if there is one.
+        records: All saving ranks' records that share this rank's (pipeline, tensor) place.
+        skipped: Keys that were allowed to be missing, or to stay unread.
+    """
+
+    values: Mapping[str, Any]
+    topology: Mapping[str, int | str]
+    own: RankRecord | None
+    records: tuple[RankRecord, ...]
+    skipped: tuple[str, ...] = field(default=())
+
+
+def save(
+    directory: str | Path,
+    *,
+    model: Any,
+    optimizer: Any = None,
+    values: Mapping[str, Any] | None = None,
+    rank_values: Mapping[str, Any] | None = None,
+    include: KeyFilter | None = None,
+    add_files: Callable[[Path], None] | None = None,
+    settings: Settings | None = None,
+) -> None:
+    """Save a model and its optimizer to `directory`.  All ranks call it with the same arguments.
+
+    Args:
+        directory: The iteration directory; replaced as a whole where it exists.
+        model: A model wrapped in Megatron-FSDP, or the `MegatronFSDP` module itself.
+        optimizer: Megatron's optimizer over it, or a torch optimizer; None saves no optimizer state.
+        values: Non-tensor state, the same on all ranks; rank 0's is written.
+        rank_values: State of this rank alone, such as RNG states.
+        include: Which model keys to save (adapters only, say); all by default.
+        add_files: Called on rank 0 with the staging directory, to put more files into the same commit.
+        settings: See `Settings`.
+
+    Raises:
+        CheckpointError: The same on every rank.  Nothing was committed, the previous checkpoint stands.
+    """
+    settings = settings or Settings()
+    agreement = next_agreement("save", settings.time_limit)
+    target = Path(directory).absolute()
+    job = saving.Job(target, settings, agreement, values or {}, add_files)
+
+    prepared = _attempt(agreement, "planning the save", lambda: saving.prepare(model, optimizer, include, rank_values))
+    try:
+        answer = agreement.meet("agreement on the plan", _message(prepared, saving.announce), job.judge_plans)
+        if answer["disputed"]:
+            disputed = saving.disputed(prepared, answer["disputed"])
+            agreement.meet("disagreement on the plan", disputed, job.judge_dispute)
+        staging = Path(answer["staging"])
+        written = _attempt(agreement, "writing chunks", lambda: saving.write(prepared, staging, agreement))
+        agreement.meet("commit", written, job.judge_written)
+    finally:
+        job.clean_up()
+
+
+def load(
+    directory: str | Path,
+    *,
+    model: Any,
+    optimizer: Any = None,
+    include: KeyFilter | None = None,
+    settings: Settings | None = None,
+) -> Loaded:
+    """Load a model and its optimizer from `directory`.  All ranks call it with the same arguments.
+
+    Args:
+        directory: An iteration directory of this format, or of stock `fsdp_dtensor`, saved in any layout.
+        model: The model to fill, wrapped in Megatron-FSDP.
+        optimizer: Its optimizer.  None loads weights only.  Host copies of weights that an optimizer keeps are
+            refreshed only if it is given; see `load_weights_only`.
+        include: Which model keys to load.
+        settings: See `Settings`.
+
+    Raises:
+        LoadInterruptedError: Reading failed after live tensors had begun to change: don't go on with them.
+        CheckpointError: Any other; the same on every rank, and nothing was changed.
+    """
+    return _load(directory, model, optimizer, include, settings or Settings(), with_state=True)
+
+
+def load_weights_only(
+    directory: str | Path,
+    *,
+    model: Any,
+    optimizer: Any = None,
+    include: KeyFilter | None = None,
+    settings: Settings | None = None,
+) -> Loaded:
+    """Like `load`, but the optimizer keeps its state and only refreshes its copies of the weights."""
+    return _load(directory, model, optimizer, include, settings or Settings(), with_state=False)
+
+
+def _load(
+    directory: str | Path, model: Any, optimizer: Any, include: KeyFilter | None, settings: Settings, *, with_state: bool
+) -> Loaded:
+    agreement = next_agreement("load", settings.time_limit)
+    source = Path(directory).absolute()
+    opened = _attempt(
+        agreement,
+        "reading the checkpoint",
+        lambda: loading.prepare(source, model, optimizer, include, settings, agreement, with_state=with_state),
+    )
+    answer = agreement.meet("verification", _message(opened, loading.announce), loading.judge(opened, settings))
+    if answer["disputed"]:
+        named = loading.disputed(opened, answer["disputed"])
+        answer = agreement.meet("unexpected keys", named, loading.judge_unexpected(opened, settings))
+
+    filled = _attempt(agreement, "filling tensors", lambda: loading.fill(opened, agreement))
+    if isinstance(filled, CheckpointError):
+        filled = _interrupted(filled)
+    agreement.meet("completion of the load", filled, lambda messages: None)
+    loading.refresh(opened)
+    return Loaded(
+        opened.source.values,
+        opened.source.topology,
+        *loading.records_of(opened),
+        skipped=(*opened.skipped, *answer["unread"]),
+    )
+
+
+def _attempt(agreement: Agreement, doing: str, action: _Attempt) -> Any:
+    """The action's result, or its error as something to bring to the next meeting."""
+    try:
+        return action()
+    except Exception as error:
+        return describe_unexpected(error, rank=agreement.rank, doing=doing)
+
+
+def _message(prepared: Any, announce: Callable[[Any], Any]) -> Any:
+    return prepared if isinstance(prepared, CheckpointError) else announce(prepared)
+
+
+def _interrupted(error: CheckpointError) -> CheckpointError:
+    return LoadInterruptedError(
+        expected="the bytes that were verified a moment ago",
+        found=str(error),
+        remedy="Model and optimizer are partly loaded: end this process and load again.",
+        rank=error.rank,
+        key=error.key,
+    )

@@ -1,0 +1,147 @@
+"""Every error a user can meet, by name.
+
+Each says what was expected, what was found, on which rank and key, and what to do.  An error can cross
+ranks as plain data (`to_wire`, `from_wire`), so that one rank's failure is raised as the same error everywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+_WIRE_TEXT_LIMIT = 8_000  # characters a text field keeps on its way to other ranks
+
+
+class CheckpointError(Exception):
+    """Base of all named errors of this package.
+
+    Args:
+        expected: What should have been there.
+        found: What was there instead.
+        remedy: What the user can do.
+        rank: Global rank on which it was found, if it belongs to one.
+        key: Checkpoint key, parameter or file it is about, if any.
+    """
+
+    _by_name: ClassVar[dict[str, type[CheckpointError]]] = {}
+
+    def __init__(
+        self, *, expected: str, found: str, remedy: str, rank: int | None = None, key: str | None = None
+    ) -> None:
+        self.expected, self.found, self.remedy, self.rank, self.key = expected, found, remedy, rank, key
+        super().__init__(self._message())
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        CheckpointError._by_name[cls.__name__] = cls
+
+    def _message(self) -> str:
+        where = ", ".join(
+            part for part in (f"rank {self.rank}" if self.rank is not None else "", self.key or "") if part
+        )
+        prefix = f"[{where}] " if where else ""
+        return f"{prefix}expected {self.expected}; found {self.found}. {self.remedy}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CheckpointError.from_wire, (self.to_wire(),)
+
+    def at_rank(self, rank: int) -> CheckpointError:
+        """The same error with the rank filled in, where it was still open."""
+        if self.rank is not None:
+            return self
+        return CheckpointError.from_wire({**self.to_wire(), "rank": rank})
+
+    def to_wire(self) -> dict[str, Any]:
+        """This error as JSON-able data."""
+        text = {name: str(getattr(self, name))[:_WIRE_TEXT_LIMIT] for name in ("expected", "found", "remedy")}
+        return {"error": type(self).__name__, **text, "rank": self.rank, "key": self.key}
+
+    @staticmethod
+    def from_wire(wire: dict[str, Any]) -> CheckpointError:
+        """The error that `to_wire` described; an unknown name becomes `RankFailedError`."""
+        fields = {name: wire[name] for name in ("expected", "found", "remedy", "rank", "key")}
+        return CheckpointError._by_name.get(wire["error"], RankFailedError)(**fields)
+
+
+class UnsupportedVersionError(CheckpointError):
+    """A library, or a format version on disk, that this release was not made for."""
+
+
+class UnknownFormatError(CheckpointError):
+    """A checkpoint format name that nobody provides."""
+
+
+class ConfigurationError(CheckpointError):
+    """A setting, or a combination of settings, that cannot work."""
+
+
+class NotACheckpointError(CheckpointError):
+    """A directory that holds no complete checkpoint."""
+
+
+class ManifestError(CheckpointError):
+    """A manifest or chunk table that contradicts the format."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A file that is missing, truncated, or whose bytes are not those that were written."""
+
+
+class KeyMismatchError(CheckpointError):
+    """Keys that the model and the checkpoint do not share, or share with another shape or dtype."""
+
+
+class LayoutError(CheckpointError):
+    """A parameter whose metadata contradicts its local shard."""
+
+
+class FamilyError(CheckpointError):
+    """A family handler whose declaration does not fit the parameter, or that is declared twice."""
+
+
+class UnsupportedStateError(CheckpointError):
+    """Optimizer state, or a value, that the format cannot hold."""
+
+
+class PlanDisagreementError(CheckpointError):
+    """Ranks whose plans contradict each other: shapes that differ, rows that nobody or two ranks write."""
+
+
+class RankMissingError(CheckpointError):
+    """Ranks that did not arrive at a common step within the time limit."""
+
+
+class RankFailedError(CheckpointError):
+    """Another rank failed with an error that has no name here."""
+
+
+class StorageError(CheckpointError):
+    """The file system refused: no space, no permission, an I/O error."""
+
+
+class LoadInterruptedError(CheckpointError):
+    """A load failed after it had begun to change live tensors: the model must not be used."""
+
+
+class InternalError(CheckpointError):
+    """Something that cannot happen did: a defect of this package."""
+
+
+def describe_unexpected(error: BaseException, *, rank: int | None, doing: str) -> CheckpointError:
+    """Name an exception that is not ours, so that every rank can raise it alike.
+
+    Args:
+        error: What was raised.
+        rank: The rank it was raised on.
+        doing: The phase, in words that follow "while".
+    """
+    if isinstance(error, CheckpointError):
+        return error if rank is None else error.at_rank(rank)
+    kind: type[CheckpointError] = StorageError if isinstance(error, OSError) else RankFailedError
+    return kind(
+        expected=f"{doing} to succeed",
+        found=f"{type(error).__name__}: {error}",
+        remedy="Check the storage (space, permissions, quota) and save or load again."
+        if kind is StorageError
+        else "The traceback is in that rank's log.",
+        rank=rank,
+    )

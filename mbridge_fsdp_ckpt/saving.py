@@ -1,0 +1,215 @@
+"""The steps of a save, each of one rank; `checkpoint.save` tells their story."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from mbridge_fsdp_ckpt import consensus
+from mbridge_fsdp_ckpt.agreement import Agreement
+from mbridge_fsdp_ckpt.errors import ConfigurationError
+from mbridge_fsdp_ckpt.inventory import (
+    Holding,
+    KeyFilter,
+    model_holdings,
+    optimizer_holdings,
+    optimizer_parts,
+    plan_model,
+)
+from mbridge_fsdp_ckpt.settings import Settings
+from mbridge_fsdp_ckpt.storage import commit
+from mbridge_fsdp_ckpt.storage.checksums import file_checksum
+from mbridge_fsdp_ckpt.storage.dcp_writer import write_dcp_view
+from mbridge_fsdp_ckpt.storage.manifest import (
+    FORMAT,
+    MANIFEST_NAME,
+    VERSION,
+    KeyEntry,
+    Manifest,
+    TableEntry,
+    TableHeader,
+    check_file,
+    read_table_header,
+    write_manifest,
+    write_table,
+)
+from mbridge_fsdp_ckpt.storage.payload import PayloadWriter
+from mbridge_fsdp_ckpt.storage.values import encode
+from mbridge_fsdp_ckpt.topology import coordinates, sharding_strategy, topology
+
+_WRITERS = ("mbridge-fsdp-ckpt", "torch", "megatron-core", "megatron-bridge", "transformer-engine")
+
+
+@dataclass(slots=True)
+class Prepared:
+    """What one rank is about to write."""
+
+    holdings: list[Holding]
+    header: dict[str, Any]
+    sections: tuple[str, ...]
+    strategy: str
+
+
+def prepare(
+    model: Any, optimizer: Any, include: KeyFilter | None, rank_values: Mapping[str, Any] | None
+) -> Prepared:
+    """Plan this rank's part.  No communication, no copies.
+
+    Raises:
+        CheckpointError: The model or the optimizer cannot be saved.
+    """
+    planned = plan_model(model)
+    holdings = list(model_holdings(planned, include))
+    parts = optimizer_parts(optimizer, planned) if optimizer is not None else []
+    slots, stateless = optimizer_holdings(parts)
+    header = {
+        "coordinates": coordinates(),
+        "parameter_groups": [_encode_group(*group) for part in parts for group in part.group_names()],
+        "stateless": stateless,
+        "values": encode(dict(rank_values or {}), "rank_values"),
+    }
+    return Prepared(holdings + slots, header, ("model", "optimizer") if parts else ("model",), sharding_strategy(model))
+
+
+def _encode_group(hyperparameters: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+    return {"hyperparameters": encode(hyperparameters, "optimizer.param_to_group_meta"), "parameters": names}
+
+
+def announce(prepared: Prepared) -> dict[str, Any]:
+    """The bounded message for the agreement."""
+    return {
+        "sketch": consensus.sketch(prepared.holdings),
+        "sections": list(prepared.sections),
+        "strategy": prepared.strategy,
+    }
+
+
+def disputed(prepared: Prepared, buckets: list[int]) -> list[list[Any]]:
+    """This rank's blocks in the buckets that did not add up."""
+    return consensus.blocks_in(prepared.holdings, buckets)
+
+
+def write(prepared: Prepared, staging: Path, agreement: Agreement) -> dict[str, Any]:
+    """Write this rank's chunks and its table; returns the table's entry.
+
+    Raises:
+        OSError: The file system refused.
+    """
+    rank, chunks, files, keys = agreement.rank, [], [], {}
+    own = [holding for holding in prepared.holdings if holding.plan.writes]
+    if own:
+        writer = PayloadWriter(staging / f"__{rank}_0.distcp")
+        try:
+            for holding in own:
+                chunks.append(writer.add(holding.key, holding.elements(), holding.box))
+                if holding.is_origin:
+                    keys[holding.key] = holding.entry
+                agreement.beat()
+            files.append(writer.close())
+        finally:
+            writer.abort()
+    header = TableHeader(rank=rank, files=tuple(files), keys=keys, chunks=len(chunks), **prepared.header)
+    table = staging / f"chunks_{rank:05d}.jsonl"
+    write_table(table, header, chunks)
+    _sync_file(table)
+    return TableEntry(rank=rank, name=table.name, size=table.stat().st_size, checksum=file_checksum(table)).model_dump()
+
+
+@dataclass(slots=True)
+class Job:
+    """Rank 0's side of a save: it judges the meetings, owns the staging directory, and commits."""
+
+    target: Path
+    settings: Settings
+    agreement: Agreement
+    values: Mapping[str, Any]
+    add_files: Callable[[Path], None] | None
+    _staging: Path | None = field(default=None)
+    _sections: tuple[str, ...] = field(default=())
+    _strategy: str = field(default="")
+
+    def judge_plans(self, messages: list[Any]) -> dict[str, Any]:
+        """First meeting: do the plans tile every tensor?  Makes the staging directory if so."""
+        sections = {tuple(message["sections"]) for message in messages}
+        if len(sections) > 1:
+            raise ConfigurationError(
+                expected="all ranks to save the same sections",
+                found=" and ".join(", ".join(s) for s in sorted(sections)),
+                remedy="Pass the optimizer on every rank, or on none.",
+            )
+        bad = consensus.add([message["sketch"] for message in messages])
+        if bad:
+            return {"disputed": bad}
+        self._sections, self._strategy = sections.pop(), messages[0]["strategy"]
+        commit.recover(self.target)
+        commit.remove_leftovers(self.target.parent)
+        self._staging = commit.create_staging(self.target)
+        return {"disputed": [], "staging": str(self._staging)}
+
+    def judge_dispute(self, messages: list[Any]) -> None:
+        """Only after a failed first meeting: name the keys and ranks."""
+        raise consensus.disagreement(messages)
+
+    def judge_written(self, messages: list[Any]) -> None:
+        """Second meeting: check what all ranks wrote, write the head, commit."""
+        assert self._staging is not None
+        staging, tables = self._staging, [TableEntry(**message) for message in messages]
+        keys: dict[str, KeyEntry] = {}
+        for entry in tables:
+            header = read_table_header(check_file(staging, entry))
+            for file in header.files:
+                check_file(staging, file)
+            keys.update(header.keys)
+            self.agreement.beat()
+        manifest = Manifest(
+            format=FORMAT,
+            version=VERSION,
+            writer=_writer_versions(),
+            topology={**topology(), "strategy": self._strategy},
+            sections=self._sections,
+            keys=dict(sorted(keys.items())),
+            tables=tuple(tables),
+            values=encode(dict(self.values), "values"),
+        )
+        if self.settings.writes_dcp_metadata(len(tables)):
+            write_dcp_view(staging, keys, [staging / entry.name for entry in tables], self.values)
+        if self.add_files is not None:
+            self.add_files(staging)
+        write_manifest(staging / MANIFEST_NAME, manifest)
+        _sync_files(staging)
+        commit.commit(staging, self.target)
+        self._staging = None
+
+    def clean_up(self) -> None:
+        """Remove the staging directory of a save that failed."""
+        if self._staging is not None:
+            shutil.rmtree(self._staging, ignore_errors=True)  # the next save reports what could not be removed
+
+
+def _writer_versions() -> dict[str, str]:
+    found = {}
+    for name in _WRITERS:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _sync_files(directory: Path) -> None:
+    """Flush the files that this rank wrote; the others flushed theirs."""
+    for path in directory.rglob("*"):
+        if path.is_file():
+            _sync_file(path)
+        elif path.is_dir():
+            commit.sync_directory(path)
+
+
+def _sync_file(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())

@@ -1,0 +1,107 @@
+"""What stock needs to read a checkpoint of this format: `.metadata`, and its non-tensor values as stock pickles.
+
+Made from the chunk tables in the directory, at commit or at any time later; this package never reads either.
+Torch Distributed Checkpoint's on-disk classes are used, not copied (torch 2.13, `checkpoint/metadata.py`).
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from mbridge_fsdp_ckpt.geometry import Box, whole
+from mbridge_fsdp_ckpt.storage.manifest import Chunk, FileEntry, KeyEntry, read_table, read_table_header
+from mbridge_fsdp_ckpt.storage.payload import PayloadWriter
+from mbridge_fsdp_ckpt.storage.values import decode, dtype_from_name
+
+VALUES_FILE = "__0_1.distcp"
+DCP_METADATA = ".metadata"
+
+
+def write_dcp_view(
+    directory: Path, keys: Mapping[str, KeyEntry], tables: Iterable[Path], values: Mapping[str, Any]
+) -> None:
+    """Write `.metadata` and the values file.
+
+    Args:
+        directory: A directory whose chunk tables are complete.
+        keys: All keys.
+        tables: All chunk tables.
+        values: Non-tensor state of all ranks, nested as stock nests it.
+    """
+    view = _View()
+    merged: dict[str, Any] = dict(values)
+    groups: dict[str, Any] = {}
+    for table in tables:
+        header = read_table_header(table)
+        for chunk in read_table(table, dict(keys)):
+            view.add_chunk(chunk, keys[chunk.key], header.files[chunk.file].name)
+        for group in header.parameter_groups:
+            groups.update(dict.fromkeys(group["parameters"], group["hyperparameters"]))
+        for name, value in (decode(header.values) or {}).get("rng_state", {}).items():
+            merged.setdefault("rng_state", {}).setdefault(name, value)
+    if groups:
+        decoded = {name: decode(hyperparameters) for name, hyperparameters in groups.items()}
+        merged["optimizer"] = {"param_to_group_meta": decoded}
+    view.add_values(directory / VALUES_FILE, merged)
+    (directory / DCP_METADATA).write_bytes(pickle.dumps(view.metadata()))
+
+
+class _View:
+    def __init__(self) -> None:
+        self._state: dict[str, Any] = {}
+        self._storage: dict[MetadataIndex, _StorageInfo] = {}
+
+    def add_chunk(self, chunk: Chunk, entry: KeyEntry, file: str) -> None:
+        self._add(chunk.key, dtype_from_name(entry.dtype), entry.shape, chunk.box, (file, *chunk.frame))
+
+    def _add(self, key: str, dtype: torch.dtype, shape: tuple[int, ...], box: Box, place: tuple[str, int, int]) -> None:
+        properties = TensorProperties(dtype=dtype)
+        tensor = self._state.setdefault(key, TensorStorageMetadata(properties, torch.Size(shape), []))
+        tensor.chunks.append(ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.size)))
+        self._storage[MetadataIndex(key, box.offset)] = _StorageInfo(*place)
+
+    def add_values(self, path: Path, values: Mapping[str, Any]) -> FileEntry:
+        """Tensors become chunks, the rest pickles; equal pickles are written once."""
+        flat, _ = flatten_state_dict(dict(values))
+        writer = PayloadWriter(path)
+        seen: dict[bytes, tuple[int, int]] = {}
+        for key, value in flat.items():
+            if isinstance(value, torch.Tensor):
+                chunk = writer.add(key, value.reshape(-1), whole(tuple(value.shape)))
+                self._add(key, value.dtype, tuple(value.shape), chunk.box, (path.name, *chunk.frame))
+                continue
+            buffer = io.BytesIO()
+            torch.save(value, buffer)
+            data = buffer.getvalue()
+            if data not in seen:
+                seen[data] = writer.position, len(data)
+                writer.write(data)
+            self._state[key] = BytesStorageMetadata()
+            self._storage[MetadataIndex(key)] = _StorageInfo(path.name, *seen[data])
+        return writer.close()
+
+    def metadata(self) -> Metadata:
+        return Metadata(
+            state_dict_metadata=self._state,
+            planner_data={key: (key,) for key in self._state},
+            storage_data=self._storage,
+            storage_meta=StorageMeta(),
+            version=CURRENT_DCP_VERSION,
+        )

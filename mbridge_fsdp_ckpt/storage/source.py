@@ -1,0 +1,95 @@
+"""What a load reads from: one narrow interface over this format and stock `fsdp_dtensor`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from mbridge_fsdp_ckpt.errors import NotACheckpointError
+from mbridge_fsdp_ckpt.geometry import Box
+from mbridge_fsdp_ckpt.storage.manifest import MANIFEST_NAME, KeyEntry
+
+
+@dataclass(frozen=True, slots=True)
+class StoredChunk:
+    """A box of a key, and where it lies.  Opaque beyond its box: only its source reads it.
+
+    Args:
+        key: The key.
+        box: The block of it.
+        path: The file.
+        offset: First byte of raw elements, or of a stock record.
+        length: Bytes there.
+        checksum: Of those bytes; empty where the format has none.
+    """
+
+    key: str
+    box: Box
+    path: Path
+    offset: int
+    length: int
+    checksum: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankRecord:
+    """What one saving rank said of itself.
+
+    Args:
+        coordinates: Its place: tensor, pipeline, expert, data, ...
+        values: Its own values, RNG states first of all.
+    """
+
+    coordinates: Mapping[str, int]
+    values: Any
+
+
+class CheckpointSource(Protocol):
+    """An opened checkpoint, its structure checked."""
+
+    keys: Mapping[str, KeyEntry]
+    sections: tuple[str, ...]
+    topology: Mapping[str, int | str]
+    values: Mapping[str, Any]
+    stateless: frozenset[str]
+
+    def hyperparameters(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+        """Saved hyperparameters of each named optimizer parameter that has some."""
+
+    def chunks(self, keys: Iterable[str]) -> dict[str, list[StoredChunk]]:
+        """Where the keys lie; every file checked to be there at its full size."""
+
+    def read(self, chunk: StoredChunk) -> torch.Tensor:
+        """A chunk's elements on the host, shaped like its box; damaged bytes raise."""
+
+    def ranks(self) -> Iterator[RankRecord]:
+        """The saving ranks."""
+
+
+def open_checkpoint(directory: Path) -> CheckpointSource:
+    """Open an iteration directory of this format, or of stock `fsdp_dtensor`.
+
+    Raises:
+        NotACheckpointError: It is neither.
+        ManifestError, UnsupportedVersionError, DamagedCheckpointError: See the readers.
+    """
+    from mbridge_fsdp_ckpt.storage.dcp_reader import DCP_METADATA, DcpSource
+    from mbridge_fsdp_ckpt.storage.reader import SafeSource
+
+    if (directory / MANIFEST_NAME).exists():
+        return SafeSource(directory)
+    if (directory / DCP_METADATA).exists():
+        return DcpSource(directory)
+    found = "no such directory"
+    if directory.is_dir():
+        found = "a directory with " + (", ".join(sorted(p.name for p in directory.iterdir())[:8]) or "nothing in it")
+    raise NotACheckpointError(
+        expected=f"{MANIFEST_NAME} or {DCP_METADATA} in the directory",
+        found=found,
+        remedy="Give an iteration directory (iter_0000010) of a complete checkpoint, or its root with a tracker file.",
+        key=str(directory),
+    )

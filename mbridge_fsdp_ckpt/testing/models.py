@@ -1,0 +1,237 @@
+"""Small real models under real Megatron-FSDP, with a real Megatron optimizer, for tests, demo and benchmark.
+
+`build` needs megatron-core alone.  Gated DeltaNet layers need flash-linear-attention besides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+
+from mbridge_fsdp_ckpt.testing.kernels import CpuNorm
+
+VOCABULARY, SEQUENCE = 64, 16
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A model, its layout and its optimizer.
+
+    Args:
+        layers: Transformer layers; with `gated_delta_net`, all but every third attend linearly.
+        experts: Experts a layer; 0 for dense MLPs.  MoE layers have a shared expert too.
+        optimizer: "torch" forces torch's AdamW where Transformer Engine would provide FusedAdam.
+        offload: Fraction that HybridDeviceOptimizer keeps on the host; None for no such optimizer.
+        bias: Whether linear layers have biases.
+        ddp: More settings of Megatron's DistributedDataParallelConfig.
+        optimizer_settings: More settings of Megatron's OptimizerConfig.
+    """
+
+    layers: int = 2
+    hidden: int = 32
+    ffn: int = 48
+    experts: int = 0
+    gated_delta_net: bool = False
+    bias: bool = False
+    tensor: int = 1
+    expert: int = 1
+    strategy: str = "optim_grads_params"
+    instances: int = 1
+    outer: str = "no_shard"
+    optimizer: Literal["auto", "torch"] = "torch"
+    offload: float | None = None
+    ddp: dict[str, Any] = field(default_factory=dict)
+    optimizer_settings: dict[str, Any] = field(default_factory=dict)
+
+    def on(self, **layout: Any) -> Recipe:
+        """The same model in another layout."""
+        return replace(self, **layout)
+
+
+@dataclass(slots=True)
+class Trainable:
+    """A model with its optimizer."""
+
+    recipe: Recipe
+    model: Any
+    optimizer: Any
+
+    def step(self, number: int) -> float:
+        """One training step on a batch that depends on `number` alone; the mean loss over all ranks."""
+        from megatron.core import parallel_state
+
+        generator = torch.Generator().manual_seed(1_000 + number)
+        tokens = torch.randint(0, VOCABULARY, (4, SEQUENCE + 1), generator=generator)
+        ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+        own = tokens.chunk(ranks)[rank]
+        self.model.module.is_last_microbatch = True  # Megatron's schedules say so; hybrid sharding reduces only then
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        positions = torch.arange(SEQUENCE).expand(own.shape[0], -1)
+        mask = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)[None, None].expand(own.shape[0], 1, -1, -1)
+        loss = self.model(own[:, :-1], positions, mask, labels=own[:, 1:]).float().mean()
+        loss.backward()
+        self.model.finish_grad_sync()
+        self.optimizer.step()
+        total = loss.detach().clone()
+        if dist.get_world_size() > 1:
+            dist.all_reduce(total)
+        return float(total) / dist.get_world_size()
+
+
+def build(recipe: Recipe, seed: int = 123) -> Trainable:
+    """Initialise Megatron's groups and build; a process group exists, the shim is installed."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=recipe.tensor,
+            expert_model_parallel_size=recipe.expert,
+            expert_tensor_parallel_size=1,
+            num_distributed_optimizer_instances=recipe.instances,
+        )
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
+    model = _wrap(recipe, _gpt(recipe))
+    return Trainable(recipe, model, _optimizer(recipe, model))
+
+
+def _config(recipe: Recipe) -> Any:
+    from megatron.core.transformer import TransformerConfig
+
+    moe: dict[str, Any] = {}
+    if recipe.experts:
+        moe = {
+            "num_moe_experts": recipe.experts,
+            "moe_ffn_hidden_size": recipe.ffn // 2,
+            "moe_shared_expert_intermediate_size": recipe.ffn // 2,
+            "moe_router_topk": 2,
+            "moe_router_load_balancing_type": "none",
+            "moe_token_dispatcher_type": "alltoall",
+            "expert_model_parallel_size": recipe.expert,
+            "expert_tensor_parallel_size": 1,
+        }
+    linear_attention = {
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+    }
+    return TransformerConfig(
+        num_layers=recipe.layers,
+        hidden_size=recipe.hidden,
+        num_attention_heads=4,
+        ffn_hidden_size=recipe.ffn,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=recipe.bias,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        gradient_accumulation_fusion=False,
+        normalization="RMSNorm",
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        tensor_model_parallel_size=recipe.tensor,
+        sequence_parallel=recipe.tensor > 1 and bool(recipe.experts),
+        deterministic_mode=recipe.gated_delta_net,
+        **(linear_attention if recipe.gated_delta_net else {}),
+        **moe,
+    )
+
+
+def _gpt(recipe: Recipe) -> Any:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer.module import Float16Module
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    config = _config(recipe)
+    layers = [_layer(recipe, linear=recipe.gated_delta_net and index % 3 != 2) for index in range(recipe.layers)]
+    block = TransformerBlockSubmodules(layer_specs=layers, layer_norm=CpuNorm)
+    gpt = GPTModel(config, block, VOCABULARY, SEQUENCE, position_embedding_type="rope")
+    return Float16Module(config, gpt)
+
+
+def _layer(recipe: Recipe, *, linear: bool) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    spec = get_gpt_layer_local_spec(num_experts=recipe.experts or None, moe_grouped_gemm=False, normalization="RMSNorm")
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = CpuNorm
+    if linear:
+        spec.submodules.self_attention = _gated_delta_net()
+    return spec
+
+
+def _gated_delta_net() -> Any:
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    submodules = GatedDeltaNetSubmodules(in_proj=ColumnParallelLinear, out_norm=CpuNorm, out_proj=RowParallelLinear)
+    return ModuleSpec(module=GatedDeltaNet, submodules=submodules, params={"conv_bias": True, "bias": True})
+
+
+def _wrap(recipe: Recipe, module: Any) -> Any:
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+
+    settings = {
+        "use_distributed_optimizer": True,
+        "use_megatron_fsdp": True,
+        "data_parallel_sharding_strategy": recipe.strategy,
+        "num_distributed_optimizer_instances": recipe.instances,
+        "outer_dp_sharding_strategy": recipe.outer,
+        "gradient_reduce_div_fusion": False,
+        "overlap_grad_reduce": recipe.strategy in ("optim_grads", "optim_grads_params"),
+        "overlap_param_gather": recipe.strategy == "optim_grads_params",
+        **recipe.ddp,
+    }
+    return FullyShardedDataParallel(module.config, DistributedDataParallelConfig(**settings), module)
+
+
+def _optimizer(recipe: Recipe, model: Any) -> Any:
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    offload = {}
+    if recipe.offload is not None:
+        offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": recipe.offload}
+    settings = {
+        "optimizer": "adam",
+        "lr": 1e-2,
+        "weight_decay": 0.1,
+        "use_distributed_optimizer": True,
+        "bf16": True,
+        "params_dtype": torch.bfloat16,
+        "clip_grad": 0.0,
+        **offload,
+        **recipe.optimizer_settings,
+    }
+    with torch_adam() if recipe.optimizer == "torch" else _as_it_is():
+        return get_megatron_optimizer(OptimizerConfig(**settings), [model])
+
+
+@contextmanager
+def _as_it_is() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def torch_adam() -> Iterator[None]:
+    """Let Megatron choose torch's AdamW, as it does where Transformer Engine is not installed."""
+    import megatron.core.optimizer as megatron_optimizer
+
+    before = megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER
+    megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER = torch.optim.AdamW, True
+    try:
+        yield
+    finally:
+        megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER = before

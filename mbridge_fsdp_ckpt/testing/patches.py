@@ -1,0 +1,48 @@
+"""Replace attributes of foreign objects, and put every one of them back."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, Final
+
+_ABSENT: Final = object()
+
+
+class Patches:
+    """A list of replaced attributes that can be undone.
+
+    An attribute that the owner merely inherited (`torch.Tensor.cpu` lives in a C base class) is deleted
+    again on undo instead of being pinned to the owner, so that afterwards the owner is as it was.
+    """
+
+    def __init__(self) -> None:
+        self._replaced: list[tuple[Any, str, Any]] = []
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Replace `owner.name`; remember what the owner itself held under that name."""
+        self._replaced.append((owner, name, vars(owner).get(name, _ABSENT)))
+        setattr(owner, name, value)
+
+    def undo(self) -> None:
+        """Put everything back, last replaced first.  Calling it again does nothing."""
+        while self._replaced:
+            owner, name, before = self._replaced.pop()
+            if before is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+
+
+def rebind_everywhere(patches: Patches, replacements: Sequence[tuple[Any, Any]]) -> None:
+    """For each pair, replace the first under every name that any loaded module binds to it by the second.
+
+    Patching the defining module alone would miss `from module import original` and `alias = module.original`
+    in modules that were imported before.
+    """
+    replacement_of = {id(original): replacement for original, replacement in replacements}
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", None)
+        if isinstance(names, dict):
+            for name, value in [(name, value) for name, value in list(names.items()) if id(value) in replacement_of]:
+                patches.set(module, name, replacement_of[id(value)])

@@ -1,0 +1,31 @@
+"""Which versions of other packages this release was made for."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from packaging.specifiers import SpecifierSet
+
+from mbridge_fsdp_ckpt.errors import UnsupportedVersionError
+
+SUPPORTED = {"torch": ">=2.13,<2.14", "megatron-core": ">=0.19,<0.20", "megatron-bridge": ">=0.6,<0.7"}
+
+
+def require(*packages: str) -> None:
+    """Check installed versions (of the distributions: Megatron's `__version__` changes with the working directory).
+
+    Raises:
+        UnsupportedVersionError: A package is missing, or of a version whose internals may differ.
+    """
+    for package in packages:
+        try:
+            found = version(package)
+        except PackageNotFoundError:
+            found = "none"
+        if found == "none" or not SpecifierSet(SUPPORTED[package]).contains(found, prereleases=True):
+            raise UnsupportedVersionError(
+                expected=f"{package}{SUPPORTED[package]}",
+                found=f"{package} {found}" if found != "none" else f"no {package} installed",
+                remedy=f"Install a supported version (pip install '{package}{SUPPORTED[package]}'), or a release of "
+                "mbridge-fsdp-ckpt made for yours; docs/compatibility.md has the list.",
+            )

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mbridge_fsdp_ckpt import loading, saving
+from mbridge_fsdp_ckpt import filling, loading, saving
 from mbridge_fsdp_ckpt.agreement import Agreement, next_agreement
 from mbridge_fsdp_ckpt.errors import CheckpointError, LoadInterruptedError, describe_unexpected
 from mbridge_fsdp_ckpt.inventory import KeyFilter
@@ -128,7 +128,13 @@ def load_weights_only(
 
 
 def _load(
-    directory: str | Path, model: Any, optimizer: Any, include: KeyFilter | None, settings: Settings, *, with_state: bool
+    directory: str | Path,
+    model: Any,
+    optimizer: Any,
+    include: KeyFilter | None,
+    settings: Settings,
+    *,
+    with_state: bool,
 ) -> Loaded:
     agreement = next_agreement("load", settings.time_limit)
     source = Path(directory).absolute()
@@ -142,11 +148,11 @@ def _load(
         named = loading.disputed(opened, answer["disputed"])
         answer = agreement.meet("unexpected keys", named, loading.judge_unexpected(opened, settings))
 
-    filled = _attempt(agreement, "filling tensors", lambda: loading.fill(opened, agreement))
+    filled = _attempt(agreement, "filling tensors", lambda: filling.fill(opened, agreement))
     if isinstance(filled, CheckpointError):
         filled = _interrupted(filled)
     agreement.meet("completion of the load", filled, lambda messages: None)
-    loading.refresh(opened)
+    filling.refresh(opened)
     return Loaded(
         opened.source.values,
         opened.source.topology,

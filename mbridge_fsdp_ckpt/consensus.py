@@ -68,7 +68,9 @@ def blocks_in(holdings: Iterable[Holding], buckets: Iterable[int]) -> list[list[
             continue
         replica, box = holding.plan.layout.replica, holding.piece.box
         description = f"{holding.entry.dtype} {list(holding.entry.shape)}"
-        blocks.append([holding.key, description, f"{replica.index} of {replica.count}", list(box.offset), list(box.size)])
+        blocks.append(
+            [holding.key, description, f"{replica.index} of {replica.count}", list(box.offset), list(box.size)]
+        )
         if len(blocks) == _BLOCKS_NAMED:
             break
     return blocks

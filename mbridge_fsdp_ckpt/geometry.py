@@ -59,9 +59,7 @@ class Box:
     def intersect(self, other: Box) -> Box | None:
         """The common block, or None where there is none."""
         offset = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
-        size = tuple(
-            min(a, b) - o for a, b, o in zip(self.end, other.end, offset, strict=True)
-        )
+        size = tuple(min(a, b) - o for a, b, o in zip(self.end, other.end, offset, strict=True))
         if any(s <= 0 for s in size):
             return None
         return Box(offset, size)

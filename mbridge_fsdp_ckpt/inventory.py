@@ -141,7 +141,8 @@ def optimizer_parts(optimizer: Any, planned: list[Planned]) -> list[OptimizerPar
 
 def optimizer_holdings(parts: list[OptimizerPart]) -> tuple[list[Holding], list[str]]:
     """Blocks of every slot, and the names of parameters that have elements here but no state."""
-    holdings, stateless = [], []
+    holdings: list[Holding] = []
+    stateless: list[str] = []
     for part in parts:
         for parameter, plan in part.parameters():
             slots = part.adapter.slots(parameter)

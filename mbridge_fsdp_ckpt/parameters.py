@@ -252,4 +252,5 @@ def _first_expert(fsdp_module: Any) -> int:
     if not experts:
         return 0
     ranks = parallel_state.get_expert_model_parallel_world_size()
-    return int(parallel_state.get_expert_model_parallel_rank()) * (experts // ranks)
+    first: int = parallel_state.get_expert_model_parallel_rank() * (experts // ranks)
+    return first

@@ -1,34 +1,48 @@
-"""Replacing attributes of other packages, and putting them back."""
+"""Replace attributes of foreign objects, and put every one of them back."""
 
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Final
+
+_ABSENT: Final = object()
 
 
 class Patches:
-    """Replacements that can be undone, in reverse order."""
+    """A list of replaced attributes that can be undone.
+
+    An attribute that the owner merely inherited (`torch.Tensor.cpu` lives in a C base class) is deleted
+    again on undo instead of being pinned to the owner, so that afterwards the owner is as it was.
+    """
 
     def __init__(self) -> None:
-        self._undo: list[tuple[Any, str, Any]] = []
+        self._replaced: list[tuple[Any, str, Any]] = []
 
-    def replace(self, owner: Any, name: str, new: Any) -> None:
-        """Replace one attribute."""
-        self._undo.append((owner, name, getattr(owner, name)))
-        setattr(owner, name, new)
-
-    def replace_everywhere(self, owner: Any, name: str, new: Any) -> None:
-        """Replace a module's attribute and every other module's reference to it.
-
-        `from module import name` binds early: who imported the function before we came would keep the old one.
-        """
-        old = getattr(owner, name)
-        for module in list(sys.modules.values()):
-            for attribute, value in list(getattr(module, "__dict__", {}).items()):
-                if value is old:
-                    self.replace(module, attribute, new)
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Replace `owner.name`; remember what the owner itself held under that name."""
+        self._replaced.append((owner, name, vars(owner).get(name, _ABSENT)))
+        setattr(owner, name, value)
 
     def undo(self) -> None:
-        """Put everything back."""
-        while self._undo:
-            setattr(*self._undo.pop())
+        """Put everything back, last replaced first.  Calling it again does nothing."""
+        while self._replaced:
+            owner, name, before = self._replaced.pop()
+            if before is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+
+
+def rebind_everywhere(patches: Patches, replacements: Sequence[tuple[Any, Any]]) -> None:
+    """For each pair, replace the first under every name that any loaded module binds to it by the second.
+
+    Patching the defining module alone would miss `from module import original` and `alias = module.original`
+    in modules that were imported before.
+    """
+    replacement_of = {id(original): replacement for original, replacement in replacements}
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", None)
+        if isinstance(names, dict):
+            for name, value in [(name, value) for name, value in list(names.items()) if id(value) in replacement_of]:
+                patches.set(module, name, replacement_of[id(value)])

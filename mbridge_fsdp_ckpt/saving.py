@@ -55,9 +55,7 @@ class Prepared:
     strategy: str
 
 
-def prepare(
-    model: Any, optimizer: Any, include: KeyFilter | None, rank_values: Mapping[str, Any] | None
-) -> Prepared:
+def prepare(model: Any, optimizer: Any, include: KeyFilter | None, rank_values: Mapping[str, Any] | None) -> Prepared:
     """Plan this rank's part.  No communication, no copies.
 
     Raises:

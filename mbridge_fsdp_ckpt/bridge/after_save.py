@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +22,14 @@ def root_directory(checkpoint_config: Any, *, non_persistent: bool) -> str:
     """Where iteration directories go."""
     if not non_persistent:
         return str(checkpoint_config.save)
-    return str(checkpoint_config.non_persistent_global_ckpt_dir or os.path.join(checkpoint_config.save, _NON_PERSISTENT))
+    return str(checkpoint_config.non_persistent_global_ckpt_dir or Path(checkpoint_config.save) / _NON_PERSISTENT)
 
 
 def save_dataloader_state(state: Any, model: list[Any], iterator: Any, pg_collection: Any) -> None:
     """Megatron-Energon's position, beside the checkpoints, by Bridge's rule."""
     path = getattr(state.cfg.dataset, "dataloader_save", None)
     if path is None and state.cfg.checkpoint.save and hasattr(getattr(iterator, "iterable", None), "save_state"):
-        path = os.path.join(state.cfg.checkpoint.save, stock.DATALOADER_STATE_SUBDIR)
+        path = str(Path(state.cfg.checkpoint.save) / stock.DATALOADER_STATE_SUBDIR)
     stock.maybe_save_dataloader_state(model, iterator, state.train_state.step, path, pg_collection=pg_collection)
 
 
@@ -55,7 +54,9 @@ def publish(
     """After the commit: trackers, loggers, callbacks, and last the old checkpoints."""
     step, cfg = state.train_state.step, state.cfg
     if get_rank_safe() == 0:
-        replace_file(Path(names.get_checkpoint_train_state_filename(str(root), names.TRACKER_PREFIX)), _torch_bytes(train_state))
+        replace_file(
+            Path(names.get_checkpoint_train_state_filename(str(root), names.TRACKER_PREFIX)), _torch_bytes(train_state)
+        )
         replace_file(Path(names.get_checkpoint_tracker_filename(str(root))), str(step).encode())
     print_rank_0(f"  successfully saved checkpoint from iteration {step:7d} to {root}")
     if is_last_rank():
@@ -64,9 +65,7 @@ def publish(
             mlflow_utils.on_save_checkpoint_success(str(directory), str(root), step, mlflow_logger=state.mlflow_logger)
         comet_utils.on_save_checkpoint_success(str(directory), str(root), step, comet_logger=state.comet_logger)
     if should_fire(callback_manager, "on_checkpoint_save"):
-        context = CallbackContext(
-            state=state, model=model, user_state=callback_manager.user_state, optimizer=optimizer
-        )
+        context = CallbackContext(state=state, model=model, user_state=callback_manager.user_state, optimizer=optimizer)
         callback_manager.fire("on_checkpoint_save", context)
     _prune(cfg.checkpoint, root)
 

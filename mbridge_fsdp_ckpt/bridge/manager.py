@@ -55,9 +55,12 @@ class SafeCheckpointManager:
         )
 
     def load(self, ctx: Any) -> tuple[int, int]:
-        """Load into what the context holds; (iteration, floating-point operations so far), (0, 0) without a
-        checkpoint."""
-        return stock.load_checkpoint(
+        """Load into what the context holds.
+
+        Returns:
+            (iteration, floating-point operations so far); (0, 0) where there is no checkpoint.
+        """
+        progress: tuple[int, int] = stock.load_checkpoint(
             ctx.state,
             ctx.model,
             ctx.optimizer,
@@ -67,6 +70,7 @@ class SafeCheckpointManager:
             skip_load_to_model_and_opt=ctx.skip_load_to_model_and_opt,
             pg_collection=ctx.pg_collection,
         )
+        return progress
 
     def finalize_async_saves(self, state: Any, blocking: bool = False, terminate: bool = False) -> None:
         """Saves are synchronous: there is nothing to finish."""

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from mbridge_fsdp_ckpt.errors import ConfigurationError, UnknownFormatError
-from mbridge_fsdp_ckpt.patching import Patches
+from mbridge_fsdp_ckpt.patching import Patches, rebind_everywhere
 from mbridge_fsdp_ckpt.versions import require
 
 SAFE, STOCK = "fsdp_dtensor_safe", "fsdp_dtensor"
@@ -66,13 +66,16 @@ def _patch(patches: Patches) -> None:
     from mbridge_fsdp_ckpt.optimizer_state.sharded_hybrid import ShardedHybridDeviceOptimizer
 
     register_allowed_target_prefix("mbridge_fsdp_ckpt")
-    patches.replace(ConfigContainer, "validate", _validate(ConfigContainer.validate))
+    patches.set(ConfigContainer, "validate", _validate(ConfigContainer.validate))
+    patches.set(megatron_optimizer, "HybridDeviceOptimizer", ShardedHybridDeviceOptimizer)
     save, load = checkpointing.save_checkpoint, checkpointing._load_checkpoint_from_path
-    patches.replace_everywhere(checkpointing, "save_checkpoint", _routed(save, manager.save_checkpoint))
-    patches.replace_everywhere(checkpointing, "_load_checkpoint_from_path", _routed(load, manager.load_from_path))
-    patches.replace(megatron_optimizer, "HybridDeviceOptimizer", ShardedHybridDeviceOptimizer)
     sync = optim.sync_hybrid_device_optimizer_fp32_master_copies
-    patches.replace_everywhere(optim, "sync_hybrid_device_optimizer_fp32_master_copies", _sync_copies(sync))
+    replacements = [
+        (save, _routed(save, manager.save_checkpoint)),
+        (load, _routed(load, manager.load_from_path)),
+        (sync, _sync_copies(sync)),
+    ]
+    rebind_everywhere(patches, replacements)
 
 
 def _routed(stock: Callable[..., Any], safe: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
 """Expert numbers in names: a rank numbers its experts from zero, a checkpoint numbers all of them.
 
-    EP rank 1 of 2, four experts:   experts.local_experts.0.linear_fc1.weight  ->  experts.local_experts.2.linear_fc1.weight
-                                    experts.linear_fc1.weight1                 ->  experts.linear_fc1.weight3
+EP rank 1 of 2, four experts:   experts.local_experts.0.linear_fc1.weight  ->  experts.local_experts.2.linear_fc1.weight
+                                experts.linear_fc1.weight1                 ->  experts.linear_fc1.weight3
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class GatedDeltaNetFamily:
 
     def segments(self, parameter: ParameterContext) -> tuple[Segment, ...] | None:
         """The projections in the module's order."""
-        layer = parameter.ancestor(1)
+        layer: Any = parameter.ancestor(1)
         if parameter.leaf not in ("weight", "bias") or not hasattr(layer, "in_proj_split_sections"):
             return None
         match parameter.child_name(0):

@@ -11,8 +11,7 @@ _FC1_LEAF = re.compile(r"(weight|bias)\d*")
 
 
 class GatedLinearUnitFamily:
-    """`linear_fc1.{weight,bias}` of dense MLPs, shared experts and sequential experts, and the
-    `linear_fc1.{weight,bias}N` of grouped experts, wherever the MLP's own config gates.
+    """`linear_fc1.{weight,bias}` of dense, shared and sequential MLPs, `linear_fc1.{weight,bias}N` of grouped experts.
 
     The MLP's config decides, not the model's: a vision encoder without gates may sit beside a gated decoder.
     Suffixes are those of Megatron-Core's `handle_swiglu_in_state_dict`: `_w` the gate, `_v` the up projection.
@@ -42,7 +41,9 @@ class GatedLinearUnitFamily:
 def _interleave(config: object, parameter: ParameterContext) -> int | None:
     """Rows of gate that are followed by as many of up, where Megatron-Core interleaves them in memory."""
     attribute = (
-        "moe_shared_expert_glu_interleave_size" if ".shared_experts." in parameter.name else "moe_mlp_glu_interleave_size"
+        "moe_shared_expert_glu_interleave_size"
+        if ".shared_experts." in parameter.name
+        else "moe_mlp_glu_interleave_size"
     )
     size = getattr(config, attribute, None)
     return int(size) if size else None

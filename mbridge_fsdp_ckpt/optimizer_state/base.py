@@ -65,8 +65,7 @@ class OptimizerAdapter(Protocol):
         """The parameter's slots on this rank; empty where it has no state."""
 
     def allocate(self, parameter: torch.Tensor, specs: dict[str, SlotSpec]) -> dict[str, Slot]:
-        """Destinations for loaded slots, in the optimizer's own representation where it has one.  May leave out
-        slots that this optimizer keeps elsewhere."""
+        """Destinations for loaded slots, without those that this optimizer keeps elsewhere."""
 
     def install(self, parameter: torch.Tensor, slots: dict[str, Slot] | None, step: float | None) -> None:
         """Refresh copies of the (loaded) main weight and put filled slots in place.
@@ -100,7 +99,7 @@ def slot_of(name: str, value: Any, parameter: torch.Tensor) -> Slot:
     elif isinstance(value, float):
         return Slot("float", torch.tensor(value, dtype=torch.float64))
     raise UnsupportedStateError(
-        expected=f"slot {name!r} to have the parameter's {local_shard(parameter).numel()} local elements, or to be a number",
+        expected=f"slot {name!r} to be a number or to have the {local_shard(parameter).numel()} elements of the shard",
         found=f"{type(value).__name__} of shape {tuple(getattr(value, 'shape', ()))}",
         remedy="Optimizers with factored or other state than this need an adapter of their own.",
     )

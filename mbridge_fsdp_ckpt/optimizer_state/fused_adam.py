@@ -32,7 +32,9 @@ class FusedAdamAdapter:
         """See `OptimizerAdapter`."""
         state = self.optimizer.state.get(parameter, {})
         return {
-            name: slot_of(name, self.optimizer.get_unscaled_state(parameter, name) if self._scaled(name) else value, parameter)
+            name: slot_of(
+                name, self.optimizer.get_unscaled_state(parameter, name) if self._scaled(name) else value, parameter
+            )
             for name, value in state.items()
         }
 

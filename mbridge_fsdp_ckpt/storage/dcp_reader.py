@@ -11,8 +11,10 @@ import collections
 import io
 import pickle
 from collections.abc import Iterable, Iterator, Mapping
+from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -20,6 +22,7 @@ from torch.distributed.checkpoint import filesystem, metadata
 
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, ManifestError
 from mbridge_fsdp_ckpt.geometry import Box
+from mbridge_fsdp_ckpt.storage.checksums import file_checksum
 from mbridge_fsdp_ckpt.storage.manifest import FileEntry, KeyEntry, check_file
 from mbridge_fsdp_ckpt.storage.reader import read_bytes
 from mbridge_fsdp_ckpt.storage.source import RankRecord, StoredChunk
@@ -77,8 +80,11 @@ class DcpSource:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._metadata = _read_metadata(directory / DCP_METADATA)
+        self.identity = f"{directory.name} {file_checksum(directory / DCP_METADATA)}"
         self._storage: dict[Any, Any] = self._metadata.storage_data
-        self._bytes = [k for k, v in self._metadata.state_dict_metadata.items() if isinstance(v, metadata.BytesStorageMetadata)]
+        self._bytes = [
+            k for k, v in self._metadata.state_dict_metadata.items() if isinstance(v, metadata.BytesStorageMetadata)
+        ]
         self._tensors = {
             k: v for k, v in self._metadata.state_dict_metadata.items() if isinstance(v, metadata.TensorStorageMetadata)
         }
@@ -96,7 +102,8 @@ class DcpSource:
 
     def hyperparameters(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
         """See `CheckpointSource`.  Constructor choices that stock pickled as classes are left out unread."""
-        wanted, found = set(names), {}
+        wanted = set(names)
+        found: dict[str, dict[str, Any]] = {}
         for key in self._bytes:
             if not key.startswith(_GROUPS):
                 continue
@@ -113,10 +120,14 @@ class DcpSource:
         """See `CheckpointSource`."""
         tensor = self._load(chunk, read_bytes(chunk))
         entry = self._tensors[chunk.key]
-        if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != chunk.box.size or tensor.dtype != entry.properties.dtype:
+        if (
+            not isinstance(tensor, torch.Tensor)
+            or tuple(tensor.shape) != chunk.box.size
+            or tensor.dtype != entry.properties.dtype
+        ):
             raise DamagedCheckpointError(
                 expected=f"{entry.properties.dtype} of shape {chunk.box.size} for {chunk.key}",
-                found=f"{getattr(tensor, 'dtype', type(tensor).__name__)} of shape {tuple(getattr(tensor, 'shape', ()))}",
+                found=f"{getattr(tensor, 'dtype', type(tensor).__name__)} {tuple(getattr(tensor, 'shape', ()))}",
                 remedy=_REMEDY,
                 key=str(chunk.path),
             )
@@ -129,7 +140,9 @@ class DcpSource:
             yield RankRecord({"pipeline": pipeline, "tensor": tensor}, {"rng_state": {place: states}})
 
     def _stored(self, key: str, chunk: Any) -> StoredChunk:
-        return self._place(key, Box(tuple(chunk.offsets), tuple(chunk.sizes)), metadata.MetadataIndex(key, chunk.offsets))
+        return self._place(
+            key, Box(tuple(chunk.offsets), tuple(chunk.sizes)), metadata.MetadataIndex(key, chunk.offsets)
+        )
 
     def _place(self, key: str, box: Box, index: Any) -> StoredChunk:
         info = self._storage.get(index)
@@ -186,12 +199,13 @@ class DcpSource:
         return self.read(self._stored(key, chunk))
 
 
+_MULTIARRAY: Any = import_module("numpy._core.multiarray")
 _NUMPY: list[Any] = [
     (np.ndarray, "numpy.ndarray"),
     (np.dtype, "numpy.dtype"),
-    (np._core.multiarray._reconstruct, "numpy._core.multiarray._reconstruct"),
-    (np._core.multiarray._reconstruct, "numpy.core.multiarray._reconstruct"),
-    (np._core.multiarray.scalar, "numpy._core.multiarray.scalar"),
+    (_MULTIARRAY._reconstruct, "numpy._core.multiarray._reconstruct"),
+    (_MULTIARRAY._reconstruct, "numpy.core.multiarray._reconstruct"),
+    (_MULTIARRAY.scalar, "numpy._core.multiarray.scalar"),
     *(type(np.dtype(code)) for code in ("uint32", "int64", "float32", "float64", "bool")),
 ]
 
@@ -209,12 +223,12 @@ def _read_metadata(path: Path) -> Any:
     return found
 
 
-def _kind(key: str, value: Any) -> str:
+def _kind(key: str, value: Any) -> Literal["sharded", "tensor"]:
     return "sharded" if tuple(value.size) or key.startswith("model.") else "tensor"
 
 
 def _set(nested: Any, path: tuple[Any, ...], value: Any) -> None:
-    for here, following in zip(path, path[1:], strict=False):
+    for here, following in pairwise(path):
         empty: Any = [] if isinstance(following, int) else {}
         nested = _item(nested, here, empty)
     _item(nested, path[-1], value, replace=True)

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
@@ -20,7 +20,7 @@ from mbridge_fsdp_ckpt.geometry import Box
 from mbridge_fsdp_ckpt.storage.checksums import checksum
 from mbridge_fsdp_ckpt.storage.values import dtype_from_name
 
-FORMAT = "fsdp_dtensor_safe"
+FORMAT: Final = "fsdp_dtensor_safe"
 VERSION = (1, 0)
 MANIFEST_NAME = "manifest.json"
 CHUNK_FIELDS = ("key", "file", "offset", "length", "box_offset", "box_size", "checksum", "frame_offset", "frame_length")
@@ -82,6 +82,7 @@ class Manifest(_Model):
     keys: dict[str, KeyEntry]
     tables: tuple[TableEntry, ...]
     values: Any
+    checksum: str = ""
 
 
 class TableHeader(_Model):
@@ -127,7 +128,7 @@ class Chunk:
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
     """Write the head with a checksum over the rest of it."""
-    body = manifest.model_dump(mode="json")
+    body = manifest.model_dump(mode="json", exclude={"checksum"})
     body["checksum"] = _body_checksum(body)
     path.write_text(json.dumps(body, indent=1) + "\n")
 
@@ -150,12 +151,14 @@ def read_manifest(directory: Path) -> Manifest:
         )
     body = _parse_json(path, _read_bounded(path, MAX_MANIFEST_BYTES))
     if not isinstance(body, dict) or body.get("format") != FORMAT:
-        raise _malformed(path, f"a {FORMAT} manifest", f"format {body.get('format') if isinstance(body, dict) else body!r}")
+        raise _malformed(
+            path, f"a {FORMAT} manifest", f"format {body.get('format') if isinstance(body, dict) else body!r}"
+        )
     _check_version(path, body.get("version"))
     found = body.pop("checksum", None)
     if found != _body_checksum(body):
         raise _malformed(path, "the content that its own checksum covers", "other content")
-    return _validated(Manifest, body, path)
+    return _validated(Manifest, {**body, "checksum": found}, path)
 
 
 def write_table(path: Path, header: TableHeader, chunks: list[Chunk]) -> None:
@@ -198,7 +201,9 @@ def _chunk(path: Path, row: Any) -> Chunk:
             raise ValueError("numbers must be integers of 0 to 2**63 - 1")
         if not isinstance(key, str) or not isinstance(digest, str):
             raise TypeError("key and checksum must be strings")
-        return Chunk(key, file, offset, length, Box(tuple(box_offset), tuple(box_size)), digest, (frame_offset, frame_length))
+        return Chunk(
+            key, file, offset, length, Box(tuple(box_offset), tuple(box_size)), digest, (frame_offset, frame_length)
+        )
     except (TypeError, ValueError) as error:
         raise _malformed(path, f"a chunk: {', '.join(CHUNK_FIELDS)}", f"{error}; {str(row)[:200]}") from error
 

@@ -12,7 +12,7 @@ import zipfile
 from collections.abc import Buffer, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import numpy as np
 import torch
@@ -69,7 +69,7 @@ class PayloadWriter:
         start = self._position
         record = torch.from_numpy(raw).view(elements.dtype).reshape(box.size)
         with _without_crc32():
-            torch.save(record, self)
+            torch.save(record, cast("IO[bytes]", self))
         frame = start, self._position - start
         offset = start + self._raw_offset(frame, raw.nbytes)
         return Chunk(key, self._file_index, offset, raw.nbytes, box, checksum(raw), frame)
@@ -88,7 +88,7 @@ class PayloadWriter:
     def _raw_offset(self, frame: tuple[int, int], length: int) -> int:
         """Where the elements lie in the record: an uncompressed zip entry named .../data/0."""
         self._file.flush()
-        with zipfile.ZipFile(_Window(self._file, *frame)) as record:  # type: ignore[call-overload]
+        with zipfile.ZipFile(cast("IO[bytes]", _Window(self._file, *frame))) as record:
             entry = next(info for info in record.infolist() if info.filename.endswith("/data/0"))
         if entry.file_size != length or entry.compress_type != zipfile.ZIP_STORED:
             raise InternalError(

@@ -36,6 +36,7 @@ class SafeSource:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._manifest = read_manifest(directory)
+        self.identity = f"{directory.name} {self._manifest.checksum}"
         self.keys: Mapping[str, KeyEntry] = self._manifest.keys
         self.sections = self._manifest.sections
         self.topology = self._manifest.topology
@@ -73,7 +74,9 @@ class SafeSource:
                     continue
                 if chunk.file not in files:
                     files[chunk.file] = check_file(self.directory, header.files[chunk.file])
-                stored = StoredChunk(chunk.key, chunk.box, files[chunk.file], chunk.offset, chunk.length, chunk.checksum)
+                stored = StoredChunk(
+                    chunk.key, chunk.box, files[chunk.file], chunk.offset, chunk.length, chunk.checksum
+                )
                 found[chunk.key].append(stored)
         return found
 

@@ -51,11 +51,29 @@ class RankRecord:
 class CheckpointSource(Protocol):
     """An opened checkpoint, its structure checked."""
 
-    keys: Mapping[str, KeyEntry]
-    sections: tuple[str, ...]
-    topology: Mapping[str, int | str]
-    values: Mapping[str, Any]
-    stateless: frozenset[str]
+    @property
+    def identity(self) -> str:
+        """What tells this checkpoint from another: its name and its head's checksum."""
+
+    @property
+    def keys(self) -> Mapping[str, KeyEntry]:
+        """Every tensor of model and optimizer."""
+
+    @property
+    def sections(self) -> tuple[str, ...]:
+        """What was saved: "model", "optimizer"."""
+
+    @property
+    def topology(self) -> Mapping[str, int | str]:
+        """The saving job's sizes."""
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """Non-tensor state."""
+
+    @property
+    def stateless(self) -> frozenset[str]:
+        """Optimizer parameters that were saved without state."""
 
     def hyperparameters(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
         """Saved hyperparameters of each named optimizer parameter that has some."""

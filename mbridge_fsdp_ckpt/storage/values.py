@@ -146,7 +146,7 @@ def dtype_from_name(name: str) -> torch.dtype:
     Raises:
         ValueError: torch has no such dtype.
     """
-    dtype = getattr(torch, name, None) if isinstance(name, str) and name.isidentifier() else None
+    dtype = getattr(torch, str(name), None) if str(name).isidentifier() else None
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is no torch dtype")
     return dtype

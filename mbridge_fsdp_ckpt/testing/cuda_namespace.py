@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mbridge_fsdp_ckpt.testing.patches import Patches
+from mbridge_fsdp_ckpt.patching import Patches
 
 DEVICE_MEMORY = 2**40
 """Bytes of memory that the device claims."""
@@ -155,8 +155,9 @@ def replace(patches: Patches, *, pretend_available: bool) -> None:
     for name, answer in random_answers.items():
         patches.set(torch.cuda.random, name, answer)
     patches.set(torch.cuda, "default_generators", (torch.default_generator,))
-    # Initialised: modules that imported _lazy_call before now would else queue RNG changes for ever.
+    # Initialised, even after a fork: modules that imported _lazy_call before now would else queue RNG changes for ever.
     patches.set(torch.cuda, "_initialized", True)
+    patches.set(torch.cuda, "_is_in_bad_fork", _answer(False))
     patches.set(torch.cuda, "_lazy_init", _answer(None))
     patches.set(torch.cuda, "_lazy_call", lambda function, **_: function())
     for name in ("__enter__", "__exit__"):

@@ -9,6 +9,7 @@ import pickle
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -91,6 +92,21 @@ def _same_file(left: str | None, right: str) -> bool:
 
 
 @dataclass(frozen=True)
+class Fork:
+    """Asks the template for a worker; the worker's end of its pipe follows.  The answer is its process id."""
+
+    log: Path
+    stacks: Path
+
+
+@dataclass(frozen=True)
+class Reap:
+    """Asks the template how a worker ended.  The answer is minus the signal that killed it, or its exit status."""
+
+    process_id: int
+
+
+@dataclass(frozen=True)
 class Case:
     """One call of one function on one rank."""
 
@@ -111,7 +127,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Ready:
-    """The worker has started and waits for cases."""
+    """The template has imported everything and waits to be forked."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 
 from mbridge_fsdp_ckpt.testing.kernels import CpuNorm
 
@@ -65,6 +65,7 @@ class Trainable:
     def step(self, number: int) -> float:
         """One training step on a batch that depends on `number` alone; the mean loss over all ranks."""
         from megatron.core import parallel_state
+        from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 
         generator = torch.Generator().manual_seed(1_000 + number)
         tokens = torch.randint(0, VOCABULARY, (4, SEQUENCE + 1), generator=generator)
@@ -77,7 +78,7 @@ class Trainable:
         mask = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)[None, None].expand(own.shape[0], 1, -1, -1)
         loss = self.model(own[:, :-1], positions, mask, labels=own[:, 1:]).float().mean()
         loss.backward()
-        self.model.finish_grad_sync()
+        finalize_model_grads([self.model])
         self.optimizer.step()
         total = loss.detach().clone()
         if dist.get_world_size() > 1:

@@ -6,7 +6,7 @@ Activate with `pytest_plugins = ["mbridge_fsdp_ckpt.testing.pytest_plugin"]` in 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -14,25 +14,44 @@ from mbridge_fsdp_ckpt.testing.ranks import RankPool
 
 RANKS = 4
 
-BRIDGE_MODULES = ("transformer_engine.pytorch", "megatron.bridge.training.pretrain")
-"""What a worker of `bridge_ranks` imports, in this order: Transformer Engine looks for CUDA while imported."""
+MEGATRON_MODULES = (
+    "transformer_engine.pytorch",  # first: it looks for CUDA while imported
+    "megatron.core.distributed.fsdp.mcore_fsdp_adapter",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.optimizer",
+)
+
+BRIDGE_MODULES = (*MEGATRON_MODULES, "megatron.bridge.training.pretrain")
 
 
 @pytest.fixture(scope="session")
 def rank_pool() -> Iterator[RankPool]:
-    """Up to four ranks that have imported torch; they start when a case first needs them."""
+    """Up to four ranks that have imported torch alone: they start in two seconds."""
     with RankPool(RANKS) as pool:
         yield pool
 
 
 @pytest.fixture(scope="session")
-def bridge_ranks() -> Iterator[RankPool]:
-    """Up to four ranks that have imported Transformer Engine and Megatron-Bridge (about 1.1 GiB each)."""
-    for module in ("transformer_engine", "megatron.bridge"):
-        if not is_installed(module):
-            pytest.skip(f"needs {module}, which is not installed")
-    with RankPool(RANKS, preload=BRIDGE_MODULES) as pool:
+def megatron_ranks() -> Iterator[RankPool]:
+    """Up to four ranks that have imported Megatron-Core, and Transformer Engine where that is installed."""
+    with RankPool(RANKS, preload=_needed("megatron.core", MEGATRON_MODULES)) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def bridge_ranks() -> Iterator[RankPool]:
+    """Up to four ranks that have imported Transformer Engine and Megatron-Bridge."""
+    if not is_installed("transformer_engine"):
+        pytest.skip("needs transformer_engine, which is not installed")
+    with RankPool(RANKS, preload=_needed("megatron.bridge", BRIDGE_MODULES)) as pool:
+        yield pool
+
+
+def _needed(package: str, modules: Sequence[str]) -> list[str]:
+    """Those of `modules` that can be imported; skips the test where `package` cannot."""
+    if not is_installed(package):
+        pytest.skip(f"needs {package}, which is not installed")
+    return [module for module in modules if is_installed(module.partition(".")[0])]
 
 
 def is_installed(module: str) -> bool:

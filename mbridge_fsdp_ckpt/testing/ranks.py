@@ -1,7 +1,8 @@
 """A pool of rank processes that run many distributed test cases, one after another.
 
-Importing Megatron-Bridge takes longer than most cases, so the processes are started once and cleaned up between
-cases.  A case that fails shows every rank's traceback; one that hangs shows every rank's Python stack.
+Importing Megatron-Bridge takes longer than most cases, so it is imported once for all ranks, and the processes serve
+case after case, cleaned up in between.  A case that fails shows the traceback of every rank that failed; one that
+hangs shows the Python stack of every rank that had not finished.
 
     with RankPool(4) as pool:
         results = pool.run(function, argument, ranks=2)     # [result of rank 0, result of rank 1]
@@ -12,7 +13,6 @@ from __future__ import annotations
 import pickle
 import sys
 import tempfile
-import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -20,24 +20,29 @@ from typing import Any
 
 from mbridge_fsdp_ckpt.testing.messages import Case, FunctionName, no_process_group, wants_process_group
 from mbridge_fsdp_ckpt.testing.outcomes import Died, RankFailed, RanksHung
-from mbridge_fsdp_ckpt.testing.process import WorkerProcess
+from mbridge_fsdp_ckpt.testing.process import TemplateProcess, WorkerProcess
 from mbridge_fsdp_ckpt.testing.running_case import GRACE_S, RunningCase
 
 __all__ = ["Died", "RankFailed", "RankPool", "RanksHung", "no_process_group"]
 
 START_LIMIT_S = 300.0
-"""How long workers may take to start: importing Megatron-Bridge in four processes on two cores takes a minute."""
+"""How long the imports may take: on a busy machine, those of Megatron-Bridge take a minute."""
+
+WORN_OUT_THREADS = 300
+"""Threads from which a worker is replaced.  gloo's groups keep theirs after they were destroyed: a Megatron case on
+four ranks leaves a hundred behind, and after some dozens of cases the machine does nothing but switch between them."""
 
 
 class RankPool:
     """`size` worker processes that serve as the ranks of one case after another.
 
     Args:
-        size: the largest world size.  Workers start when a case first needs them.
+        size: the largest world size.
         time_limit: seconds that a case may take, unless `run` says otherwise.
-        preload: modules that each worker imports when it starts, before CUDA is replaced.
+        preload: modules to import before CUDA is replaced.
 
-    Not for concurrent use.  Workers end with the thread that started them.
+    The first case starts a process that does all the imports, and the workers are forked from it; one that has to be
+    replaced costs nothing.  Not for concurrent use.  All processes end with the thread that started them.
     """
 
     def __init__(self, size: int, *, time_limit: float = 120.0, preload: Sequence[str] = ()) -> None:
@@ -47,8 +52,9 @@ class RankPool:
         self.time_limit = time_limit
         self.preload = tuple(preload)
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._templates: list[TemplateProcess] = []  # at most one: the workers are forked from it
         self._workers: dict[int, WorkerProcess] = {}
-        self._finalizer = weakref.finalize(self, _end, self._workers, self._folder)
+        self._finalizer = weakref.finalize(self, _end, self._templates, self._workers, self._folder)
 
     def __enter__(self) -> RankPool:
         return self
@@ -116,18 +122,23 @@ class RankPool:
 
     def start(self, ranks: int | None = None) -> None:
         """Start the workers of the first `ranks` ranks that do not run; `run` does so where it must."""
-        wanted = range(self.size if ranks is None else ranks)
-        self._discard([rank for rank in wanted if rank in self._workers and not self._workers[rank].is_alive])
-        missing = [rank for rank in wanted if rank not in self._workers]
-        for rank in missing:
-            self._workers[rank] = WorkerProcess(rank, Path(self._folder.name), self.preload)
-        deadline = time.monotonic() + START_LIMIT_S
-        try:
-            for rank in missing:
-                self._workers[rank].wait_until_ready(deadline)
-        except BaseException:
-            self._discard(missing)
-            raise
+        template = self._living_template()
+        for rank in range(self.size if ranks is None else ranks):
+            if rank in self._workers and (
+                not self._workers[rank].is_alive or self._workers[rank].threads > WORN_OUT_THREADS
+            ):
+                self._discard([rank])
+            if rank not in self._workers:
+                self._workers[rank] = template.fork(rank)
+
+    def _living_template(self) -> TemplateProcess:
+        """The process to fork workers from; its end was the end of its workers."""
+        if self._templates and not self._templates[0].is_alive:
+            self._discard(self._workers)
+            self._templates.pop().kill()
+        if not self._templates:
+            self._templates.append(TemplateProcess(Path(self._folder.name), self.preload, START_LIMIT_S))
+        return self._templates[0]
 
     def _check(self, world: range, may_die: Collection[int]) -> None:
         if not self._finalizer.alive:
@@ -149,8 +160,11 @@ def _start_store() -> Any:
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def _end(workers: dict[int, WorkerProcess], folder: tempfile.TemporaryDirectory[str]) -> None:
-    for worker in workers.values():
-        worker.kill()
-    workers.clear()
+def _end(
+    templates: list[TemplateProcess], workers: dict[int, WorkerProcess], folder: tempfile.TemporaryDirectory[str]
+) -> None:
+    while workers:
+        workers.popitem()[1].kill()
+    while templates:
+        templates.pop().kill()
     folder.cleanup()

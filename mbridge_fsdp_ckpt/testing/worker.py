@@ -1,79 +1,31 @@
-"""The process behind one rank of a `RankPool`: it serves one case after another.
+"""The main loop of the process behind one rank of a `RankPool`.
 
 Everything is said over a private pipe; what the code under test prints goes to the log that the pool set up as
-standard output and error.  SIGUSR1 makes the process write the stacks of all its threads to a file.
+standard output and error.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import ctypes
 import datetime
-import faulthandler
-import gc
-import importlib
 import os
 import pickle
-import signal
 import sys
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from mbridge_fsdp_ckpt.testing.messages import Case, Cleaned, CleanUp, Raised, Ready, Returned
+from torch.distributed import TCPStore, init_process_group  # type: ignore[attr-defined]
 
-_PR_SET_PDEATHSIG = 1
-
-
-def main() -> None:
-    """Start up, then serve cases until the pool closes its end of the pipe."""
-    arguments = _parse_arguments()
-    _die_with_parent(arguments.parent)
-    with arguments.stacks.open("w") as stacks:
-        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-        connection: Connection[Any, Any] = Connection(arguments.pipe)
-        _prepare(arguments.preload)
-        connection.send(Ready())
-        _serve(connection)
+from mbridge_fsdp_ckpt.testing import cleanup
+from mbridge_fsdp_ckpt.testing.messages import Case, Cleaned, CleanUp, Raised, Returned
 
 
-def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--pipe", type=int, required=True, help="file descriptor of this end of the pipe")
-    parser.add_argument("--parent", type=int, required=True, help="process id of the pool")
-    parser.add_argument(
-        "--stacks", type=Path, required=True, help="file that SIGUSR1 writes the stacks of all threads to"
-    )
-    parser.add_argument("--preload", nargs="*", default=[], help="modules to import before CUDA is replaced")
-    return parser.parse_args()
-
-
-def _die_with_parent(parent: int) -> None:
-    """Be killed when the thread that started this process ends: no worker outlives a killed test run."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before we asked
-        os._exit(1)
-
-
-def _prepare(preload: list[str]) -> None:
-    """Import, then replace CUDA: Transformer Engine and torch.compile look at the real one when imported."""
-    for module in preload:
-        importlib.import_module(module)
-    from mbridge_fsdp_ckpt.testing import cleanup, cpu_cuda
-
-    cpu_cuda.install()
-    cleanup.seed()
-    gc.collect()
-    gc.freeze()  # the collection after each case then skips what the imports made
-
-
-def _serve(connection: Connection[Any, Any]) -> None:
-    from mbridge_fsdp_ckpt.testing import cleanup
-
+def serve(connection: Connection[Any, Any]) -> None:
+    """Run one case after another, until the pool closes its end of the pipe."""
     environment, directory = dict(os.environ), Path.cwd()
+    cleanup.seed()
     with contextlib.suppress(EOFError):
         while True:
             message: Case | CleanUp = connection.recv()
@@ -109,12 +61,6 @@ def _join_world(case: Case) -> None:
     )
     if not case.process_group:
         return
-    from torch.distributed import TCPStore, init_process_group  # type: ignore[attr-defined]
-
     timeout = datetime.timedelta(seconds=case.timeout_s)
     store = TCPStore("127.0.0.1", case.store_port, is_master=False, timeout=timeout)
     init_process_group("gloo", store=store, rank=case.rank, world_size=case.world_size, timeout=timeout)
-
-
-if __name__ == "__main__":
-    main()

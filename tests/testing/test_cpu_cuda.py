@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from mbridge_fsdp_ckpt.testing import cpu_cuda
@@ -109,7 +110,7 @@ class TestPlaces:
 
     def test_gradients_flow_through_moves(self) -> None:
         weight = torch.ones(3, requires_grad=True)
-        (weight.cpu().cuda() * 2).sum().backward()
+        torch.autograd.backward((weight.cpu().cuda() * 2).sum())
         assert weight.grad is not None
         assert weight.grad.tolist() == [2.0, 2.0, 2.0]
 
@@ -123,23 +124,26 @@ class TestPlaces:
         thread.start()
         thread.join()
         weight = torch.ones(3, requires_grad=True)
-        weight.register_post_accumulate_grad_hook(look)
-        weight.sum().backward()
+        weight.register_hook(look)  # type: ignore[no-untyped-call]
+        torch.autograd.backward(weight.sum())
         assert seen == [True, True]
 
 
 @pytest.mark.usefixtures("shim")
 class TestCudaNamespace:
     def test_streams_and_events_do_nothing(self) -> None:
-        stream, event = torch.cuda.Stream(), torch.cuda.Event(enable_timing=True)
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        cuda: Any = torch.cuda
+        stream, event = cuda.Stream(), cuda.Event(enable_timing=True)
+        stream.wait_stream(cuda.current_stream())
+        with cuda.stream(stream):
             event.record(stream)
-        stream.record_event().wait(torch.cuda.current_stream())
+        stream.record_event().wait(cuda.current_stream())
         torch.zeros(3).record_stream(stream)
         assert event.query()
         assert stream.query()
         assert event.elapsed_time(event) == 0.0
+        assert not cuda.is_current_stream_capturing()
+        assert not torch.accelerator.current_stream().is_capturing()
 
     def test_there_is_one_device(self) -> None:
         assert torch.cuda.is_available()
@@ -163,7 +167,7 @@ class TestCudaNamespace:
         assert called == [1]
 
 
-EARLY_LAZY_CALL = torch.cuda._lazy_call
+EARLY_LAZY_CALL: Any = torch.cuda._lazy_call
 
 
 def test_install_twice_is_install_once(shim: cpu_cuda.Installation) -> None:
@@ -186,26 +190,30 @@ def test_the_answer_about_cuda_can_stay_true() -> None:
 
 
 def test_uninstall_restores_torch() -> None:
-    owners = (torch, torch.Tensor, torch.cuda, torch.cuda.random, torch.cuda.device, torch.cuda.nvtx)
-    owners = (*owners, torch.distributed.device_mesh.DeviceMesh)
+    owners: list[Any] = [torch, torch.Tensor, torch.cuda, torch.cuda.random, torch.cuda.device, torch.cuda.nvtx]
+    owners += [torch.accelerator, DeviceMesh]
     before = [dict(vars(owner)) for owner in owners]
     tensor = torch.zeros(3)
+    seen = [tensor.is_cuda]
     installation = cpu_cuda.install()
-    assert tensor.is_cuda
+    seen.append(tensor.is_cuda)
     installation.uninstall()
     installation.uninstall()
     assert [dict(vars(owner)) for owner in owners] == before
-    assert not tensor.is_cuda
+    seen.append(tensor.is_cuda)
     with cpu_cuda.install():
-        assert tensor.is_cuda
+        seen.append(tensor.is_cuda)
+    assert seen == [False, True, False, True]
 
 
 def inspect_dtensors() -> dict[str, Any]:
     mesh = init_device_mesh("cuda", (2,))
-    tensor = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)])
+    assert dist.group.WORLD is not None
+    from_group = DeviceMesh.from_group(dist.group.WORLD, "cuda")
+    tensor: Any = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)])
     host = tensor.detach().clone().cpu().pin_memory()
     return {
-        "mesh": (mesh.device_type, DeviceMesh_from_default_group().device_type),
+        "mesh": (mesh.device_type, from_group.device_type),
         "tensor": (tensor.is_cuda, tensor.to_local().is_cuda),
         "host": (type(host).__name__, host.is_cuda, host.to_local().is_cuda, host.float().is_cuda),
         "to": (tensor.to("cpu").is_cuda, tensor.to(torch.bfloat16).is_cuda, host.to("cuda").is_cuda),
@@ -213,11 +221,6 @@ def inspect_dtensors() -> dict[str, Any]:
         "shared": host.to_local().data_ptr() == tensor.to_local().data_ptr(),
         "sum": tensor.full_tensor().sum().item(),
     }
-
-
-def DeviceMesh_from_default_group() -> Any:  # noqa: N802
-    mesh_type = torch.distributed.device_mesh.DeviceMesh
-    return mesh_type.from_group(torch.distributed.group.WORLD, "cuda")
 
 
 def test_dtensors_are_where_their_local_tensors_are(rank_pool: RankPool) -> None:

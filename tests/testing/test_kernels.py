@@ -85,8 +85,8 @@ def use_and_restore_kernels() -> tuple[torch.Tensor, float, list[float], bool]:
 
 
 @pytest.mark.skipif(not is_installed("transformer_engine"), reason="needs transformer_engine, which is not installed")
-def test_fused_adam_and_gradient_clipping_run_on_them(rank_pool: RankPool) -> None:
-    ((weight, norm, clipped, restored),) = rank_pool.run(use_and_restore_kernels, ranks=1)
+def test_fused_adam_and_gradient_clipping_run_on_them(megatron_ranks: RankPool) -> None:
+    ((weight, norm, clipped, restored),) = megatron_ranks.run(use_and_restore_kernels, ranks=1)
     torch.testing.assert_close(weight, adam_by_torch(torch.optim.AdamW))
     assert norm == 5.0
     assert clipped == pytest.approx([0.6, 0.8])

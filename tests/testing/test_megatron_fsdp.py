@@ -30,8 +30,8 @@ def train(steps: int) -> dict[str, Any]:
     }
 
 
-def test_megatron_fsdp_trains(rank_pool: RankPool) -> None:
-    results = rank_pool.run(train, 2, ranks=2)
+def test_megatron_fsdp_trains(megatron_ranks: RankPool) -> None:
+    results = megatron_ranks.run(train, 2, ranks=2)
     assert sum(result["held"] for result in results) == WEIGHTS
     assert sum(result["empty"] for result in results) > 0, "some parameter must be held by one rank alone"
     for result in results:
@@ -42,7 +42,7 @@ def test_megatron_fsdp_trains(rank_pool: RankPool) -> None:
         assert math.isfinite(first)
         assert second < first
     assert results[0]["losses"] == results[1]["losses"]
-    assert rank_pool.run(train, 2, ranks=2) == results, "the same case again, in the same processes"
+    assert megatron_ranks.run(train, 2, ranks=2) == results, "the same case again, in the same processes"
 
 
 def offload(fraction: float) -> dict[str, Any]:
@@ -71,11 +71,33 @@ def offload(fraction: float) -> dict[str, Any]:
     }
 
 
-def test_the_offloading_optimizer_takes_its_real_branches(rank_pool: RankPool) -> None:
-    results = [rank_pool.run(offload, fraction, ranks=1)[0] for fraction in (0.0, 0.5, 1.0)]
+def test_the_offloading_optimizer_takes_its_real_branches(megatron_ranks: RankPool) -> None:
+    results = [megatron_ranks.run(offload, fraction, ranks=1)[0] for fraction in (0.0, 0.5, 1.0)]
     assert [(result["cpu"], result["gpu"]) for result in results] == [(0, 8), (4, 4), (8, 0)]
     for result, on_cuda in zip(results, ([True, True], [False, True], [False, False]), strict=True):
         assert result["updated on cuda"] == on_cuda
         assert result["state on cuda"] == on_cuda
         assert result["is a copy"] == [not place for place in on_cuda]
         assert result["values"] == [0.5, 1.5]
+
+
+def draw_inside_and_outside_the_tracker() -> tuple[list[float], list[float], list[float]]:
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    tensor_parallel.model_parallel_cuda_manual_seed(7)
+    torch.manual_seed(1)
+    outside = torch.rand(2).tolist()
+    torch.manual_seed(1)
+    with tensor_parallel.get_cuda_rng_tracker().fork():
+        inside = torch.rand(2).tolist()
+    return outside, inside, torch.rand(2).tolist()
+
+
+def test_megatron_random_states_govern_what_is_drawn(megatron_ranks: RankPool) -> None:
+    first, second = megatron_ranks.run(draw_inside_and_outside_the_tracker, ranks=2)
+    for outside, inside, afterwards in (first, second):
+        assert inside != outside
+        assert afterwards == outside, "the state from before the fork is back"
+    assert first[0] == second[0]
+    assert first[1] != second[1], "tensor-parallel ranks draw different numbers inside"

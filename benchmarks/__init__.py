@@ -1,0 +1,1 @@
+"""Stock `fsdp_dtensor` and this package's format side by side, in one run: `python -m benchmarks --help`."""

@@ -1,0 +1,73 @@
+"""The command line: `python -m benchmarks`."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.cases import Suite, run_suite
+from benchmarks.machine import machine, versions
+from benchmarks.report import Results, show, write
+
+_RESULTS = Path(__file__).parent / "results"
+
+
+def main() -> None:
+    """Measure, print, write."""
+    arguments = _parse_arguments()
+    progress = Console(stderr=True, highlight=False)
+    began = time.monotonic()
+    scratch = arguments.scratch or Path(tempfile.gettempdir())
+    about = {
+        "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
+        "repeats": str(arguments.repeats),
+        **machine(scratch),
+        **versions(),
+    }
+
+    def say(text: str) -> None:
+        progress.print(f"{time.monotonic() - began:6.1f} s  {text}", soft_wrap=True)
+
+    suite = Suite.of(arguments.repeats, quick=arguments.quick)
+    sides, small = run_suite(suite, scratch, say)
+    about["duration"] = f"{time.monotonic() - began:.0f} s"
+    results = Results(arguments.name, about, sides, small)
+    show(results)
+    for path in write(results, arguments.results):
+        say(f"wrote {path}")
+
+
+def _parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="Measure stock fsdp_dtensor and fsdp_dtensor_safe side by side, in real pretrain() on CPU ranks.",
+    )
+    parser.add_argument("--quick", action="store_true", help="a much smaller model and one repeat, in about a minute")
+    parser.add_argument("--repeats", type=_positive, help="saves of a run, and loads (default: 3; with --quick 1)")
+    parser.add_argument("--scratch", type=Path, help="where checkpoints are written and removed (default: /tmp)")
+    parser.add_argument("--results", type=Path, help="folder of the results (default: benchmarks/results)")
+    parser.add_argument("--name", help="name of the result files (default: stock_and_safe)")
+    arguments = parser.parse_args()
+    arguments.repeats = arguments.repeats or (1 if arguments.quick else 3)
+    arguments.results = arguments.results or (Path("out/benchmarks") if arguments.quick else _RESULTS)
+    arguments.name = arguments.name or ("quick" if arguments.quick else "stock_and_safe")
+    return arguments
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("at least 1")
+    return number
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""What is run, and that what was timed was right."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from benchmarks.costs import Call, Cost, slowest
+from benchmarks.model import Size
+from benchmarks.training import SAFE, STOCK, RankReport, Training, train
+from mbridge_fsdp_ckpt.storage.source import open_checkpoint
+from mbridge_fsdp_ckpt.testing.ranks import RankPool
+
+PRELOAD = (
+    "transformer_engine.pytorch",
+    "megatron.bridge.training.pretrain",
+    "mbridge_fsdp_ckpt.bridge.manager",
+)
+"""What the ranks import before CUDA is replaced, Transformer Engine first."""
+
+Order = Literal["first", "later"]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Train and save `saves` times; then resume from the last save `resumes` times, each a load and one save."""
+
+    format: str
+    size: Size
+    ranks: int
+    saves: int
+    resumes: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.format}: {self.size.experts} experts x {self.size.layers} layers on {self.ranks} ranks"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A case's reports, by rank.
+
+    Args:
+        case: What was run.
+        trained: The run from scratch.
+        resumed: The runs that loaded.
+        keys: Tensors in its checkpoint.
+        size: Bytes of its files.
+    """
+
+    case: Case
+    trained: list[RankReport]
+    resumed: list[list[RankReport]]
+    keys: int
+    size: int
+
+    def saves(self, order: Order) -> list[list[Call]]:
+        """The first save of every run, or all others; each by rank."""
+        runs = [self.trained, *self.resumed]
+        by_run = [[call for call in _by_rank(run) if call[0].kind == "save"] for run in runs]
+        return [call for calls in by_run for call in (calls[:1] if order == "first" else calls[1:])]
+
+    def loads(self) -> list[list[Call]]:
+        """Every load, by rank."""
+        return [call for run in self.resumed for call in _by_rank(run) if call[0].kind == "load"]
+
+
+def _by_rank(run: list[RankReport]) -> list[list[Call]]:
+    return [list(call) for call in zip(*(report.calls for report in run), strict=True)]
+
+
+def whole(calls: list[list[Call]]) -> list[Cost]:
+    """Each call as the slowest rank saw it."""
+    return [slowest(call.whole for call in ranks) for ranks in calls]
+
+
+def preparation(calls: list[list[Call]]) -> list[Cost]:
+    """The preparation of each call, as the slowest rank saw it."""
+    return [slowest(call.preparation for call in ranks) for ranks in calls]
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """A benchmark: two cases side by side, and smaller ones that show what the number of collectives depends on."""
+
+    sides: tuple[Case, Case]
+    small: tuple[Case, ...]
+
+    @classmethod
+    def of(cls, repeats: int, *, quick: bool) -> Suite:
+        """The whole benchmark, or a quick look at it."""
+        few, many = (Size(2, 2), Size(8, 2)) if quick else (Size(8, 4), Size(64, 4))
+        saves = max(2, repeats)  # one of them is the first
+        stock, safe = (Case(name, many, 4, saves, repeats) for name in (STOCK, SAFE))
+        narrow = [Case(name, few, 2, 2) for name in (STOCK, SAFE)]
+        wide = [Case(name, few, 4, 2, resumes=1) for name in (STOCK, SAFE)]
+        return cls((stock, safe), (*narrow, *wide, Case(SAFE, many, 2, 2)))
+
+
+def run_suite(suite: Suite, scratch: Path | None, say: Callable[[str], None]) -> tuple[list[Measured], list[Measured]]:
+    """Run the small cases, which also warm every process up, then both sides; (sides, small)."""
+    with RankPool(4, preload=PRELOAD, time_limit=3600.0) as pool:
+        say("starting the ranks")
+        pool.start()
+        small = [run_case(pool, case, scratch, say) for case in suite.small]
+        return [run_case(pool, case, scratch, say) for case in suite.sides], small
+
+
+def run_case(pool: RankPool, case: Case, scratch: Path | None, say: Callable[[str], None]) -> Measured:
+    """Run one case in a directory of its own.
+
+    Raises:
+        RuntimeError: A checkpoint is incomplete, or training did not go on as if it had never stopped.
+    """
+    say(f"{case}, saves: {case.saves}" + (f", loads: {case.resumes}" if case.resumes else ""))
+    with tempfile.TemporaryDirectory(prefix="benchmark-", dir=scratch) as directory:
+        root, steps = f"{directory}/trained", case.saves + 1
+        trained = pool.run(train, Training(case.size, case.format, steps, case.saves, root), ranks=case.ranks)
+        keys = _check_checkpoint(Path(root), case.saves)
+        resumed = []
+        for number in range(case.resumes):
+            target = f"{directory}/resumed{number}"
+            resume = Training(case.size, case.format, steps, 1, target, load=root)
+            resumed.append(pool.run(train, resume, ranks=case.ranks))
+            _check_checkpoint(Path(target), steps)
+        iteration = Path(root) / f"iter_{case.saves:07d}"
+        size = sum(path.stat().st_size for path in iteration.rglob("*") if path.is_file())
+    measured = Measured(case, trained, resumed, keys, size)
+    _check_losses(measured, steps)
+    return measured
+
+
+def _check_checkpoint(root: Path, step: int) -> int:
+    """Read all of it; the number of its keys."""
+    source = open_checkpoint(root / f"iter_{step:07d}")
+    for key, chunks in source.chunks(source.keys).items():
+        stored = sum(source.read(chunk).numel() for chunk in chunks)
+        expected = math.prod(source.keys[key].shape)
+        if stored != expected:
+            raise RuntimeError(f"{root} holds {stored} of {expected} elements of {key}")
+    return len(source.keys)
+
+
+def _check_losses(measured: Measured, step: int) -> None:
+    """All ranks agree, and every resumed run's step gave, to the last bit, the loss of the run that never stopped."""
+    uninterrupted = measured.trained[0].losses[step]
+    if not math.isfinite(uninterrupted):
+        raise RuntimeError(f"{measured.case}: the loss of step {step} is {uninterrupted}")
+    for run in [measured.trained, *measured.resumed]:
+        for report in run:
+            if report.losses[step] != uninterrupted:
+                raise RuntimeError(
+                    f"{measured.case}: step {step} gave the loss {report.losses[step]!r}, not {uninterrupted!r}"
+                )

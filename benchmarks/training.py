@@ -1,0 +1,205 @@
+"""What every rank runs: Bridge's `pretrain`, with its saves and loads measured."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+import mbridge_fsdp_ckpt
+from benchmarks.costs import Call, Cost, Kind
+from benchmarks.model import Size, build_config
+from mbridge_fsdp_ckpt.patching import Patches
+from mbridge_fsdp_ckpt.testing.collectives import CollectiveCounts, count_collectives
+from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
+from mbridge_fsdp_ckpt.testing.ranks import no_process_group
+
+STOCK, SAFE = "fsdp_dtensor", mbridge_fsdp_ckpt.FORMAT_NAME
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """One call of `pretrain`.
+
+    Args:
+        size: The model's.
+        format: STOCK or SAFE.
+        steps: The last step's number.
+        saves: How many steps are followed by a save, the first ones that this call makes.
+        save: Where to.
+        load: Where to resume from; None starts anew.
+    """
+
+    size: Size
+    format: str
+    steps: int
+    saves: int
+    save: str
+    load: str | None = None
+
+
+@dataclass(slots=True)
+class RankReport:
+    """What one rank saw: its saves and loads in order, and the loss of each step by the step's number."""
+
+    calls: list[Call] = field(default_factory=list)
+    losses: dict[int, float] = field(default_factory=dict)
+
+    def saves(self) -> int:
+        """How many saves were measured."""
+        return sum(call.kind == "save" for call in self.calls)
+
+
+@no_process_group
+def train(training: Training) -> RankReport:
+    """The case that a rank pool runs.
+
+    Raises:
+        RuntimeError: The format that ran is not the one that was asked for.
+    """
+    from megatron.bridge.training.callbacks import CallbackManager
+    from megatron.bridge.training.gpt_step import forward_step
+    from megatron.bridge.training.pretrain import pretrain
+
+    replace_cuda_only_kernels()
+    report, callbacks = RankReport(), CallbackManager()
+    callbacks.register("on_train_step_end", functools.partial(_after_step, training, report))
+    with _only(training.format), count_collectives() as counts, _measured(training.format, Meter(counts), report):
+        config = build_config(training.size, training.steps, training.format, training.save, training.load)
+        pretrain(config, forward_step, callbacks=callbacks)
+    return report
+
+
+def _after_step(training: Training, report: RankReport, context: Any) -> None:
+    """Note the loss; steps that come after the last measured save are not saved."""
+    state = context.state
+    report.losses[state.train_state.step + 1] = float(context.loss_dict["lm loss"])
+    if report.saves() == training.saves:
+        state.cfg.checkpoint.save = None
+
+
+@contextmanager
+def _only(format_name: str) -> Iterator[None]:
+    """Bridge as it was installed for the stock format, with this package registered for ours."""
+    if format_name == SAFE:
+        mbridge_fsdp_ckpt.register()
+    else:
+        mbridge_fsdp_ckpt.unregister()
+        _check_untouched()
+    try:
+        yield
+    finally:
+        mbridge_fsdp_ckpt.unregister()
+
+
+def _check_untouched() -> None:
+    from megatron.bridge.training import checkpointing, optim
+    from megatron.bridge.training.config import ConfigContainer
+
+    functions = (
+        checkpointing.save_checkpoint,
+        checkpointing._load_checkpoint_from_path,
+        optim.sync_hybrid_device_optimizer_fp32_master_copies,
+        ConfigContainer.validate,
+    )
+    package = str(Path(mbridge_fsdp_ckpt.__path__[0]))
+    for function in functions:
+        if function.__code__.co_filename.startswith(package):
+            raise RuntimeError(f"{function.__qualname__} is replaced: this would not measure the stock format")
+
+
+class Meter:
+    """Measures calls, and the preparation that happens inside them."""
+
+    def __init__(self, counts: CollectiveCounts) -> None:
+        self._counts = counts
+        self._meetings = 0
+        self._preparation = Cost()
+
+    def whole(self, kind: Kind, function: Callable[..., Any], report: RankReport) -> Callable[..., Any]:
+        """`function`, appending to the report; a barrier that is not counted lets all ranks begin together."""
+
+        @functools.wraps(function)
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            dist.barrier()
+            names, self._preparation = self._counts.collectives.copy(), Cost()
+            before = self._read()
+            result = function(*args, **kwargs)
+            cost = self._since(before)
+            report.calls.append(Call(kind, cost, self._preparation, dict(self._counts.collectives - names)))
+            return result
+
+        return measured
+
+    def preparing(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, adding to the preparation of the call that it is part of."""
+
+        @functools.wraps(function)
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            before = self._read()
+            result = function(*args, **kwargs)
+            self._preparation += self._since(before)
+            return result
+
+        return measured
+
+    def meeting(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, counted as a meeting."""
+
+        @functools.wraps(function)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self._meetings += 1
+            return function(*args, **kwargs)
+
+        return counted
+
+    def _read(self) -> Cost:
+        return Cost(time.perf_counter(), self._counts.total, self._meetings)
+
+    def _since(self, before: Cost) -> Cost:
+        now = self._read()
+        return Cost(now.seconds - before.seconds, now.collectives - before.collectives, now.meetings - before.meetings)
+
+
+@contextmanager
+def _measured(format_name: str, meter: Meter, report: RankReport) -> Iterator[None]:
+    """Wrap what is measured, for as long as the block runs."""
+    from megatron.bridge.training import checkpointing, setup
+
+    from mbridge_fsdp_ckpt import saving
+    from mbridge_fsdp_ckpt.agreement import Agreement
+
+    create = setup.create_checkpoint_manager
+
+    def create_measured(checkpoint_config: Any) -> Any:
+        manager = create(checkpoint_config)
+        _check_manager(manager, format_name)
+        manager.save = meter.whole("save", manager.save, report)
+        manager.load = meter.whole("load", manager.load, report)
+        return manager
+
+    patches = Patches()
+    patches.set(setup, "create_checkpoint_manager", create_measured)
+    patches.set(Agreement, "meet", meter.meeting(Agreement.meet))
+    for owner, name in (
+        (checkpointing, "preprocess_fsdp_dtensor_state_dict"),
+        (saving, "prepare"),
+        (saving, "announce"),
+    ):
+        patches.set(owner, name, meter.preparing(getattr(owner, name)))
+    try:
+        yield
+    finally:
+        patches.undo()
+
+
+def _check_manager(manager: Any, format_name: str) -> None:
+    expected = {STOCK: "DefaultCheckpointManager", SAFE: "SafeCheckpointManager"}[format_name]
+    if type(manager).__name__ != expected:
+        raise RuntimeError(f"{format_name} is to be saved by {expected}, not by {type(manager).__name__}")

@@ -1,0 +1,124 @@
+"""Filling live tensors from a verified checkpoint, and putting optimizer state in place."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from mbridge_fsdp_ckpt.agreement import Agreement
+from mbridge_fsdp_ckpt.geometry import Box
+from mbridge_fsdp_ckpt.inventory import OptimizerPart
+from mbridge_fsdp_ckpt.loading import Opened
+from mbridge_fsdp_ckpt.matching import in_file_order
+from mbridge_fsdp_ckpt.optimizer_state import STEP, Slot, SlotSpec
+from mbridge_fsdp_ckpt.parameters import find_fsdp_module, local_shard
+from mbridge_fsdp_ckpt.plan import ParameterPlan, Piece
+from mbridge_fsdp_ckpt.storage.values import dtype_from_name
+
+Targets = dict[str, list[tuple[Piece | None, torch.Tensor]]]
+"""For each key, the blocks wanted of it with the flat tensors they go to; None for a scalar."""
+
+
+def fill(opened: Opened, agreement: Agreement) -> None:
+    """Copy verified bytes into live tensors and put optimizer state in place.
+
+    Raises:
+        CheckpointError, OSError: The storage failed since it was verified.
+    """
+    targets: Targets = defaultdict(list)
+    for item in opened.planned:
+        _add_targets(targets, item.plan, item.plan.model_key, local_shard(item.tensor).reshape(-1), opened.asked)
+    allocated = (
+        [slots for part in opened.parts for slots in _allocate(opened, part, targets)] if opened.with_state else []
+    )
+    needed = {key: [Box((), ()) if p is None else p.box for p, _ in places] for key, places in targets.items()}
+    with torch.no_grad():
+        for chunk in in_file_order(opened.chunks, needed):
+            data = opened.source.read(chunk)
+            for piece, flat in targets[chunk.key]:
+                _copy(data, chunk.box, piece, flat)
+            agreement.beat()
+        _install(opened, allocated)
+
+
+@dataclass(frozen=True, slots=True)
+class _Allocated:
+    part: OptimizerPart
+    parameter: torch.Tensor
+    plan: ParameterPlan
+    slots: dict[str, Slot]
+    step: torch.Tensor | None
+
+
+def _allocate(opened: Opened, part: OptimizerPart, targets: Targets) -> Iterator[_Allocated]:
+    for parameter, plan in part.parameters():
+        entries = opened.slots.get(f"{plan.layout.optimizer_name}{plan.components[0].suffix}", {})
+        specs = {slot: SlotSpec(entry.kind, dtype_from_name(entry.dtype)) for slot, entry in entries.items()}
+        slots = part.adapter.allocate(parameter, specs) if plan.pieces else {}
+        for name, slot in slots.items():
+            if slot.kind == "sharded":
+                _add_targets(targets, plan, partial(plan.slot_key, slot=name), slot.tensor, opened.asked)
+            else:
+                targets[plan.slot_key(plan.components[0].suffix, name)].append((None, slot.tensor))
+        step = None
+        if STEP in specs and plan.pieces:
+            step = torch.zeros((), dtype=torch.float64)
+            targets[plan.slot_key(plan.components[0].suffix, STEP)].append((None, step))
+        yield _Allocated(part, parameter, plan, slots, step)
+
+
+def _add_targets(
+    targets: Targets,
+    plan: ParameterPlan,
+    key_of: Callable[[str], str],
+    flat: torch.Tensor,
+    asked: set[str],
+) -> None:
+    for piece in plan.pieces:
+        if key_of(piece.suffix) in asked:
+            targets[key_of(piece.suffix)].append((piece, flat))
+
+
+def _copy(data: torch.Tensor, box: Box, piece: Piece | None, flat: torch.Tensor) -> None:
+    if piece is None:
+        flat.copy_(data)
+        return
+    common = box.intersect(piece.box)
+    if common is not None:
+        destination = flat[piece.source.start : piece.source.stop].view(piece.box.size)
+        destination[common.slices_in(piece.box)].copy_(data[common.slices_in(box)])
+
+
+def _install(opened: Opened, allocated: list[_Allocated]) -> None:
+    if not opened.with_state:
+        for part in opened.parts:
+            for parameter, _ in part.parameters():
+                part.adapter.install(parameter, None, None)
+            part.adapter.finish(None)
+        return
+    for item in allocated:
+        step = item.step.item() if item.step is not None else None
+        if step is None:
+            step = opened.hyperparameters.get(item.plan.layout.optimizer_name, {}).get(STEP)
+        item.part.adapter.install(item.parameter, item.slots, step if item.slots else None)
+    for part in opened.parts:
+        part.adapter.finish([_saved_group(opened, names, live) for live, names in part.group_names()])
+
+
+def _saved_group(opened: Opened, names: list[str], live: dict[str, Any]) -> dict[str, Any]:
+    """The one set of hyperparameters that a group's parameters were saved with."""
+    saved = [opened.hyperparameters[name] for name in names if name in opened.hyperparameters]
+    return saved[0] if saved else live
+
+
+def refresh(opened: Opened) -> None:
+    """Make the loaded main weights the compute weights, as Megatron-FSDP does after an optimizer step."""
+    module = find_fsdp_module(opened.model)
+    module.install_optimized_model_weights()
+    module.synchronize_param_gather()
+    module.start_param_sync()

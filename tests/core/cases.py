@@ -1,0 +1,54 @@
+"""What ranks do in the core tests; each function runs on every rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mbridge_fsdp_ckpt
+from mbridge_fsdp_ckpt.testing.collectives import count_collectives
+from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
+from mbridge_fsdp_ckpt.testing.models import Recipe, Trainable, build
+from tests.core import oracle
+
+
+def prepared(recipe: Recipe, steps: int = 0, seed: int = 123) -> Trainable:
+    """A model after some steps, with HybridDeviceOptimizer made to work under Megatron-FSDP."""
+    import megatron.core.optimizer as megatron_optimizer
+
+    from mbridge_fsdp_ckpt.optimizer_state.sharded_hybrid import ShardedHybridDeviceOptimizer
+
+    replace_cuda_only_kernels()
+    megatron_optimizer.HybridDeviceOptimizer = ShardedHybridDeviceOptimizer
+    trainable = build(recipe, seed)
+    for number in range(steps):
+        trainable.step(number)
+    return trainable
+
+
+def train_and_save(directory: str, recipe: Recipe, more_steps: int = 0) -> dict[str, Any]:
+    """Two steps, a save, then more steps: losses, what was live at the save, and at the end."""
+    trainable = prepared(recipe, steps=2)
+    with count_collectives() as collectives:
+        mbridge_fsdp_ckpt.save(directory, model=trainable.model, optimizer=trainable.optimizer, values={"iteration": 2})
+    counted = dict(collectives.collectives)
+    saved = oracle.live(trainable)
+    losses = [trainable.step(number) for number in range(2, 2 + more_steps)]
+    return {"live": saved, "collectives": counted, "losses": losses, "end": oracle.live(trainable)}
+
+
+def load_and_save(directory: str, again: str, recipe: Recipe, more_steps: int = 0) -> dict[str, Any]:
+    """Load into a model initialised otherwise, save again, then more steps."""
+    trainable = prepared(recipe, seed=999)
+    loaded = mbridge_fsdp_ckpt.load(directory, model=trainable.model, optimizer=trainable.optimizer)
+    assert loaded.values["iteration"] == 2
+    found = oracle.live(trainable)
+    if again:
+        mbridge_fsdp_ckpt.save(again, model=trainable.model, optimizer=trainable.optimizer, values=dict(loaded.values))
+    losses = [trainable.step(number) for number in range(2, 2 + more_steps)]
+    return {"live": found, "losses": losses, "end": oracle.live(trainable)}
+
+
+def names_in(directory: str | Path) -> list[str]:
+    """Names in a directory, sorted."""
+    return sorted(path.name for path in Path(directory).iterdir())

@@ -1,0 +1,267 @@
+"""Meetings over a real store, with threads as ranks: the same answer or the same error everywhere, in time."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from mbridge_fsdp_ckpt import agreement
+from mbridge_fsdp_ckpt.agreement import Agreement, next_agreement
+from mbridge_fsdp_ckpt.errors import (
+    CheckpointError,
+    ConfigurationError,
+    KeyMismatchError,
+    RankFailedError,
+    RankMissingError,
+    StorageError,
+)
+
+AMPLE = 300.0  # a limit that no test waits for; the machine may be busy
+SOON = 60.0  # seconds in which what needs no waiting is over
+
+
+@dataclass
+class Meeting:
+    """A store, and one agreement a rank on a connection of its own."""
+
+    server: Any
+
+    def ranks(self, world_size: int, time_limit: float = AMPLE) -> list[Agreement]:
+        return [Agreement("test", rank, world_size, time_limit, self.connect()) for rank in range(world_size)]
+
+    def connect(self) -> Any:
+        return dist.TCPStore(
+            "127.0.0.1", self.server.port, is_master=False, timeout=timedelta(seconds=60), wait_for_workers=False
+        )
+
+
+@pytest.fixture
+def meeting() -> Iterator[Meeting]:
+    yield Meeting(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+
+
+def outcomes(actions: list[Callable[[], Any]]) -> list[Any]:
+    """Run each in a thread; what it returned or raised."""
+
+    def attempt(action: Callable[[], Any]) -> Any:
+        try:
+            return action()
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(actions)) as pool:
+        return list(pool.map(attempt, actions))
+
+
+def same_error(found: list[Any], kind: type[CheckpointError]) -> CheckpointError:
+    """The error that all of them are."""
+    assert {type(error) for error in found} == {kind}
+    assert len({str(error) for error in found}) == 1
+    first: CheckpointError = found[0]
+    return first
+
+
+def trouble(rank: int) -> CheckpointError:
+    return KeyMismatchError(expected="keys", found="none", remedy="Look.", rank=rank, key="weight")
+
+
+def test_everyone_gets_the_judges_answer_in_order_of_rank(meeting: Meeting) -> None:
+    def judge(messages: list[Any]) -> Any:
+        return {"messages": messages, "judged by": threading.get_ident()}
+
+    ranks = meeting.ranks(4)
+    found = outcomes([lambda a=a: a.meet("count", {"rank": a.rank}, judge) for a in ranks])  # type: ignore[misc]
+    assert found[0]["messages"] == [{"rank": r} for r in range(4)]
+    assert found == [found[0]] * 4
+
+
+def test_meetings_follow_one_another(meeting: Meeting) -> None:
+    def rounds(a: Agreement) -> list[Any]:
+        return [a.meet(f"round {n}", [n, a.rank], lambda messages: messages) for n in range(5)]
+
+    found = outcomes([lambda a=a: rounds(a) for a in meeting.ranks(3)])  # type: ignore[misc]
+    assert found == [[[[n, 0], [n, 1], [n, 2]] for n in range(5)]] * 3
+
+
+def test_nothing_but_the_verdicts_stays_in_the_store(meeting: Meeting) -> None:
+    before = meeting.server.num_keys()
+    outcomes([lambda a=a: a.meet("once", "x" * 1000, len) for a in meeting.ranks(4)])  # type: ignore[misc]
+    assert not any(meeting.server.check([f"test/1/{rank}"]) for rank in range(4))
+    assert meeting.server.check(["test/1/verdict"])
+    assert meeting.server.num_keys() - before <= 4
+
+
+@pytest.mark.parametrize("size", [0, 1 << 10, 1 << 20, 9 << 20])
+def test_messages_of_any_size_arrive(meeting: Meeting, size: int) -> None:
+    ranks = meeting.ranks(2)
+    found = outcomes([lambda a=a: a.meet("size", "é" * (size // 2), lambda m: m[1]) for a in ranks])  # type: ignore[misc]
+    assert [len(answer) for answer in found] == [size // 2] * 2
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_an_error_of_one_rank_is_everyones_without_waiting_for_who_never_comes(meeting: Meeting, failing: int) -> None:
+    present = [a for a in meeting.ranks(4) if a.rank != 1]
+    begin = time.monotonic()
+    actions = [lambda a=a: a.meet("plan", trouble(a.rank) if a.rank == failing else {}, len) for a in present]  # type: ignore[misc]
+    error = same_error(outcomes(actions), KeyMismatchError)
+    assert time.monotonic() - begin < SOON
+    assert (error.rank, error.key, error.remedy) == (failing, "weight", "Look.")
+
+
+def test_of_several_errors_all_raise_one(meeting: Meeting) -> None:
+    found = outcomes([lambda a=a: a.meet("plan", trouble(a.rank), len) for a in meeting.ranks(3)])  # type: ignore[misc]
+    same_error(found, KeyMismatchError)
+
+
+def test_a_missing_rank_is_named_by_all_others(meeting: Meeting) -> None:
+    ranks = meeting.ranks(4, time_limit=1.0)
+    found = outcomes([lambda a=a: a.meet("plan", {}, len) for a in ranks if a.rank not in (1, 3)])  # type: ignore[misc]
+    error = same_error(found, RankMissingError)
+    assert "rank 1, 3" in error.found
+    assert "'plan' within 1 s" in error.expected
+
+
+def test_a_missing_judge_is_named(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "_GRACE", 0.2)
+    ranks = meeting.ranks(3, time_limit=0.5)
+    error = same_error(outcomes([lambda a=a: a.meet("plan", {}, len) for a in ranks[1:]]), RankMissingError)  # type: ignore[misc]
+    assert "no sign of rank 0" in error.found
+
+
+def test_a_rank_that_comes_after_the_limit_gets_the_same_error(meeting: Meeting) -> None:
+    judge, late = meeting.ranks(2, time_limit=0.3)
+    found = outcomes([lambda: judge.meet("plan", {}, len)]) + outcomes([lambda: late.meet("plan", {}, len)])
+    assert "rank 1" in same_error(found, RankMissingError).found
+
+
+def test_many_missing_ranks_are_not_all_listed(meeting: Meeting) -> None:
+    alone = Agreement("test", 0, 100, 0.1, meeting.connect())
+    with pytest.raises(RankMissingError) as caught:
+        alone.meet("plan", {}, len)
+    assert caught.value.found.endswith("31, 32, ...")
+
+
+def test_an_error_the_judge_raises_is_everyones(meeting: Meeting) -> None:
+    def judge(messages: list[Any]) -> Any:
+        raise trouble(7)
+
+    found = outcomes([lambda a=a: a.meet("plan", {}, judge) for a in meeting.ranks(3)])  # type: ignore[misc]
+    assert same_error(found, KeyMismatchError).rank == 7
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind"), [(ZeroDivisionError("oops"), RankFailedError), (OSError(28, "No space left"), StorageError)]
+)
+def test_any_failure_of_the_judge_is_everyones(
+    meeting: Meeting, raised: Exception, kind: type[CheckpointError]
+) -> None:
+    def judge(messages: list[Any]) -> Any:
+        raise raised
+
+    found = outcomes([lambda a=a: a.meet("the plan", {}, judge) for a in meeting.ranks(2)])  # type: ignore[misc]
+    error = same_error(found, kind)
+    assert error.rank == 0
+    assert "the plan" in error.expected
+    assert str(raised) in error.found
+
+
+def test_an_answer_that_cannot_be_sent_is_an_error_of_everyone(meeting: Meeting) -> None:
+    begin = time.monotonic()
+    found = outcomes([lambda a=a: a.meet("plan", {}, lambda m: object()) for a in meeting.ranks(2, 5.0)])  # type: ignore[misc]
+    assert isinstance(found[0], CheckpointError)
+    same_error(found, type(found[0]))
+    assert not isinstance(found[0], RankMissingError)
+    assert time.monotonic() - begin < SOON
+
+
+class Clock:
+    """A clock that stands still while anybody works: only sleeping in the thread that made it moves it on."""
+
+    def __init__(self) -> None:
+        self.now, self._thread = 0.0, threading.get_ident()
+        self.events: list[tuple[float, Callable[[], Any]]] = []
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        if threading.get_ident() != self._thread:
+            time.sleep(0.01)
+            return
+        self.now += seconds
+        while self.events and self.events[0][0] <= self.now:
+            self.events.pop(0)[1]()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(agreement, "time", clock)
+    return clock
+
+
+def test_signs_of_life_extend_the_limit(meeting: Meeting, clock: Clock) -> None:
+    waiting, working = meeting.ranks(2, time_limit=10.0)
+    arrival = threading.Thread(target=lambda: working.meet("write", "done", len))
+    clock.events = [(float(second), working.beat) for second in range(4, 100, 4)] + [(102.0, arrival.start)]
+    clock.events.append((103.0, lambda: time.sleep(1)))
+    assert waiting.meet("write", "done", lambda messages: messages) == ["done", "done"]
+    arrival.join()
+    assert 102 <= clock.now < 113
+
+
+def test_without_signs_of_life_the_limit_ends_the_wait(meeting: Meeting, clock: Clock) -> None:
+    waiting, working = meeting.ranks(2, time_limit=10.0)
+    clock.events = [(float(second), working.beat) for second in (4, 8, 12)]
+    with pytest.raises(RankMissingError, match="rank 1"):
+        waiting.meet("write", "done", len)
+    assert 22 <= clock.now < 25
+
+
+def test_signs_of_life_are_sent_seldom(meeting: Meeting, clock: Clock) -> None:
+    working = meeting.ranks(2, time_limit=80.0)[1]
+    for _ in range(1000):
+        clock.now += 0.1
+        working.beat()
+    assert 15 <= int(meeting.server.add("test/beats", 0)) <= 20
+
+
+def test_a_dying_store_is_an_error_with_a_name(meeting: Meeting) -> None:
+    ranks = meeting.ranks(3)
+    killer = threading.Timer(1.0, lambda: setattr(meeting, "server", None))
+    killer.start()
+    found = outcomes([lambda a=a: a.meet("plan", {}, len) for a in ranks[1:]])  # type: ignore[misc]
+    killer.join()
+    assert [type(error) for error in found] == [RankMissingError] * 2
+    assert [error.rank for error in found] == [1, 2]
+    assert all("'plan'" in error.expected for error in found)
+
+
+def test_a_store_that_is_dead_already_is_an_error_with_a_name(meeting: Meeting) -> None:
+    ranks = meeting.ranks(2)
+    meeting.server = None
+    found = outcomes([lambda a=a: a.meet("plan", {}, len) for a in ranks])  # type: ignore[misc]
+    assert [type(error) for error in found] == [RankMissingError] * 2
+
+
+def test_a_single_rank_needs_no_store() -> None:
+    alone = next_agreement("save")
+    alone.beat()
+    assert (alone.rank, alone.world_size, alone.store) == (0, 1, None)
+    assert alone.meet("plan", {"a": 1}, lambda messages: messages) == [{"a": 1}]
+    with pytest.raises(KeyMismatchError, match="rank 3"):
+        alone.meet("plan", trouble(3), len)
+    with pytest.raises(RankFailedError, match="ZeroDivisionError"):
+        alone.meet("plan", {}, lambda messages: 1 // 0)
+
+
+@pytest.mark.parametrize("limit", [0.0, -1.0, float("nan")])
+def test_a_time_limit_must_be_positive(limit: float) -> None:
+    with pytest.raises(ConfigurationError, match="positive time limit"):
+        next_agreement("save", limit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from benchmarks.costs import Call, Cost, slowest
 from benchmarks.model import Size
 from benchmarks.training import SAFE, STOCK, RankReport, Training, train
 from mbridge_fsdp_ckpt.storage.source import open_checkpoint
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from mbridge_fsdp_ckpt.testing.ranks import RankPool, no_process_group
 
 PRELOAD = (
     "transformer_engine.pytorch",
@@ -95,13 +96,12 @@ class Suite:
         few, many = (Size(2, 2), Size(8, 2)) if quick else (Size(8, 4), Size(64, 4))
         saves = max(2, repeats)  # one of them is the first
         stock, safe = (Case(name, many, 4, saves, repeats) for name in (STOCK, SAFE))
-        narrow = [Case(name, few, 2, 2) for name in (STOCK, SAFE)]
-        wide = [Case(name, few, 4, 2, resumes=1) for name in (STOCK, SAFE)]
-        return cls((stock, safe), (*narrow, *wide, Case(SAFE, many, 2, 2)))
+        small = [Case(name, few, ranks, 2) for ranks in (2, 4) for name in (STOCK, SAFE)]
+        return cls((stock, safe), (*small, Case(SAFE, many, 2, 2)))
 
 
 def run_suite(suite: Suite, scratch: Path | None, say: Callable[[str], None]) -> tuple[list[Measured], list[Measured]]:
-    """Run the small cases, which also warm every process up, then both sides; (sides, small)."""
+    """Run everything; (sides, small)."""
     with RankPool(4, preload=PRELOAD, time_limit=3600.0) as pool:
         say("starting the ranks")
         pool.start()
@@ -118,19 +118,32 @@ def run_case(pool: RankPool, case: Case, scratch: Path | None, say: Callable[[st
     say(f"{case}, saves: {case.saves}" + (f", loads: {case.resumes}" if case.resumes else ""))
     with tempfile.TemporaryDirectory(prefix="benchmark-", dir=scratch) as directory:
         root, steps = f"{directory}/trained", case.saves + 1
-        trained = pool.run(train, Training(case.size, case.format, steps, case.saves, root), ranks=case.ranks)
+        trained = _run(pool, case, Training(case.size, case.format, steps, case.saves, root))
         keys = _check_checkpoint(Path(root), case.saves)
         resumed = []
         for number in range(case.resumes):
             target = f"{directory}/resumed{number}"
             resume = Training(case.size, case.format, steps, 1, target, load=root)
-            resumed.append(pool.run(train, resume, ranks=case.ranks))
+            resumed.append(_run(pool, case, resume))
             _check_checkpoint(Path(target), steps)
         iteration = Path(root) / f"iter_{case.saves:07d}"
         size = sum(path.stat().st_size for path in iteration.rglob("*") if path.is_file())
     measured = Measured(case, trained, resumed, keys, size)
     _check_losses(measured, steps)
     return measured
+
+
+def _run(pool: RankPool, case: Case, training: Training) -> list[RankReport]:
+    """Run it, and end its processes: what Megatron leaves in them (gloo's threads above all) would slow the next."""
+    reports: list[RankReport] = pool.run(train, training, ranks=case.ranks)
+    pool.run(leave, ranks=case.ranks, may_die=range(case.ranks))
+    return reports
+
+
+@no_process_group
+def leave() -> None:
+    """End this rank's process; the pool forks another one when it needs it."""
+    os._exit(0)
 
 
 def _check_checkpoint(root: Path, step: int) -> int:

@@ -25,8 +25,9 @@ _NOTES = (
     "ours it is everything before the first meeting: plan, optimizer state, and the message for the meeting.",
     "*save* and *load* are the whole calls of Bridge's checkpoint manager. Ours also flushes every file to disk, "
     "computes checksums and commits by a rename, and on load verifies every byte before it changes anything.",
-    "*first* is the first save of a run of `pretrain`, *later* are all others; either comes after "
-    "a training step. All processes have run the same code with a smaller model before, so imports are in no number.",
+    "*first* is the first save of a run of `pretrain`, *later* are all others; either comes after a training step. "
+    "Every run has processes of its own, which have imported Bridge, Transformer Engine and this package; what either "
+    "format imports on first use is in its *first* and *load*.",
     "A *collective* is a call of a function of torch.distributed, barriers included; what it calls inside itself is "
     "not counted again. A *meeting* is one exchange of all ranks in the job's rendezvous store, without a collective.",
     "Checked in this run: Bridge was unpatched while stock was measured; every checkpoint held every element of every "
@@ -78,7 +79,7 @@ def show(results: Results) -> None:
     if not console.is_terminal:
         console = Console(width=_WIDTH)
     for title, (head, rows) in results.tables():
-        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
         for index, name in enumerate(head):
             table.add_column(name, no_wrap=True, justify="right" if rows[0][index][:1].isdigit() else "left")
         for row in rows:

@@ -91,7 +91,7 @@ def test_plans_that_tile_leave_no_bucket(ranks: list[list[Holding]]) -> None:
         pytest.param([holdings(3, 12)], id="nobody has the first row"),
         pytest.param([holdings(0, 9)], id="nobody has the last row"),
         pytest.param([holdings(0, 9), holdings(6, 12)], id="an overlap"),
-        pytest.param([holdings(0, 12), holdings(0, 12)], id="two owners"),
+        pytest.param([holdings(0, 12), holdings(6, 12)], id="the last rows twice"),
         pytest.param([holdings(0, 3), holdings(3, 6), holdings(3, 6), holdings(9, 12)], id="hole and overlap alike"),
         pytest.param([holdings(0, 6), holdings(6, 12, dtype="bfloat16")], id="two dtypes"),
         pytest.param([holdings(0, 6), holdings(6, 12, shape=(5, 3))], id="two shapes"),

@@ -179,7 +179,7 @@ def _layout(tensor: Any, key: str, optimizer_name: str, is_expert: bool) -> Para
     tensor_parallel = _axis(index, index.tp_dim, is_expert)
     dim = _tensor_parallel_dim(tensor) if tensor_parallel.count > 1 else None
     shard = getattr(tensor, "megatron_fsdp_slice", None)
-    flat = FlatRange(0, math.prod(shape)) if shard is None else _flat_range(shard)
+    flat = FlatRange(0, math.prod(shape)) if shard is None else _flat_range(shard, key)
     replicated = [tensor_parallel] if dim is None else []
     if index.use_hybrid_fsdp and not index.hsdp_outer_dp_shard:
         replicated.append(_axis(index, index.dp_outer_dim, is_expert))
@@ -188,8 +188,15 @@ def _layout(tensor: Any, key: str, optimizer_name: str, is_expert: bool) -> Para
     return ParameterLayout(key, optimizer_name, shape, dim, tensor_parallel, flat, _combine(replicated))
 
 
-def _flat_range(shard: slice) -> FlatRange:
-    return FlatRange(shard.start, shard.stop) if shard.stop > shard.start else FlatRange(0, 0)
+def _flat_range(shard: slice, key: str) -> FlatRange:
+    if shard.stop == shard.start:
+        return FlatRange(0, 0)
+    try:
+        return FlatRange(shard.start, shard.stop)
+    except ValueError as error:
+        raise LayoutError(
+            expected="a flat slice of the parameter", found=str(error), remedy=_LAYOUT_REMEDY, key=key
+        ) from error
 
 
 def _axis(index: Any, dim_name: str | None, is_expert: bool) -> Axis:

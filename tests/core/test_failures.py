@@ -1,0 +1,109 @@
+"""A wrong input is the same named error on every rank, and changes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from tests.core import cases, failures, oracle
+
+
+def same_on_all(results: list[dict[str, Any]], error: str) -> str:
+    """All ranks saw the same error and nothing changed; its text."""
+    assert [result["error"] for result in results] == [error] * len(results)
+    assert len({result["text"] for result in results}) == 1
+    assert all(result["unchanged"] for result in results)
+    return str(results[0]["text"])
+
+
+@pytest.mark.parametrize(
+    ("shift", "grow", "error", "says"),
+    [(32, 0, "PlanDisagreementError", "ranks 0 and 1 hold the same rows"), (0, 32, "LayoutError", "rank 1")],
+)
+def test_metadata_that_contradicts_the_shard(
+    shift: int, grow: int, error: str, says: str, megatron_ranks: RankPool, tmp_path: Path
+) -> None:
+    target = tmp_path / "iter_0000001"
+    results = megatron_ranks.run(failures.save_with_changed_slice, str(target), shift, grow, ranks=2)
+    text = same_on_all(results, error)
+    assert says in text
+    assert results[0]["key"] in text
+    assert cases.names_in(tmp_path) == ["iter_0000001"], "the failed save left something behind"
+    assert len(oracle.on_disk(target)) > 0
+
+
+def test_a_rank_that_does_not_arrive_is_named(megatron_ranks: RankPool, tmp_path: Path) -> None:
+    target = tmp_path / "iter_0000001"
+    waiting, absent, *others = megatron_ranks.run(failures.save_without_rank_1, str(target), ranks=4)
+    assert absent == {}
+    for result in (waiting, *others):
+        assert result["error"] == "RankMissingError"
+        assert "no sign of rank 1." in result["text"]
+        assert result["seconds"] < 25
+    assert cases.names_in(tmp_path) == []
+
+
+def test_a_full_disk_on_one_rank_fails_all_and_keeps_the_last_checkpoint(
+    megatron_ranks: RankPool, tmp_path: Path
+) -> None:
+    target = tmp_path / "iter_0000001"
+    results = megatron_ranks.run(failures.save_where_rank_1_cannot_write, str(target), ranks=2)
+    text = same_on_all(results, "StorageError")
+    assert "rank 1" in text
+    assert "No space left" in text
+    assert cases.names_in(tmp_path) == ["iter_0000001"]
+    assert len(oracle.on_disk(target)) > 0
+
+
+@pytest.mark.parametrize(("saved_layers", "live_layers", "says"), [(1, 2, "missing"), (2, 1, "unexpected")])
+def test_a_checkpoint_of_another_model(
+    saved_layers: int, live_layers: int, says: str, megatron_ranks: RankPool, tmp_path: Path
+) -> None:
+    saved, live = (failures.SMALL.on(layers=layers) for layers in (saved_layers, live_layers))
+    megatron_ranks.run(cases.train_and_save, str(tmp_path / "c"), saved, ranks=2)
+    results = megatron_ranks.run(failures.load_into, str(tmp_path / "c"), live, ranks=2)
+    text = same_on_all(results, "KeyMismatchError")
+    assert says in text
+    assert "layers.1." in text
+
+
+def test_another_shape_is_named(megatron_ranks: RankPool, tmp_path: Path) -> None:
+    megatron_ranks.run(cases.train_and_save, str(tmp_path / "c"), failures.SMALL, ranks=2)
+    results = megatron_ranks.run(failures.load_into, str(tmp_path / "c"), failures.SMALL.on(ffn=64), ranks=2)
+    text = same_on_all(results, "KeyMismatchError")
+    assert "linear_fc1.weight_w: shape [48, 32] in the checkpoint, [64, 32] here" in text
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "missing"])
+def test_a_damaged_file_is_found_before_anything_changes(
+    damage: str, megatron_ranks: RankPool, tmp_path: Path
+) -> None:
+    megatron_ranks.run(cases.train_and_save, str(tmp_path / "c"), failures.SMALL, ranks=2)
+    payload = tmp_path / "c" / "__1_0.distcp"
+    content = bytearray(payload.read_bytes())
+    if damage == "missing":
+        payload.unlink()
+    elif damage == "truncated":
+        payload.write_bytes(content[:-1000])
+    else:
+        raw = content.find(b"/data/0") + 200  # inside the first chunk's elements
+        content[raw] ^= 1
+        payload.write_bytes(content)
+    results = megatron_ranks.run(failures.load_into, str(tmp_path / "c"), failures.SMALL, ranks=2)
+    assert "__1_0.distcp" in same_on_all(results, "DamagedCheckpointError")
+
+
+def test_a_directory_that_is_no_checkpoint(megatron_ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("hello")
+    results = megatron_ranks.run(failures.load_into, str(tmp_path), failures.SMALL, ranks=2)
+    assert "notes.txt" in same_on_all(results, "NotACheckpointError")
+
+
+def test_the_case_that_hangs_stock_saves(megatron_ranks: RankPool, tmp_path: Path) -> None:
+    results = megatron_ranks.run(failures.save_of_the_stock_hang, str(tmp_path / "iter_0000001"), ranks=2)
+    assert len({result["states"] for result in results}) == 2, "the ranks hold different numbers of states"
+    held = oracle.on_disk(tmp_path / "iter_0000001")
+    assert {key: value for key, value in held.items() if not key.endswith(".step")} == results[0]["live"]

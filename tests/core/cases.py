@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import mbridge_fsdp_ckpt
+from mbridge_fsdp_ckpt.parameters import local_shard
 from mbridge_fsdp_ckpt.testing.collectives import count_collectives
 from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
 from mbridge_fsdp_ckpt.testing.models import Recipe, Trainable, build
@@ -52,3 +55,12 @@ def load_and_save(directory: str, again: str, recipe: Recipe, more_steps: int = 
 def names_in(directory: str | Path) -> list[str]:
     """Names in a directory, sorted."""
     return sorted(path.name for path in Path(directory).iterdir())
+
+
+def weights_after(recipe: Recipe, steps: int) -> dict[str, Any]:
+    """This rank's main weights after some steps, as NumPy arrays, and the losses on the way."""
+    trainable = prepared(recipe)
+    losses = [trainable.step(number) for number in range(steps)]
+    state = trainable.model.module.state_dict(keep_vars=True)
+    weights = {key: local_shard(p).cpu().numpy() for key, p in state.items() if isinstance(p, torch.nn.Parameter)}
+    return {"weights": weights, "losses": losses}

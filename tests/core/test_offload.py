@@ -1,0 +1,28 @@
+"""HybridDeviceOptimizer under Megatron-FSDP gives the weights that the same optimizer gives without offload."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mbridge_fsdp_ckpt.testing.models import Recipe
+from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from tests.core import cases
+
+MODEL = Recipe(layers=2, experts=4)
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5, 0.25])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_offload_changes_rounding_only(fraction: float, overlap: bool, megatron_ranks: RankPool) -> None:
+    settings = {"overlap_cpu_optimizer_d2h_h2d": overlap}
+    offloaded = MODEL.on(offload=fraction, optimizer_settings=settings)
+    plain = megatron_ranks.run(cases.weights_after, MODEL, 3, ranks=2)
+    hybrid = megatron_ranks.run(cases.weights_after, offloaded, 3, ranks=2)
+    start = megatron_ranks.run(cases.weights_after, MODEL, 0, ranks=2)
+    for one, other, initial in zip(plain, hybrid, start, strict=True):
+        np.testing.assert_allclose(other["losses"], one["losses"], rtol=1e-4)
+        for key, weight in one["weights"].items():
+            np.testing.assert_allclose(other["weights"][key], weight, rtol=1e-4, atol=2e-5, err_msg=key)
+        moved = [key for key, weight in one["weights"].items() if weight.size and np.any(weight != initial["weights"][key])]
+        assert len(moved) == sum(weight.size > 0 for weight in one["weights"].values())

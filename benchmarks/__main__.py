@@ -50,7 +50,7 @@ def _parse_arguments() -> argparse.Namespace:
         prog="python -m benchmarks",
         description="Measure stock fsdp_dtensor and fsdp_dtensor_safe side by side, in real pretrain() on CPU ranks.",
     )
-    parser.add_argument("--quick", action="store_true", help="a much smaller model and one repeat, in about a minute")
+    parser.add_argument("--quick", action="store_true", help="a much smaller model and one repeat; a minute or two")
     parser.add_argument("--repeats", type=_positive, help="saves of a run, and loads (default: 3; with --quick 1)")
     parser.add_argument("--scratch", type=Path, help="where checkpoints are written and removed (default: /tmp)")
     parser.add_argument("--results", type=Path, help="folder of the results (default: benchmarks/results)")

@@ -89,4 +89,4 @@ def _write(axes: Axes, place: float, height: float, text: str) -> None:
 
 
 def _short(value: float) -> str:
-    return f"{value:.3g}" if value < 100 else f"{value:.0f}"
+    return f"{value:#.3g}" if value < 100 else f"{value:.0f}"

@@ -99,7 +99,10 @@ def write(results: Results, directory: Path) -> list[Path]:
 
 
 def _markdown(results: Results) -> str:
-    parts = ["# Stock `fsdp_dtensor` and `fsdp_dtensor_safe`, side by side", f"![]({results.name}.png)"]
+    parts = [
+        "# Stock `fsdp_dtensor` and `fsdp_dtensor_safe`, side by side",
+        f"![Seconds and collectives of both formats]({results.name}.png)",
+    ]
     for title, (head, rows) in results.tables():
         parts += [f"## {title}", _markdown_table(head, rows)]
     parts += ["## Notes", "\n".join(f"- {note}" for note in (*_NOTES, *_findings(results)))]

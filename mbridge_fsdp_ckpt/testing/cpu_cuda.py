@@ -27,9 +27,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext, _device_constructors
 
+from mbridge_fsdp_ckpt.patching import Patches
 from mbridge_fsdp_ckpt.testing import cuda_namespace, host_memory
 from mbridge_fsdp_ckpt.testing.host_memory import Place, place_of, put, requested, runnable
-from mbridge_fsdp_ckpt.patching import Patches
 
 _LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
 _NEW = ("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full", "new_tensor")

@@ -87,7 +87,7 @@ def test_bridge_train(name: str, tmp_path: Path) -> None:
 
 
 def test_pipeline_sizes_that_megatron_fsdp_refuses_stay_refused(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="pipeline|mesh|Mesh|rearrange|shape"):
+    with pytest.raises(AssertionError, match=r"pipeline|mesh|Mesh|rearrange|shape"):
         start(2, "bridge_train.py", "--dir", str(tmp_path), "--pp", "2", "--layers", "4", *PLUGIN)
 
 

@@ -89,6 +89,8 @@ def test_stock_reads_what_safe_wrote_and_safe_what_stock_wrote(bridge_ranks: Ran
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("experts", [8, 64])
-def test_a_save_issues_no_collective_at_any_size(ranks: int, experts: int, bridge_ranks: RankPool, tmp_path: Path) -> None:
+def test_a_save_issues_no_collective_at_any_size(
+    ranks: int, experts: int, bridge_ranks: RankPool, tmp_path: Path
+) -> None:
     run = Run(str(tmp_path), iterations=1, save_every=1, experts=experts)
     assert [result["saves"] for result in bridge_ranks.run(train, run, ranks=ranks)] == [[{}]] * ranks

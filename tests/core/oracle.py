@@ -1,8 +1,8 @@
 """What a checkpoint must hold, found without the code under test.
 
 Global tensors are assembled from all ranks' shards at the offsets that Megatron-FSDP itself gathers, one parameter
-after another (`gather_and_compute_chunk_metadata`), and fused parameters are taken apart by rules written down here again.  What is on
-disk is read by torch's own Distributed Checkpoint.
+after another (`gather_and_compute_chunk_metadata`), and fused parameters are taken apart by rules written down here
+again.  What is on disk is read by torch's own Distributed Checkpoint.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
+from mbridge_fsdp_ckpt.parameters import local_shard
 from mbridge_fsdp_ckpt.testing.models import Trainable
 
 Digests = dict[str, tuple[str, tuple[int, ...], str]]
@@ -33,16 +36,16 @@ def digest(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], str]:
 
 def on_disk(directory: str | Path) -> Digests:
     """Every model and optimizer tensor of a checkpoint, read whole by torch's own reader."""
-    reader = dcp.FileSystemReader(str(directory))
+    reader = FileSystemReader(str(directory))
     metadata = reader.read_metadata().state_dict_metadata
     state = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype)
         for key, entry in metadata.items()
-        if hasattr(entry, "properties") and key.startswith(("model.", "optimizer.state."))
+        if isinstance(entry, TensorStorageMetadata) and key.startswith(("model.", "optimizer.state."))
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load(state, storage_reader=reader, no_dist=True)
+        dcp_load(state, storage_reader=reader, no_dist=True)
     return {key: digest(tensor) for key, tensor in state.items()}
 
 
@@ -71,7 +74,7 @@ def _own_blocks(trainable: Trainable) -> Any:
         if not isinstance(tensor, torch.nn.Parameter):
             continue
         offsets = tuple(gather_and_compute_chunk_metadata(tensor).offsets)
-        yield f"model.{_numbered(key, trainable)}", *_block(tensor, offsets, tensor._local_tensor)
+        yield f"model.{_numbered(key, trainable)}", *_block(tensor, offsets, local_shard(tensor))
         state = _state_of(trainable, tensor)
         name = _numbered(f"module.{names[id(tensor)]}", trainable)
         for slot, value in state.items():
@@ -123,6 +126,7 @@ def _unfused(key: str, tensor: torch.Tensor, tensor_parallel: int) -> Any:
     if sizes is None:
         yield f"{name}{ending}", tensor
         return
-    blocks = [block.split([n // tensor_parallel for n in sizes.values()]) for block in tensor.chunk(tensor_parallel)]
+    rows = [n // tensor_parallel for n in sizes.values()]
+    blocks = [torch.split(block, rows) for block in tensor.chunk(tensor_parallel)]
     for position, component in enumerate(sizes):
         yield f"{name}.{component}{ending}", torch.cat([block[position] for block in blocks])

@@ -78,9 +78,7 @@ def test_another_shape_is_named(megatron_ranks: RankPool, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "missing"])
-def test_a_damaged_file_is_found_before_anything_changes(
-    damage: str, megatron_ranks: RankPool, tmp_path: Path
-) -> None:
+def test_a_damaged_file_is_found_before_anything_changes(damage: str, megatron_ranks: RankPool, tmp_path: Path) -> None:
     megatron_ranks.run(cases.train_and_save, str(tmp_path / "c"), failures.SMALL, ranks=2)
     payload = tmp_path / "c" / "__1_0.distcp"
     content = bytearray(payload.read_bytes())

@@ -6,6 +6,7 @@ Every parameter kind of a Qwen3.5-shaped model: Gated DeltaNet with biases, atte
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from tests.core import cases, oracle
 
 QWEN = Recipe(layers=3, experts=4, gated_delta_net=True)
 DENSE = Recipe(layers=2, bias=True)
-LAYOUTS = {
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "1 rank": (1, {}),
     "2 ranks": (2, {}),
     "4 ranks": (4, {}),
@@ -43,12 +44,16 @@ def test_a_checkpoint_loads_in_every_other_layout(saved_in: str, megatron_ranks:
         assert oracle.on_disk(again) == oracle.on_disk(first), name
 
 
-OPTIMIZERS = {
+OPTIMIZERS: dict[str, dict[str, Any]] = {
     "torch Adam": {"optimizer": "torch"},
     "FusedAdam": {"optimizer": "auto"},
     "FusedAdam, bf16 moments": {
         "optimizer": "auto",
-        "optimizer_settings": {"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16},
+        "optimizer_settings": {
+            "use_precision_aware_optimizer": True,
+            "exp_avg_dtype": torch.bfloat16,
+            "exp_avg_sq_dtype": torch.bfloat16,
+        },
         "ddp": {"megatron_fsdp_use_decoupled_grad": True},
     },
     "offload 1.0": {"offload": 1.0},
@@ -75,7 +80,7 @@ def test_training_goes_on_bit_for_bit(name: str, megatron_ranks: RankPool, tmp_p
     assert any(".exp_avg_sq" in key for key in through[0]["live"])
 
 
-STRATEGIES = {
+STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "no_shard": (2, {"strategy": "no_shard"}),
     "optim": (2, {"strategy": "optim"}),
     "optim_grads": (2, {"strategy": "optim_grads"}),

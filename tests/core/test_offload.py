@@ -24,5 +24,7 @@ def test_offload_changes_rounding_only(fraction: float, overlap: bool, megatron_
         np.testing.assert_allclose(other["losses"], one["losses"], rtol=1e-4)
         for key, weight in one["weights"].items():
             np.testing.assert_allclose(other["weights"][key], weight, rtol=1e-4, atol=2e-5, err_msg=key)
-        moved = [key for key, weight in one["weights"].items() if weight.size and np.any(weight != initial["weights"][key])]
+        moved = [
+            key for key, weight in one["weights"].items() if weight.size and np.any(weight != initial["weights"][key])
+        ]
         assert len(moved) == sum(weight.size > 0 for weight in one["weights"].values())

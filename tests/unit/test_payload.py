@@ -1,0 +1,151 @@
+"""The payload file: raw elements at the recorded place, in records that torch itself reads."""
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from torch.serialization import get_crc32_options
+
+from mbridge_fsdp_ckpt.geometry import Box, Shape, whole
+from mbridge_fsdp_ckpt.storage.checksums import Hasher, checksum, file_checksum
+from mbridge_fsdp_ckpt.storage.manifest import Chunk
+from mbridge_fsdp_ckpt.storage.payload import PayloadWriter, host_bytes
+
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.float8_e4m3fn,
+    torch.float64,
+]
+
+
+def pattern(dtype: torch.dtype, count: int) -> torch.Tensor:
+    """Elements whose bytes all differ from their neighbours', NaNs and negative zeros among them."""
+    if dtype is torch.bool:
+        return torch.arange(count) % 3 == 0
+    return torch.arange(count * dtype.itemsize).mul(37).add(128).to(torch.uint8).view(dtype)
+
+
+def expected_bytes(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist())
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Iterator[PayloadWriter]:
+    writer = PayloadWriter(tmp_path / "__0_0.distcp", 3)
+    yield writer
+    writer.abort()
+
+
+def check(path: Path, chunk: Chunk, tensor: torch.Tensor) -> None:
+    """The chunk's bytes and its record, read without the package."""
+    data = path.read_bytes()
+    raw = data[chunk.offset : chunk.offset + chunk.length]
+    assert raw == expected_bytes(tensor)
+    assert chunk.checksum == f"xxh3_64:{xxhash.xxh3_64_hexdigest(raw)}"
+    start, length = chunk.frame
+    assert start <= chunk.offset
+    assert chunk.offset + chunk.length <= start + length
+    loaded = torch.load(io.BytesIO(data[start : start + length]), weights_only=True)
+    assert (loaded.dtype, tuple(loaded.shape)) == (tensor.dtype, chunk.box.size)
+    assert loaded.untyped_storage().nbytes() == chunk.length
+    assert expected_bytes(loaded) == raw
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (4, 3), (2, 3, 5), (64, 129)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_elements_lie_where_the_chunk_says(writer: PayloadWriter, dtype: torch.dtype, shape: Shape) -> None:
+    tensor = pattern(dtype, whole(shape).volume).reshape(shape)
+    before = pattern(torch.uint8, 13)
+    writer.add("before", before, whole((13,)))
+    chunk = writer.add("key", tensor.reshape(-1), whole(shape))
+    after = writer.add("after", before, whole((13,)))
+    writer.close()
+    assert (chunk.key, chunk.file, chunk.box) == ("key", 3, whole(shape))
+    check(writer.path, chunk, tensor)
+    check(writer.path, after, before)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        pytest.param(torch.tensor(3.5), id="0-d"),
+        pytest.param(torch.arange(12.0).reshape(3, 4).t(), id="transposed"),
+        pytest.param(torch.arange(24)[::3], id="strided"),
+        pytest.param(torch.arange(100, dtype=torch.bfloat16)[13:21], id="slice of a larger storage"),
+        pytest.param(torch.arange(100, dtype=torch.uint8)[1:4], id="slice at an odd address"),
+        pytest.param(torch.ones(3, requires_grad=True), id="requires grad"),
+        pytest.param(torch.nn.Parameter(torch.ones(3)), id="a parameter"),
+        pytest.param(torch.full((1,), 2.0).expand(5), id="expanded"),
+    ],
+)
+def test_only_the_elements_are_written_however_they_lie_in_memory(
+    writer: PayloadWriter, tensor: torch.Tensor
+) -> None:
+    chunk = writer.add("key", tensor, whole(tuple(tensor.shape)))
+    writer.close()
+    check(writer.path, chunk, tensor.detach())
+
+
+def test_a_chunk_is_shaped_like_its_box(writer: PayloadWriter) -> None:
+    chunk = writer.add("key", torch.arange(6), Box((4, 3), (2, 3)))
+    writer.close()
+    check(writer.path, chunk, torch.arange(6).reshape(2, 3))
+    assert chunk.box == Box((4, 3), (2, 3))
+
+
+def test_records_follow_one_another_and_fill_the_file(writer: PayloadWriter) -> None:
+    chunks = [writer.add(f"key{n}", torch.arange(n + 1), whole((n + 1,))) for n in range(5)]
+    entry = writer.close()
+    assert [c.frame[0] for c in chunks[1:]] == [sum(c.frame) for c in chunks[:-1]]
+    assert entry.size == sum(chunks[-1].frame) == writer.path.stat().st_size == writer.position
+
+
+def test_the_file_entry_describes_the_file(writer: PayloadWriter) -> None:
+    writer.add("key", torch.arange(1000), whole((1000,)))
+    writer.write(b"plain bytes")
+    entry = writer.close()
+    data = writer.path.read_bytes()
+    assert data.endswith(b"plain bytes")
+    assert (entry.name, entry.size) == ("__0_0.distcp", len(data))
+    assert entry.checksum == file_checksum(writer.path) == f"xxh3_64:{xxhash.xxh3_64_hexdigest(data)}"
+
+
+def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "__0_0.distcp"
+    path.write_bytes(b"precious")
+    with pytest.raises(FileExistsError):
+        PayloadWriter(path)
+    assert path.read_bytes() == b"precious"
+
+
+def test_torch_goes_on_writing_checksums_for_others(writer: PayloadWriter) -> None:
+    before = get_crc32_options()
+    writer.add("key", torch.arange(3), whole((3,)))
+    assert get_crc32_options() is before is True
+
+
+def test_host_memory_is_shared_not_copied() -> None:
+    tensor = torch.zeros(4)
+    host_bytes(tensor)[:] = np.frombuffer(np.float32([1, 2, 3, 4]).tobytes(), np.uint8)
+    assert tensor.tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("blocks", [[], [b""], [b"abc"], [b"a", b"", b"bc"]])
+def test_a_running_checksum_is_that_of_all_bytes(blocks: list[bytes]) -> None:
+    hasher = Hasher()
+    for block in blocks:
+        hasher.update(block)
+    assert hasher.result() == checksum(b"".join(blocks)) == f"xxh3_64:{xxhash.xxh3_64_hexdigest(b''.join(blocks))}"
+
+
+def test_the_checksum_of_nothing_is_the_published_one() -> None:
+    assert checksum(b"") == "xxh3_64:2d06800538d394c2"

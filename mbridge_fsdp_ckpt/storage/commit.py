@@ -52,7 +52,7 @@ def recover(target: Path) -> bool:
     """Undo a commit that died between its two renames; True where the old checkpoint was moved back."""
     if target.exists() or not target.parent.is_dir():
         return False
-    aside = sorted(target.parent.glob(f"{_REPLACED}{target.name}-*"))
+    aside = sorted(path for path in target.parent.glob(f"{_REPLACED}*") if _target_name(path) == target.name)
     if not aside:
         return False
     try:
@@ -68,10 +68,12 @@ def leftovers(root: Path) -> list[Path]:
     if not root.is_dir():
         return []
     stale = [path for path in root.glob(f"{_STAGING}*") if path.is_dir()]
-    for path in root.glob(f"{_REPLACED}*"):
-        target = path.name.removeprefix(_REPLACED).rpartition("-")[0]
-        stale += [path] if (root / target).exists() else []
+    stale += [path for path in root.glob(f"{_REPLACED}*") if (root / _target_name(path)).exists()]
     return sorted(stale)
+
+
+def _target_name(replaced: Path) -> str:
+    return replaced.name.removeprefix(_REPLACED).rpartition("-")[0]
 
 
 def remove_leftovers(root: Path) -> list[Path]:

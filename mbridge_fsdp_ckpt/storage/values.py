@@ -46,7 +46,7 @@ def _encode(value: Any, path: str, depth: int) -> Json:
     match value:
         case None | bool() | str():
             return value
-        case np.generic():
+        case np.generic() if not isinstance(value.item(), np.generic):
             return _encode(value.item(), path, depth)
         case int():
             return int(value)
@@ -63,7 +63,7 @@ def _encode(value: Any, path: str, depth: int) -> Json:
         case torch.Tensor():
             return {"$tensor": _encode_tensor(value, path)}
         case np.ndarray():
-            return {"$ndarray": _encode_tensor(torch.from_numpy(np.ascontiguousarray(value)), path)}
+            return {"$ndarray": _encode_tensor(_as_tensor(value, path), path)}
         case torch.dtype():
             return {"$dtype": dtype_name(value)}
     raise _unsupported("a number, string, bytes, tensor, dtype, or a container of these", type(value).__name__, path)
@@ -78,10 +78,23 @@ def _encode_mapping(value: Mapping[Any, Any], path: str, depth: int) -> Json:
     return {"$dict": pairs}
 
 
+def _as_tensor(array: np.ndarray[Any, Any], path: str) -> torch.Tensor:
+    """A copy: native byte order, writable, and (unlike `ascontiguousarray`) of the same shape."""
+    if array.nbytes > _MAX_INLINE_BYTES:
+        raise _unsupported("an array of up to 1 MiB", f"{array.nbytes} bytes", path)
+    try:
+        return torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("="), order="C"))
+    except TypeError:
+        raise _unsupported("an array of numbers", f"elements of {array.dtype}", path) from None
+
+
 def _encode_tensor(tensor: torch.Tensor, path: str) -> Json:
-    tensor = getattr(tensor, "_local_tensor", tensor).detach().cpu().contiguous()
+    tensor = getattr(tensor, "_local_tensor", tensor).detach()
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        raise _unsupported("a dense tensor", "a meta tensor" if tensor.is_meta else str(tensor.layout), path)
     if tensor.nbytes > _MAX_INLINE_BYTES:
         raise _unsupported("a tensor of up to 1 MiB", f"{tensor.nbytes} bytes", path)
+    tensor = tensor.cpu().contiguous()
     data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
     shape: list[Json] = list(tensor.shape)
     return {"dtype": dtype_name(tensor.dtype), "shape": shape, "data": base64.b64encode(data).decode()}
@@ -110,25 +123,36 @@ def _decode(data: Json, depth: int) -> Any:
         raise _malformed(f"one of {', '.join(_DECODERS)} alone", ", ".join(sorted(data))[:200])
     try:
         return _DECODERS[special[0]](data[special[0]], depth + 1)
-    except (ValueError, TypeError, KeyError, binascii.Error) as error:
+    except (ValueError, TypeError, KeyError, RuntimeError, binascii.Error) as error:
         raise _malformed(f"a well-formed {special[0]}", f"{type(error).__name__}: {error}"[:500]) from error
 
 
 def _decode_tensor(data: Any, depth: int) -> torch.Tensor:
-    dtype, shape = dtype_from_name(data["dtype"]), [int(n) for n in data["shape"]]
+    dtype, shape = dtype_from_name(data["dtype"]), _list(data["shape"])
     raw = base64.b64decode(data["data"], validate=True)
-    if any(n < 0 for n in shape) or math.prod(shape) * dtype.itemsize != len(raw):
+    if any(type(n) is not int or n < 0 for n in shape) or math.prod(shape) * dtype.itemsize != len(raw):
         raise ValueError(f"{len(raw)} bytes for {dtype} of shape {shape}")
     if not raw:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(dtype).reshape(shape)
 
 
+def _list(data: Any) -> list[Any]:
+    if not isinstance(data, list):
+        raise TypeError(f"a list is needed, not {type(data).__name__}")
+    return data
+
+
+def _decode_dict(data: Any, depth: int) -> dict[Any, Any]:
+    pairs = [_list(pair) for pair in _list(data)]
+    return {_decode(key, depth): _decode(item, depth) for key, item in pairs}
+
+
 _DECODERS: dict[str, Callable[[Any, int], Any]] = {
     "$float": lambda data, depth: float(data),
     "$bytes": lambda data, depth: base64.b64decode(data, validate=True),
-    "$tuple": lambda data, depth: tuple(_decode(item, depth) for item in data),
-    "$dict": lambda data, depth: {_decode(key, depth): _decode(item, depth) for key, item in data},
+    "$tuple": lambda data, depth: tuple(_decode(item, depth) for item in _list(data)),
+    "$dict": _decode_dict,
     "$tensor": _decode_tensor,
     "$ndarray": lambda data, depth: _decode_tensor(data, depth).numpy(),
     "$dtype": lambda data, depth: dtype_from_name(data),
@@ -146,7 +170,7 @@ def dtype_from_name(name: str) -> torch.dtype:
     Raises:
         ValueError: torch has no such dtype.
     """
-    dtype = getattr(torch, str(name), None) if str(name).isidentifier() else None
+    dtype = vars(torch).get(name)  # getattr would import torch's lazy modules
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is no torch dtype")
     return dtype

@@ -19,7 +19,7 @@ import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.testing.collectives import count_collectives
 from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
 from mbridge_fsdp_ckpt.testing.models import Recipe, Trainable, build
-from mbridge_fsdp_ckpt.testing.pytest_plugin import MEGATRON_MODULES, is_installed
+from mbridge_fsdp_ckpt.testing.modules import MEGATRON_MODULES, is_installed
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
 
 MODEL = Recipe(layers=2, experts=8, offload=1.0)

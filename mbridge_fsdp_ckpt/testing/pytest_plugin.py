@@ -5,23 +5,14 @@ Activate with `pytest_plugins = ["mbridge_fsdp_ckpt.testing.pytest_plugin"]` in 
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator, Sequence
 
 import pytest
 
+from mbridge_fsdp_ckpt.testing.modules import BRIDGE_MODULES, MEGATRON_MODULES, is_installed
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
 
 RANKS = 4
-
-MEGATRON_MODULES = (
-    "transformer_engine.pytorch",  # first: it looks for CUDA while imported
-    "megatron.core.distributed.fsdp.mcore_fsdp_adapter",
-    "megatron.core.models.gpt.gpt_layer_specs",
-    "megatron.core.optimizer",
-)
-
-BRIDGE_MODULES = (*MEGATRON_MODULES, "megatron.bridge.training.pretrain")
 
 
 @pytest.fixture(scope="session")
@@ -52,11 +43,3 @@ def _needed(package: str, modules: Sequence[str]) -> list[str]:
     if not is_installed(package):
         pytest.skip(f"needs {package}, which is not installed")
     return [module for module in modules if is_installed(module.partition(".")[0])]
-
-
-def is_installed(module: str) -> bool:
-    """Whether `module` could be imported; nothing but its parent packages is."""
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False

@@ -121,6 +121,7 @@ def test_a_tensor_comes_back_to_the_bit(tensor: torch.Tensor) -> None:
         np.empty((0, 2), np.float32),
         np.arange(4, dtype=">i4"),
         np.broadcast_to(np.float32(2), (2, 2)),
+        np.frombuffer(b"abcd", np.uint8),  # read-only
     ],
     ids=lambda a: f"{a.dtype}-{a.shape}",
 )
@@ -183,7 +184,7 @@ class Custom:
         ({"z": np.complex128(1)}, "values.z", "complex"),
         ({"z": np.longdouble(1)}, "values.z", "longdouble"),
         ({"z": np.array([Custom()])}, "values.z", "object"),
-        ({"z": np.array(["text"])}, "values.z", "str"),
+        ({"z": np.array(["text"])}, "values.z", "<U4"),
         ({"z": np.zeros(2, np.longdouble)}, "values.z", "longdouble"),
         ({"big": torch.zeros((1 << 20) + 1, dtype=torch.uint8)}, "values.big", "1048577 bytes"),
         ({"big": np.zeros((1 << 17) + 1)}, "values.big", "1048584 bytes"),

@@ -1,0 +1,22 @@
+"""What ranks import before CUDA is replaced, and whether it is there."""
+
+from __future__ import annotations
+
+import importlib.util
+
+MEGATRON_MODULES = (
+    "transformer_engine.pytorch",  # first: it looks for CUDA while imported
+    "megatron.core.distributed.fsdp.mcore_fsdp_adapter",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.optimizer",
+)
+
+BRIDGE_MODULES = (*MEGATRON_MODULES, "megatron.bridge.training.pretrain")
+
+
+def is_installed(module: str) -> bool:
+    """Whether `module` could be imported; nothing but its parent packages is."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False

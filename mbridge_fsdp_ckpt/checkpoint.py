@@ -3,9 +3,10 @@
     save    plan -> agree -> write own chunks to staging -> rank 0 checks, writes the head, commits
     load    open -> match keys -> verify every byte this rank reads -> agree -> fill -> refresh
 
-Both meet all ranks twice, in the rendezvous store, and issue no collective of their own.  An error on one rank is
-raised on all.  Until the second meeting of a save the previous checkpoint is untouched; until the first meeting of a
-load has passed, so are model and optimizer.
+Both meet all ranks twice, in the rendezvous store.  A save issues no collective; a load only those with which
+Megatron-FSDP gathers compute weights after an optimizer step, at its very end.  An error on one rank is raised on
+all.  Until the second meeting of a save the previous checkpoint is untouched; until the first meeting of a load has
+passed, so are model and optimizer.
 """
 
 from __future__ import annotations

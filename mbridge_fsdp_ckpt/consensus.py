@@ -12,10 +12,11 @@ import math
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
 from mbridge_fsdp_ckpt.errors import PlanDisagreementError
-from mbridge_fsdp_ckpt.geometry import Box, TilingSketch
+from mbridge_fsdp_ckpt.geometry import Box, Shape, TilingSketch
 from mbridge_fsdp_ckpt.inventory import Holding
 
 BUCKETS = 256
@@ -46,11 +47,17 @@ def sketch(holdings: Iterable[Holding]) -> list[int]:
 def _share(holding: Holding) -> int:
     if holding.piece is None:
         return 0
-    entry, replica = holding.entry, holding.plan.layout.replica
-    identity = f"{holding.key}|{entry.dtype}|{replica.index} of {replica.count}"
-    tiling = TilingSketch.of(identity, entry.shape)
-    share = tiling.of_box(holding.piece.box)
-    return share - tiling.of_whole() if holding.is_origin else share
+    replica = holding.plan.layout.replica
+    identity = f"{holding.key}|{holding.entry.dtype}|{replica.index} of {replica.count}"
+    return _share_of(identity, holding.entry.shape, holding.piece.box, holding.is_origin)
+
+
+@lru_cache(maxsize=1 << 16)
+def _share_of(identity: str, shape: Shape, box: Box, is_origin: bool) -> int:
+    """One block's share; kept, so that the next save of the same blocks computes nothing."""
+    tiling = TilingSketch.of(identity, shape)
+    share = tiling.of_box(box)
+    return share - tiling.of_whole() if is_origin else share
 
 
 def add(sketches: Iterable[list[int]]) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -146,8 +147,6 @@ def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_an_error_is_one_message(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    import re
-
     assert main(arguments) == 2
     printed = capsys.readouterr().err
     assert re.match(message, printed)
@@ -176,13 +175,15 @@ def test_the_tiny_recipe_trains_saves_and_resumes(bridge_ranks: RankPool, tmp_pa
 def settings_of_4910() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     from operator import attrgetter
 
-    from mbridge_fsdp_ckpt.recipes.qwen35 import qwen35_35b_a3b
+    from megatron.bridge.training.config import runtime_config_update
 
-    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ |= {"HF_HUB_OFFLINE": "1", "WORLD_SIZE": "32"}
     config = qwen35_35b_a3b()
     written = overrides.from_file(YAML_4910)
     found = {name: attrgetter(name)(config) for name in written}
     overrides.apply(config, written)
+    runtime_config_update(config)  # Bridge's own checks, as pretrain() begins with them
+    assert config.data_parallel_size == 8
     names = ("num_layers", "hidden_size", "num_moe_experts", "moe_router_topk", "vocab_size", "rotary_base")
     return written, found, {name: getattr(config.model, name) for name in names}
 

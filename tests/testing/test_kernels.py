@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mbridge_fsdp_ckpt.testing import kernels
-from mbridge_fsdp_ckpt.testing.pytest_plugin import is_installed
+from mbridge_fsdp_ckpt.testing.modules import is_installed
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
 
 STEPS, LEARNING_RATE, BETAS, EPSILON, DECAY = 3, 0.1, (0.9, 0.99), 1e-6, 0.05

@@ -11,6 +11,7 @@ passed, so are model and optimizer.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ from mbridge_fsdp_ckpt.storage.source import RankRecord
 __all__ = ["Loaded", "Settings", "load", "save"]
 
 _Attempt = Callable[[], Any]
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +169,8 @@ def _attempt(agreement: Agreement, doing: str, action: _Attempt) -> Any:
     try:
         return action()
     except Exception as error:
+        if not isinstance(error, CheckpointError):
+            _log.exception("rank %d failed while %s", agreement.rank, doing)
         return describe_unexpected(error, rank=agreement.rank, doing=doing)
 
 

@@ -28,6 +28,7 @@ from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.manifest import KeyEntry
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource, RankRecord, StoredChunk, open_checkpoint
 from mbridge_fsdp_ckpt.topology import coordinates
+from mbridge_fsdp_ckpt.versions import require
 
 
 @dataclass(slots=True)
@@ -63,6 +64,7 @@ def prepare(
         KeyMismatchError: Keys are missing, or of another shape or dtype.
         CheckpointError: The checkpoint cannot be read.
     """
+    require("torch", "megatron-core")
     source = open_checkpoint(directory)
     planned = [p for p in plan_model(model) if include is None or include(p.plan.layout.key)]
     parts = optimizer_parts(optimizer, plan_model(model)) if optimizer is not None else []

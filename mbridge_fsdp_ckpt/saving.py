@@ -41,6 +41,7 @@ from mbridge_fsdp_ckpt.storage.manifest import (
 from mbridge_fsdp_ckpt.storage.payload import PayloadWriter
 from mbridge_fsdp_ckpt.storage.values import encode
 from mbridge_fsdp_ckpt.topology import coordinates, sharding_strategy, topology
+from mbridge_fsdp_ckpt.versions import require
 
 _WRITERS = ("mbridge-fsdp-ckpt", "torch", "megatron-core", "megatron-bridge", "transformer-engine")
 
@@ -61,6 +62,7 @@ def prepare(model: Any, optimizer: Any, include: KeyFilter | None, rank_values: 
     Raises:
         CheckpointError: The model or the optimizer cannot be saved.
     """
+    require("torch", "megatron-core")
     planned = plan_model(model)
     holdings = list(model_holdings(planned, include))
     parts = optimizer_parts(optimizer, planned) if optimizer is not None else []
@@ -158,10 +160,12 @@ class Job:
         assert self._staging is not None
         staging, tables = self._staging, [TableEntry(**message) for message in messages]
         keys: dict[str, KeyEntry] = {}
+        flushed = {entry.name for entry in tables}
         for entry in tables:
             header = read_table_header(check_file(staging, entry))
             for file in header.files:
                 check_file(staging, file)
+                flushed.add(file.name)
             keys.update(header.keys)
             self.agreement.beat()
         manifest = Manifest(
@@ -179,7 +183,7 @@ class Job:
         if self.add_files is not None:
             self.add_files(staging)
         write_manifest(staging / MANIFEST_NAME, manifest)
-        _sync_files(staging)
+        _sync_files(staging, except_for=flushed)
         commit.commit(staging, self.target)
         self._staging = None
 
@@ -199,13 +203,13 @@ def _writer_versions() -> dict[str, str]:
     return found
 
 
-def _sync_files(directory: Path) -> None:
-    """Flush the files that this rank wrote; the others flushed theirs."""
+def _sync_files(directory: Path, except_for: set[str]) -> None:
+    """Flush to disk what rank 0 wrote; the ranks flushed theirs."""
     for path in directory.rglob("*"):
-        if path.is_file():
-            _sync_file(path)
-        elif path.is_dir():
+        if path.is_dir():
             commit.sync_directory(path)
+        elif path.name not in except_for:
+            _sync_file(path)
 
 
 def _sync_file(path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from mbridge_fsdp_ckpt.errors import UnsupportedVersionError
 
@@ -22,7 +23,8 @@ def require(*packages: str) -> None:
             found = version(package)
         except PackageNotFoundError:
             found = "none"
-        if found == "none" or not SpecifierSet(SUPPORTED[package]).contains(found, prereleases=True):
+        # containers ship builds such as 2.13.0a0+nv: what counts is the release they are of
+        if found == "none" or Version(found).base_version not in SpecifierSet(SUPPORTED[package]):
             raise UnsupportedVersionError(
                 expected=f"{package}{SUPPORTED[package]}",
                 found=f"{package} {found}" if found != "none" else f"no {package} installed",

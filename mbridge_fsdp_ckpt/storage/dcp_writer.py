@@ -53,7 +53,7 @@ def write_dcp_view(
         for chunk in read_table(table, dict(keys)):
             view.add_chunk(chunk, keys[chunk.key], header.files[chunk.file].name)
         for group in header.parameter_groups:
-            groups.update(dict.fromkeys(group["parameters"], group["hyperparameters"]))
+            groups.update(dict.fromkeys(group.parameters, group.hyperparameters))
         for name, value in (decode(header.values) or {}).get("rng_state", {}).items():
             merged.setdefault("rng_state", {}).setdefault(name, value)
     if groups:

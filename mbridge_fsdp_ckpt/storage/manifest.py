@@ -77,7 +77,7 @@ class Manifest(_Model):
     format: Literal["fsdp_dtensor_safe"]
     version: tuple[Count, Count]
     writer: dict[str, str]
-    topology: dict[str, int | str]
+    topology: dict[str, Count | str]
     sections: tuple[str, ...]
     keys: dict[str, KeyEntry]
     tables: tuple[TableEntry, ...]
@@ -85,14 +85,21 @@ class Manifest(_Model):
     checksum: str = ""
 
 
+class ParameterGroup(_Model):
+    """Hyperparameters (`values.encode`d) with the optimizer's names of the parameters they are for."""
+
+    parameters: tuple[str, ...]
+    hyperparameters: dict[str, Any]
+
+
 class TableHeader(_Model):
     """First line of a chunk table: what one rank wrote, and the values that are its own."""
 
     rank: Count
-    coordinates: dict[str, int]
+    coordinates: dict[str, Count]
     files: tuple[FileEntry, ...]
     keys: dict[str, KeyEntry]
-    parameter_groups: Any = ()
+    parameter_groups: tuple[ParameterGroup, ...] = ()
     stateless: tuple[str, ...] = ()
     values: Any = None
     chunks: Count
@@ -201,6 +208,8 @@ def _chunk(path: Path, row: Any) -> Chunk:
             raise ValueError("numbers must be integers of 0 to 2**63 - 1")
         if not isinstance(key, str) or not isinstance(digest, str):
             raise TypeError("key and checksum must be strings")
+        if not isinstance(box_offset, list) or not isinstance(box_size, list):
+            raise TypeError("box offset and size must be lists")
         return Chunk(
             key, file, offset, length, Box(tuple(box_offset), tuple(box_size)), digest, (frame_offset, frame_length)
         )

@@ -57,9 +57,9 @@ class SafeSource:
         wanted, found = set(names), {}
         for header in self._headers:
             for group in header.parameter_groups:
-                members = wanted.intersection(group["parameters"])
+                members = wanted.intersection(group.parameters)
                 if members:
-                    hyperparameters = decode(group["hyperparameters"])
+                    hyperparameters = decode(group.hyperparameters)
                     found.update(dict.fromkeys(members, hyperparameters))
                     wanted -= members
         return found

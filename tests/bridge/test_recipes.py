@@ -15,6 +15,7 @@ import torch
 from mbridge_fsdp_ckpt.errors import ConfigurationError, UnknownFormatError
 from mbridge_fsdp_ckpt.recipes import overrides
 from mbridge_fsdp_ckpt.recipes.__main__ import main
+from mbridge_fsdp_ckpt.recipes.qwen35 import qwen35_35b_a3b
 from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
 from mbridge_fsdp_ckpt.testing.ranks import RankPool, no_process_group
 

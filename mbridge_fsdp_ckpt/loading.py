@@ -25,6 +25,7 @@ from mbridge_fsdp_ckpt.matching import (
 )
 from mbridge_fsdp_ckpt.plan import ParameterPlan
 from mbridge_fsdp_ckpt.settings import Settings
+from mbridge_fsdp_ckpt.storage.commit import recover
 from mbridge_fsdp_ckpt.storage.manifest import KeyEntry
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource, RankRecord, StoredChunk, open_checkpoint
 from mbridge_fsdp_ckpt.topology import coordinates
@@ -65,6 +66,7 @@ def prepare(
         CheckpointError: The checkpoint cannot be read.
     """
     require("torch", "megatron-core")
+    recover(directory)
     source = open_checkpoint(directory)
     planned = [p for p in plan_model(model) if include is None or include(p.plan.layout.key)]
     parts = optimizer_parts(optimizer, plan_model(model)) if optimizer is not None else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -43,6 +44,7 @@ from mbridge_fsdp_ckpt.storage.values import encode
 from mbridge_fsdp_ckpt.topology import coordinates, sharding_strategy, topology
 from mbridge_fsdp_ckpt.versions import require
 
+_log = logging.getLogger(__name__)
 _WRITERS = ("mbridge-fsdp-ckpt", "torch", "megatron-core", "megatron-bridge", "transformer-engine")
 
 
@@ -147,7 +149,8 @@ class Job:
             return {"disputed": bad}
         self._sections, self._strategy = sections.pop(), messages[0]["strategy"]
         commit.recover(self.target)
-        commit.remove_leftovers(self.target.parent)
+        for path in commit.remove_leftovers(self.target.parent):
+            _log.warning("removed %s, which a save that died had left behind", path)
         self._staging = commit.create_staging(self.target)
         return {"disputed": [], "staging": str(self._staging)}
 
@@ -179,11 +182,12 @@ class Job:
             values=encode(dict(self.values), "values"),
         )
         if self.settings.writes_dcp_metadata(len(tables)):
-            write_dcp_view(staging, keys, [staging / entry.name for entry in tables], self.values)
+            write_dcp_view(staging, keys, [staging / entry.name for entry in tables], self.values, self.agreement.beat)
         if self.add_files is not None:
             self.add_files(staging)
+            self.agreement.beat()
         write_manifest(staging / MANIFEST_NAME, manifest)
-        _sync_files(staging, except_for=flushed)
+        _sync_files(staging, flushed, self.agreement.beat)
         commit.commit(staging, self.target)
         self._staging = None
 
@@ -203,13 +207,14 @@ def _writer_versions() -> dict[str, str]:
     return found
 
 
-def _sync_files(directory: Path, except_for: set[str]) -> None:
+def _sync_files(directory: Path, except_for: set[str], progress: Callable[[], None]) -> None:
     """Flush to disk what rank 0 wrote; the ranks flushed theirs."""
     for path in directory.rglob("*"):
         if path.is_dir():
             commit.sync_directory(path)
         elif path.name not in except_for:
             _sync_file(path)
+        progress()
 
 
 def _sync_file(path: Path) -> None:

@@ -24,10 +24,9 @@ from megatron.core.utils import unwrap_model
 from mbridge_fsdp_ckpt import checkpoint
 from mbridge_fsdp_ckpt.bridge import after_save, random_state
 from mbridge_fsdp_ckpt.bridge.locate import Located, locate
-from mbridge_fsdp_ckpt.bridge.plugin import STOCK, check_settings, presented_as_stock
+from mbridge_fsdp_ckpt.bridge.plugin import STOCK, check_settings, presented_as_stock, settings_of
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.optimizer_state import grad_scalers
-from mbridge_fsdp_ckpt.settings import Settings
 
 _log = logging.getLogger(__name__)
 
@@ -74,11 +73,6 @@ class SafeCheckpointManager:
 
     def finalize_async_saves(self, state: Any, blocking: bool = False, terminate: bool = False) -> None:
         """Saves are synchronous: there is nothing to finish."""
-
-
-def settings_of(checkpoint_config: Any) -> Settings:
-    """Settings that Bridge's configuration implies: a run that keeps no optimizer state may load without."""
-    return Settings(allow_missing=() if checkpoint_config.save_optim else ("optimizer.*",))
 
 
 def save_checkpoint(

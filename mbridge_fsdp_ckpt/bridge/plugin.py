@@ -16,10 +16,12 @@ import difflib
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from mbridge_fsdp_ckpt.errors import ConfigurationError, UnknownFormatError
 from mbridge_fsdp_ckpt.patching import Patches, rebind_everywhere
+from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.versions import require
 
 SAFE, STOCK = "fsdp_dtensor_safe", "fsdp_dtensor"
@@ -27,15 +29,23 @@ MANAGER = "mbridge_fsdp_ckpt.bridge.manager.SafeCheckpointManager"
 _KNOWN = ("torch_dist", STOCK, SAFE, "torch", "torch_dcp", "zarr")
 
 _patches: Patches | None = None
+_settings = Settings()
 
 
-def register() -> None:
-    """Make `checkpoint.ckpt_format=fsdp_dtensor_safe` work in Megatron-Bridge.  Calling it again does nothing.
+def register(settings: Settings | None = None) -> None:
+    """Make `checkpoint.ckpt_format=fsdp_dtensor_safe` work in Megatron-Bridge.
+
+    Calling it again changes nothing but the settings, and these only if some are given.
+
+    Args:
+        settings: Time limit and the like, for every save and load through Bridge.
 
     Raises:
         UnsupportedVersionError: torch, megatron-core or megatron-bridge is of a version this was not made for.
     """
-    global _patches
+    global _patches, _settings
+    if settings is not None:
+        _settings = settings
     if _patches is not None:
         return
     require("torch", "megatron-core", "megatron-bridge")
@@ -50,10 +60,17 @@ def register() -> None:
 
 def unregister() -> None:
     """Put everything back as it was.  Does nothing unless registered."""
-    global _patches
+    global _patches, _settings
     if _patches is not None:
         _patches.undo()
-        _patches = None
+        _patches, _settings = None, Settings()
+
+
+def settings_of(checkpoint_config: Any) -> Settings:
+    """The registered settings; a run that keeps no optimizer state may also load without."""
+    if checkpoint_config.save_optim:
+        return _settings
+    return replace(_settings, allow_missing=(*_settings.allow_missing, "optimizer.*"))
 
 
 def _patch(patches: Patches) -> None:

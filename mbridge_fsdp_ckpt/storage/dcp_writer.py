@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,15 @@ from mbridge_fsdp_ckpt.storage.values import decode, dtype_from_name
 
 VALUES_FILE = "__0_1.distcp"
 DCP_METADATA = ".metadata"
+_STATE = "optimizer.state."
 
 
 def write_dcp_view(
-    directory: Path, keys: Mapping[str, KeyEntry], tables: Iterable[Path], values: Mapping[str, Any]
+    directory: Path,
+    keys: Mapping[str, KeyEntry],
+    tables: Iterable[Path],
+    values: Mapping[str, Any],
+    progress: Callable[[], None] = lambda: None,
 ) -> None:
     """Write `.metadata` and the values file.
 
@@ -44,6 +49,7 @@ def write_dcp_view(
         keys: All keys.
         tables: All chunk tables.
         values: Non-tensor state of all ranks, nested as stock nests it.
+        progress: Called after each table.
     """
     view = _View()
     merged: dict[str, Any] = dict(values)
@@ -56,6 +62,7 @@ def write_dcp_view(
             groups.update(dict.fromkeys(group.parameters, group.hyperparameters))
         for name, value in (decode(header.values) or {}).get("rng_state", {}).items():
             merged.setdefault("rng_state", {}).setdefault(name, value)
+        progress()
     if groups:
         decoded = {name: decode(hyperparameters) for name, hyperparameters in groups.items()}
         merged["optimizer"] = {"param_to_group_meta": decoded}
@@ -67,8 +74,10 @@ class _View:
     def __init__(self) -> None:
         self._state: dict[str, Any] = {}
         self._storage: dict[MetadataIndex, _StorageInfo] = {}
+        self._paths: dict[str, tuple[Any, ...]] = {}
 
     def add_chunk(self, chunk: Chunk, entry: KeyEntry, file: str) -> None:
+        self._paths[chunk.key] = _path_of(chunk.key)
         self._add(chunk.key, dtype_from_name(entry.dtype), entry.shape, chunk.box, (file, *chunk.frame))
 
     def _add(self, key: str, dtype: torch.dtype, shape: tuple[int, ...], box: Box, place: tuple[str, int, int]) -> None:
@@ -79,7 +88,8 @@ class _View:
 
     def add_values(self, path: Path, values: Mapping[str, Any]) -> FileEntry:
         """Tensors become chunks, the rest pickles; equal pickles are written once."""
-        flat, _ = flatten_state_dict(dict(values))
+        flat, paths = flatten_state_dict(dict(values))
+        self._paths |= paths
         writer = PayloadWriter(path)
         seen: dict[bytes, tuple[int, int]] = {}
         for key, value in flat.items():
@@ -100,8 +110,16 @@ class _View:
     def metadata(self) -> Metadata:
         return Metadata(
             state_dict_metadata=self._state,
-            planner_data={key: (key,) for key in self._state},
+            planner_data=self._paths,
             storage_data=self._storage,
             storage_meta=StorageMeta(),
             version=CURRENT_DCP_VERSION,
         )
+
+
+def _path_of(key: str) -> tuple[str, ...]:
+    """Where stock nests a tensor: ("model", name) or ("optimizer", "state", name, slot)."""
+    if key.startswith(_STATE):
+        name, _, slot = key.removeprefix(_STATE).rpartition(".")
+        return "optimizer", "state", name, slot
+    return tuple(key.split(".", 1))

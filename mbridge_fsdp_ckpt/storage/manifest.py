@@ -152,7 +152,7 @@ def read_manifest(directory: Path) -> Manifest:
     if not path.is_file() or path.is_symlink():
         raise NotACheckpointError(
             expected=f"{MANIFEST_NAME} in a checkpoint directory",
-            found=_what_is_there(directory),
+            found=what_is_there(directory),
             remedy="Give the iteration directory (iter_0000010) of a complete checkpoint.",
             key=str(directory),
         )
@@ -276,7 +276,8 @@ def _malformed(path: Path, expected: str, found: str) -> ManifestError:
     return ManifestError(expected=expected, found=found, remedy=_REMEDY, key=str(path))
 
 
-def _what_is_there(directory: Path) -> str:
+def what_is_there(directory: Path) -> str:
+    """The directory's first entries, for an error."""
     if not directory.exists():
         return "no such directory"
     names = sorted(entry.name for entry in directory.iterdir()) if directory.is_dir() else ["a file"]

@@ -11,7 +11,7 @@ import torch
 
 from mbridge_fsdp_ckpt.errors import NotACheckpointError
 from mbridge_fsdp_ckpt.geometry import Box
-from mbridge_fsdp_ckpt.storage.manifest import MANIFEST_NAME, KeyEntry
+from mbridge_fsdp_ckpt.storage.manifest import MANIFEST_NAME, KeyEntry, what_is_there
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +102,9 @@ def open_checkpoint(directory: Path) -> CheckpointSource:
         return SafeSource(directory)
     if (directory / DCP_METADATA).exists():
         return DcpSource(directory)
-    found = "no such directory"
-    if directory.is_dir():
-        found = "a directory with " + (", ".join(sorted(p.name for p in directory.iterdir())[:8]) or "nothing in it")
     raise NotACheckpointError(
         expected=f"{MANIFEST_NAME} or {DCP_METADATA} in the directory",
-        found=found,
+        found=what_is_there(directory),
         remedy="Give an iteration directory (iter_0000010) of a complete checkpoint, or its root with a tracker file.",
         key=str(directory),
     )

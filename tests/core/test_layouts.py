@@ -37,6 +37,14 @@ def test_a_checkpoint_loads_in_every_other_layout(saved_in: str, megatron_ranks:
     held = {key: value for key, value in oracle.on_disk(first).items() if not key.endswith(".step")}
     assert held == saved["live"]
     assert saved["collectives"] == {}
+    fused = (
+        "conv1d.weight.query",
+        "conv1d.bias.value",
+        "in_proj.weight.alpha",
+        "in_proj.bias.z",
+        "linear_fc1.weight_v",
+    )
+    assert all(any(f".{name}" in key for key in held) for name in fused)
     for name, (other_ranks, other) in LAYOUTS.items():
         again = tmp_path / name.replace(" ", "-")
         loaded = megatron_ranks.run(cases.load_and_save, str(first), str(again), QWEN.on(**other), ranks=other_ranks)[0]

@@ -9,7 +9,11 @@ from mbridge_fsdp_ckpt import errors
 from mbridge_fsdp_ckpt.errors import CheckpointError, RankFailedError, StorageError, describe_unexpected
 
 NAMED = sorted(
-    (c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, CheckpointError) and c is not CheckpointError),
+    (
+        c
+        for c in vars(errors).values()
+        if isinstance(c, type) and issubclass(c, CheckpointError) and c is not CheckpointError
+    ),
     key=lambda cls: cls.__name__,
 )
 

@@ -122,7 +122,9 @@ def test_a_flat_range_has_a_length_and_can_be_shifted() -> None:
         pytest.param(4, 5, (4, 3), [((1, 1), (1, 1), 4, 5)], id="inside a row"),
         pytest.param(1, 3, (4, 3), [((0, 1), (1, 2), 1, 3)], id="head only"),
         pytest.param(3, 5, (4, 3), [((1, 0), (1, 2), 3, 5)], id="tail only"),
-        pytest.param(2, 4, (4, 3), [((0, 2), (1, 1), 2, 3), ((1, 0), (1, 1), 3, 4)], id="head and tail, nothing between"),
+        pytest.param(
+            2, 4, (4, 3), [((0, 2), (1, 1), 2, 3), ((1, 0), (1, 1), 3, 4)], id="head and tail, nothing between"
+        ),
         pytest.param(
             2,
             10,

@@ -110,7 +110,9 @@ def test_a_newer_major_version_says_so_whatever_else_is_new(tmp_path: Path, vers
     assert caught.value.key == str(tmp_path / "manifest.json")
 
 
-@pytest.mark.parametrize("version", ["1.0", None, [], 1, [True, 0], ["1", 0], [1.0, 0], [1], [1, 0, 0], [1, -1], [-1, 0]])
+@pytest.mark.parametrize(
+    "version", ["1.0", None, [], 1, [True, 0], ["1", 0], [1.0, 0], [1], [1, 0, 0], [1, -1], [-1, 0]]
+)
 def test_a_malformed_version_is_refused(tmp_path: Path, body: Body, version: Any) -> None:
     body["version"] = version
     write(tmp_path, body)
@@ -177,9 +179,7 @@ BAD_NUMBERS = [-1, 2**63, 10**30, True, 1.0, "1", None]
         ("values", lambda body: body.pop("values")),
     ],
 )
-def test_a_field_that_breaks_a_rule_is_refused_by_name(
-    tmp_path: Path, body: Body, where: str, change: Change
-) -> None:
+def test_a_field_that_breaks_a_rule_is_refused_by_name(tmp_path: Path, body: Body, where: str, change: Change) -> None:
     change(body)
     write(tmp_path, body)
     with pytest.raises(ManifestError) as caught:

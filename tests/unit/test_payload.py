@@ -87,9 +87,7 @@ def test_elements_lie_where_the_chunk_says(writer: PayloadWriter, dtype: torch.d
         pytest.param(torch.full((1,), 2.0).expand(5), id="expanded"),
     ],
 )
-def test_only_the_elements_are_written_however_they_lie_in_memory(
-    writer: PayloadWriter, tensor: torch.Tensor
-) -> None:
+def test_only_the_elements_are_written_however_they_lie_in_memory(writer: PayloadWriter, tensor: torch.Tensor) -> None:
     chunk = writer.add("key", tensor, whole(tuple(tensor.shape)))
     writer.close()
     check(writer.path, chunk, tensor.detach())

@@ -27,9 +27,7 @@ def layout(
     replica: tuple[int, int] = (0, 1),
     key: str = KEY,
 ) -> ParameterLayout:
-    return ParameterLayout(
-        key, f"module.{key}", shape, dim, Axis(*tensor_parallel), FlatRange(*flat), Axis(*replica)
-    )
+    return ParameterLayout(key, f"module.{key}", shape, dim, Axis(*tensor_parallel), FlatRange(*flat), Axis(*replica))
 
 
 def claim(rows: Rows) -> Claim | None:

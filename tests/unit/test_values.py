@@ -61,7 +61,7 @@ def raw(tensor: torch.Tensor) -> bytes:
         float("-inf"),
         float("nan"),
         "",
-        "é\0\n\"\\/\U0001f600",
+        'é\0\n"\\/\U0001f600',
         b"",
         bytes(range(256)),
         [],
@@ -269,7 +269,12 @@ def test_a_malformed_value_is_refused(data: Any) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "name"),
-    [(torch.float32, "float32"), (torch.bfloat16, "bfloat16"), (torch.float8_e5m2, "float8_e5m2"), (torch.bool, "bool")],
+    [
+        (torch.float32, "float32"),
+        (torch.bfloat16, "bfloat16"),
+        (torch.float8_e5m2, "float8_e5m2"),
+        (torch.bool, "bool"),
+    ],
 )
 def test_names_of_dtypes(dtype: torch.dtype, name: str) -> None:
     assert dtype_name(dtype) == name

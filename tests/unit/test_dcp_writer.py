@@ -1,0 +1,86 @@
+"""What stock reads: torch's own checkpoint reader finds in the added view what the chunk tables hold."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+from mbridge_fsdp_ckpt.errors import ManifestError
+from mbridge_fsdp_ckpt.storage.dcp_reader import DcpSource
+from mbridge_fsdp_ckpt.storage.dcp_writer import write_dcp_view
+from tests.unit import handmade
+from tests.unit.handmade import HYPERPARAMETERS, KEYS, NAME, TENSORS, VALUES, WEIGHT, table
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    directory = handmade.make(tmp_path / "iter_0000010")
+    values = VALUES | {"scaler": torch.tensor([3, 4])}
+    write_dcp_view(directory, KEYS, [directory / table(0), directory / table(1)], values)
+    return directory
+
+
+def test_torch_assembles_every_tensor(directory: Path) -> None:
+    found = {key: torch.zeros_like(tensor) for key, tensor in TENSORS.items()}
+    load(found, checkpoint_id=directory, no_dist=True)
+    for key, tensor in TENSORS.items():
+        assert torch.equal(found[key], tensor)
+
+
+def test_torch_nests_all_state_as_stock_does(directory: Path) -> None:
+    found: dict[str, Any] = {}
+    _load_state_dict(
+        found, storage_reader=FileSystemReader(directory), planner=_EmptyStateDictLoadPlanner(), no_dist=True
+    )
+    assert torch.equal(found.pop("scaler"), torch.tensor([3, 4]))
+    assert found["optimizer"]["param_to_group_meta"] == {NAME: HYPERPARAMETERS}
+    assert {name: found[name] for name in VALUES} == VALUES
+    assert torch.equal(found["model"]["weight"], TENSORS[WEIGHT])
+    assert sorted(found["optimizer"]["state"][NAME]) == ["exp_avg", "step"]
+    states = found["rng_state"]
+    assert {place: state[0]["torch_rng_state"].tolist() for place, state in states.items()} == {
+        "(0, 0)": [0],
+        "(0, 1)": [1],
+    }
+
+
+def test_the_view_describes_chunks_as_torch_would(directory: Path) -> None:
+    found = FileSystemReader(directory).read_metadata().state_dict_metadata
+    weight: Any = found[WEIGHT]
+    assert (weight.size, weight.properties.dtype) == (torch.Size([4, 3]), torch.bfloat16)
+    assert [(c.offsets, c.sizes) for c in weight.chunks] == [((0, 0), (2, 3)), ((2, 0), (2, 3))]
+    assert isinstance(found["iteration"], BytesStorageMetadata)
+
+
+def test_the_view_reads_like_stock_through_the_safe_reader(directory: Path) -> None:
+    source = DcpSource(directory)
+    assert {key: (entry.dtype, entry.shape) for key, entry in source.keys.items()} == {
+        key: (entry.dtype, entry.shape) for key, entry in KEYS.items()
+    }
+    assert source.hyperparameters([NAME]) == {NAME: HYPERPARAMETERS}
+    assert source.values == VALUES
+
+
+def test_equal_values_are_written_once(directory: Path) -> None:
+    storage = FileSystemReader(directory).read_metadata().storage_data
+    places = [(info.relative_path, info.offset) for index, info in storage.items() if ".lr" in index.fqn]
+    assert len(places) == 1
+    all_values = [info for info in storage.values() if info.relative_path == "__0_1.distcp"]
+    assert (
+        sum({info.offset: info.length for info in all_values}.values()) == (directory / "__0_1.distcp").stat().st_size
+    )
+
+
+def test_a_table_that_contradicts_the_keys_makes_no_view(tmp_path: Path) -> None:
+    directory = handmade.make(tmp_path / "iter_0000010")
+    keys = {key: entry for key, entry in KEYS.items() if key != WEIGHT}
+    with pytest.raises(ManifestError, match=WEIGHT):
+        write_dcp_view(directory, keys, [directory / table(0)], VALUES)
+    assert not (directory / ".metadata").exists()

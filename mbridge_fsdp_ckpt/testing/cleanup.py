@@ -76,7 +76,7 @@ def _forget_meshes() -> None:
     from torch.distributed.tensor import DTensor, _collective_utils, _redistribute
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    _clear_sharding_prop_cache()
     propagator: Any = DTensor._op_dispatcher.sharding_propagator
     propagator._propagate_tensor_meta_cached.cache_clear()
     _redistribute._gen_transform_infos.cache_clear()

@@ -213,7 +213,7 @@ def _factory(native: Callable[..., Any]) -> Callable[..., Any]:
 
 def _inside_cuda_device_context() -> bool:
     """Whether a `with torch.device("cuda")` would now supply the device (asking torch itself makes a tensor)."""
-    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    modes = _get_current_function_mode_stack()
     contexts = [mode for mode in modes if isinstance(mode, DeviceContext)]
     return bool(contexts) and requested(contexts[-1].device) is Place.CUDA
 

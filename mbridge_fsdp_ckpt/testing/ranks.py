@@ -155,7 +155,7 @@ class RankPool:
 
 def _start_store() -> Any:
     """A store on a free port, in this process: it outlives any rank, so a rank that dies takes nothing with it."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import TCPStore
 
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import TCPStore, init_process_group  # type: ignore[attr-defined]
+from torch.distributed import TCPStore, init_process_group
 
 from mbridge_fsdp_ckpt.testing import cleanup
 from mbridge_fsdp_ckpt.testing.messages import Case, Cleaned, CleanUp, Raised, Returned

@@ -124,7 +124,7 @@ class TestPlaces:
         thread.start()
         thread.join()
         weight = torch.ones(3, requires_grad=True)
-        weight.register_hook(look)  # type: ignore[no-untyped-call]
+        weight.register_hook(look)
         torch.autograd.backward(weight.sum())
         assert seen == [True, True]
 

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -56,7 +56,7 @@ def mortal_meeting() -> Meeting:
     return Meeting(3)
 
 
-def outcomes(actions: list[Callable[[], Any]]) -> list[Any]:
+def outcomes(actions: Sequence[Callable[..., Any]]) -> list[Any]:
     """Run each in a thread; what it returned or raised."""
 
     def attempt(action: Callable[[], Any]) -> Any:
@@ -127,7 +127,7 @@ def test_a_message_too_large_for_the_store_is_an_error_of_everyone(mortal_meetin
 def test_an_error_of_one_rank_is_everyones_without_waiting_for_who_never_comes(meeting: Meeting, failing: int) -> None:
     present = [a for a in meeting.ranks(4) if a.rank != 1]
     begin = time.monotonic()
-    actions = [lambda a=a: a.meet("plan", trouble(a.rank) if a.rank == failing else {}, len) for a in present]  # type: ignore[misc]
+    actions = [lambda a=a: a.meet("plan", trouble(a.rank) if a.rank == failing else {}, len) for a in present]
     error = same_error(outcomes(actions), KeyMismatchError)
     assert time.monotonic() - begin < SOON
     assert (error.rank, error.key, error.remedy) == (failing, "weight", "Look.")

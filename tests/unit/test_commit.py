@@ -3,6 +3,7 @@
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -231,7 +232,8 @@ def test_the_old_content_stays_where_replacing_fails(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as full:
-        full.setattr(*((os, "fsync") if failing == "fsync" else (Path, "replace")), no_space)  # type: ignore[misc]
+        owner: Any = os if failing == "fsync" else Path
+        full.setattr(owner, failing, no_space)
         with pytest.raises(OSError, match="No space"):
             commit.replace_file(path, b"20")
     assert path.read_bytes() == b"10"

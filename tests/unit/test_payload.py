@@ -133,7 +133,7 @@ def test_torch_goes_on_writing_checksums_for_others(writer: PayloadWriter) -> No
 
 def test_host_memory_is_shared_not_copied() -> None:
     tensor = torch.zeros(4)
-    host_bytes(tensor)[:] = np.frombuffer(np.float32([1, 2, 3, 4]).tobytes(), np.uint8)
+    host_bytes(tensor)[:] = np.frombuffer(np.array([1, 2, 3, 4], np.float32).tobytes(), np.uint8)
     assert tensor.tolist() == [1, 2, 3, 4]
 
 

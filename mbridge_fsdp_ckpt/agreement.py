@@ -34,6 +34,7 @@ DEFAULT_TIME_LIMIT = 120.0  # seconds
 _GRACE = 15.0  # seconds that others wait for the judge's verdict beyond the limit it waited itself
 _POLL = 0.005, 0.2  # seconds between looks, first and longest
 _MISSING_NAMED = 32
+_MAX_BYTES = 6 << 20  # the store closes the connection of who sends 8 MiB
 
 Judge = Callable[[list[Any]], Any]
 
@@ -72,7 +73,7 @@ class Agreement:
                 naming the ranks that did not arrive.
         """
         self._meetings += 1
-        wire = _to_wire(message)
+        wire = _to_wire(message, phase, self.rank)
         if self.store is None:
             verdict = _judged([wire], judge, phase)
         else:
@@ -169,8 +170,29 @@ class _Watch:
         return now - self._since > self._limit
 
 
-def _to_wire(message: Any) -> dict[str, Any]:
-    return {"failed": message.to_wire()} if isinstance(message, CheckpointError) else {"message": message}
+def _to_wire(message: Any, phase: str, rank: int) -> dict[str, Any]:
+    if isinstance(message, CheckpointError):
+        return {"failed": message.to_wire()}
+    return _checked({"message": message}, phase, rank)
+
+
+def _checked(wire: dict[str, Any], phase: str, rank: int) -> dict[str, Any]:
+    """The data, or an error in its place where the store cannot carry it."""
+    try:
+        size = len(json.dumps(wire))
+    except (TypeError, ValueError) as error:
+        found = f"{type(error).__name__}: {error}"
+    else:
+        if size <= _MAX_BYTES:
+            return wire
+        found = f"{size} bytes"
+    failure = InternalError(
+        expected=f"a JSON message of at most {_MAX_BYTES} bytes at {phase!r}",
+        found=found,
+        remedy="This is a defect of the caller: what ranks exchange must be bounded data.",
+        rank=rank,
+    )
+    return {"failed": failure.to_wire()}
 
 
 def _judged(wires: list[dict[str, Any]], judge: Judge, phase: str) -> dict[str, Any]:
@@ -178,7 +200,7 @@ def _judged(wires: list[dict[str, Any]], judge: Judge, phase: str) -> dict[str, 
         if "failed" in wire:
             return wire
     try:
-        return {"answer": judge([wire["message"] for wire in wires])}
+        return _checked({"answer": judge([wire["message"] for wire in wires])}, phase, 0)
     except CheckpointError as error:
         return {"failed": error.to_wire()}
     except Exception as error:

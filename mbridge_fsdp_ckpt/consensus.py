@@ -16,11 +16,10 @@ from functools import lru_cache
 from typing import Any
 
 from mbridge_fsdp_ckpt.errors import PlanDisagreementError
-from mbridge_fsdp_ckpt.geometry import Box, Shape, TilingSketch
+from mbridge_fsdp_ckpt.geometry import PRIME, Box, Shape, TilingSketch
 from mbridge_fsdp_ckpt.inventory import Holding
 
 BUCKETS = 256
-WORD = 1 << 64
 _BLOCKS_NAMED = 500  # a rank
 _KEYS_NAMED = 10
 
@@ -31,8 +30,8 @@ def bucket_of(key: str) -> int:
 
 
 def key_word(key: str) -> int:
-    """A pseudo-random 64-bit word for a key."""
-    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
+    """A pseudo-random number for a key, modulo `PRIME`."""
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") % PRIME
 
 
 def sketch(holdings: Iterable[Holding]) -> list[int]:
@@ -40,7 +39,7 @@ def sketch(holdings: Iterable[Holding]) -> list[int]:
     buckets = [0] * BUCKETS
     for holding in holdings:
         bucket = bucket_of(holding.key)
-        buckets[bucket] = (buckets[bucket] + _share(holding)) % WORD
+        buckets[bucket] = (buckets[bucket] + _share(holding)) % PRIME
     return buckets
 
 
@@ -62,7 +61,7 @@ def _share_of(identity: str, shape: Shape, box: Box, is_origin: bool) -> int:
 
 def add(sketches: Iterable[list[int]]) -> list[int]:
     """Buckets of all ranks that do not add up to zero."""
-    totals = [sum(column) % WORD for column in zip(*sketches, strict=True)]
+    totals = [sum(column) % PRIME for column in zip(*sketches, strict=True)]
     return [bucket for bucket, total in enumerate(totals) if total]
 
 
@@ -103,7 +102,8 @@ def disagreement(blocks_by_rank: list[list[list[Any]]]) -> PlanDisagreementError
 def _contradiction(key: str, blocks: list[tuple[int, str, Box]]) -> str | None:
     descriptions: dict[str, list[int]] = defaultdict(list)
     for rank, description, _ in blocks:
-        descriptions[description].append(rank)
+        if rank not in descriptions[description]:
+            descriptions[description].append(rank)
     if len(descriptions) > 1:
         return f"{key}: " + ", ".join(f"rank {_ranks(ranks)} says {text}" for text, ranks in descriptions.items())
     overlaps = {
@@ -118,7 +118,7 @@ def _contradiction(key: str, blocks: list[tuple[int, str, Box]]) -> str | None:
     shape = [int(n) for n in next(iter(descriptions)).partition("[")[2].rstrip("]").split(",") if n.strip()]
     held = sum(box.volume for _, _, box in blocks)
     tiling = TilingSketch.of(key, tuple(shape))
-    if sum(tiling.of_box(box) for _, _, box in blocks) % WORD == tiling.of_whole() % WORD:
+    if sum(tiling.of_box(box) for _, _, box in blocks) % PRIME == tiling.of_whole() % PRIME:
         return None
     ranks = _ranks(sorted({rank for rank, _, _ in blocks}))
     return f"{key}: no rank holds {math.prod(shape) - held} of {math.prod(shape)} elements (rank {ranks} hold the rest)"

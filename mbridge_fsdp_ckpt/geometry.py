@@ -18,7 +18,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 Shape = tuple[int, ...]
-_WORD = 1 << 64
+PRIME = (1 << 61) - 1
+"""Modulus of sketches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,45 +143,45 @@ def _inside_row(index: int, row: int, flat: FlatRange, shape: Shape) -> Iterator
 
 @dataclass(frozen=True, slots=True)
 class TilingSketch:
-    """A 64-bit sum that is zero, over all writers, if and (almost surely) only if the boxes tile the tensor.
+    """A number that is zero, summed over all writers, if and (almost surely) only if the boxes tile the tensor.
 
-    Each element (i, j, ...) of a tensor has the pseudo-random weight f0(i) * f1(j) * ..., with fd a quadratic whose
-    coefficients come from the tensor's identity.  Sums over boxes have a closed form, so a writer's share costs
-    nothing per element, and sums of different ranks may be added in any order, modulo 2**64.  A row that nobody or
-    two ranks write, or two ranks that disagree on the identity (key, shape, dtype), leave a remainder.
+    Element (i, j, ...) of a tensor has the weight r0**i * r1**j * ..., modulo a prime of 61 bits, with pseudo-random
+    rd that come from the tensor's identity.  Sums over boxes have a closed form, so a writer's share costs nothing
+    per element, and sums of different ranks may be added in any order.  A row that nobody or two ranks write, or two
+    ranks that disagree on the identity (key, shape, dtype), leave a remainder.
 
-    Tried before: volumes alone.  A hole and an overlap of one size cancel out.
+    Tried before: volumes alone, where a hole and an overlap of one size cancel out; and weights that are quadratic in
+    the index, where rows of equal sums and equal squares do.
     """
 
-    coefficients: tuple[tuple[int, int, int], ...]
+    roots: tuple[int, ...]
     shape: Shape
 
     @classmethod
     def of(cls, identity: str, shape: Shape) -> TilingSketch:
         """Sketch of a tensor that all ranks know by the same identity and shape."""
-        return cls(tuple(_coefficients(f"{identity}|{shape}|{dim}") for dim in range(max(1, len(shape)))), shape)
+        return cls(tuple(_root(f"{identity}|{shape}|{dim}") for dim in range(max(1, len(shape)))), shape)
 
     def of_box(self, box: Box) -> int:
-        """The box's share, modulo 2**64."""
-        share = self.coefficients[0][0] if not self.shape else 1
-        for (a, b, c), low, size in zip(self.coefficients, box.offset, box.size, strict=False):
-            share = share * (_prefix(a, b, c, low + size) - _prefix(a, b, c, low)) % _WORD
+        """The box's share, modulo `PRIME`."""
+        share = self.roots[0] if not self.shape else 1
+        for root, low, size in zip(self.roots, box.offset, box.size, strict=False):
+            share = share * _power_sum(root, low, size) % PRIME
         return share
 
     def of_whole(self) -> int:
-        """What the shares of a complete tiling add up to, modulo 2**64."""
+        """What the shares of a complete tiling add up to, modulo `PRIME`."""
         return self.of_box(whole(self.shape))
 
 
-def _coefficients(text: str) -> tuple[int, int, int]:
-    digest = hashlib.blake2b(text.encode(), digest_size=24).digest()
-    a, b, c = (int.from_bytes(digest[i : i + 8], "little") | 1 for i in (0, 8, 16))
-    return a, b, c
+def _root(text: str) -> int:
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return 2 + int.from_bytes(digest, "little") % (PRIME - 3)
 
 
-def _prefix(a: int, b: int, c: int, n: int) -> int:
-    """Sum of a*i*i + b*i + c over i < n."""
-    return a * ((n - 1) * n * (2 * n - 1) // 6) + b * (n * (n - 1) // 2) + c * n
+def _power_sum(root: int, low: int, size: int) -> int:
+    """Sum of root**i over low <= i < low + size."""
+    return pow(root, low, PRIME) * (pow(root, size, PRIME) - 1) * pow(root - 1, -1, PRIME) % PRIME
 
 
 def uncovered(target: Box, boxes: Iterable[Box]) -> int:

@@ -12,6 +12,7 @@ import torch
 from mbridge_fsdp_ckpt import consensus
 from mbridge_fsdp_ckpt.agreement import Agreement
 from mbridge_fsdp_ckpt.errors import ConfigurationError, KeyMismatchError
+from mbridge_fsdp_ckpt.geometry import PRIME
 from mbridge_fsdp_ckpt.inventory import KeyFilter, OptimizerPart, Planned, optimizer_parts, plan_model
 from mbridge_fsdp_ckpt.matching import (
     MODEL_PREFIX,
@@ -145,7 +146,7 @@ def _key_sketch(keys: Iterable[str]) -> list[int]:
     buckets = [0] * consensus.BUCKETS
     for key in keys:
         bucket = consensus.bucket_of(key)
-        buckets[bucket] = (buckets[bucket] + consensus.key_word(key)) % consensus.WORD
+        buckets[bucket] = (buckets[bucket] + consensus.key_word(key)) % PRIME
     return buckets
 
 
@@ -161,7 +162,7 @@ def judge(opened: Any, settings: Settings) -> Callable[[list[Any]], dict[str, An
                 remedy="Is the directory on a file system that all hosts share, and settled?",
             )
         offered = _key_sketch(_offered(opened, settings))
-        negative = [-word % consensus.WORD for word in offered]
+        negative = [-word % PRIME for word in offered]
         bad = consensus.add([*(message["asked"] for message in messages), negative])
         return {"disputed": bad, "unread": _unread_by_choice(opened, settings)}
 

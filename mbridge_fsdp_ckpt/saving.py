@@ -13,7 +13,7 @@ from typing import Any
 
 from mbridge_fsdp_ckpt import consensus
 from mbridge_fsdp_ckpt.agreement import Agreement
-from mbridge_fsdp_ckpt.errors import ConfigurationError
+from mbridge_fsdp_ckpt.errors import ConfigurationError, PlanDisagreementError
 from mbridge_fsdp_ckpt.inventory import (
     Holding,
     KeyFilter,
@@ -163,12 +163,14 @@ class Job:
         assert self._staging is not None
         staging, tables = self._staging, [TableEntry(**message) for message in messages]
         keys: dict[str, KeyEntry] = {}
+        declared_by: dict[str, int] = {}
         flushed = {entry.name for entry in tables}
         for entry in tables:
             header = read_table_header(check_file(staging, entry))
             for file in header.files:
                 check_file(staging, file)
                 flushed.add(file.name)
+            _declare(declared_by, header)
             keys.update(header.keys)
             self.agreement.beat()
         manifest = Manifest(
@@ -195,6 +197,19 @@ class Job:
         """Remove the staging directory of a save that failed."""
         if self._staging is not None:
             shutil.rmtree(self._staging, ignore_errors=True)  # the next save reports what could not be removed
+
+
+def _declare(declared_by: dict[str, int], header: TableHeader) -> None:
+    """Two ranks that each hold all of a tensor leave nothing in the sketch: both declare its key."""
+    for key in header.keys:
+        if key in declared_by:
+            raise PlanDisagreementError(
+                expected="one rank to write the first element of a tensor",
+                found=f"ranks {declared_by[key]} and {header.rank} did",
+                remedy="The ranks hold different models, or do not know of each other. Nothing was committed.",
+                key=key,
+            )
+        declared_by[key] = header.rank
 
 
 def _writer_versions() -> dict[str, str]:

@@ -35,21 +35,25 @@ class GatedLinearUnitFamily:
                 remedy="Is gated_linear_unit set for a layer that is not gated?",
                 key=parameter.name,
             )
-        return _segments(rows // 2, _interleave(config, parameter))
+        return _segments(rows // 2, _interleave(config, parameter), parameter.name)
 
 
 def _interleave(config: object, parameter: ParameterContext) -> int | None:
-    """Rows of gate that are followed by as many of up, where Megatron-Core interleaves them in memory."""
-    attribute = (
-        "moe_shared_expert_glu_interleave_size"
-        if ".shared_experts." in parameter.name
-        else "moe_mlp_glu_interleave_size"
-    )
-    size = getattr(config, attribute, None)
+    """Rows of gate that are followed by as many of up, where Megatron-Core interleaves them in memory.
+
+    megatron-core's `TransformerConfig` documents one setting for grouped experts and one for shared experts that run
+    as a grouped GEMM; other layers read halves.
+    """
+    size = None
+    if ".shared_experts." in parameter.name:
+        if getattr(config, "use_grouped_gemm_for_shared_expert", False):
+            size = getattr(config, "moe_shared_expert_glu_interleave_size", None)
+    elif ".experts.linear_fc1." in parameter.name:
+        size = getattr(config, "moe_mlp_glu_interleave_size", None)
     return int(size) if size else None
 
 
-def _segments(half: int, interleave: int | None) -> tuple[Segment, ...]:
+def _segments(half: int, interleave: int | None, name: str) -> tuple[Segment, ...]:
     if interleave is None:
         return Segment("_w", half), Segment("_v", half)
     if half % interleave:
@@ -57,5 +61,6 @@ def _segments(half: int, interleave: int | None) -> tuple[Segment, ...]:
             expected=f"{half} rows of gate to be a multiple of the interleave size",
             found=f"interleave size {interleave}",
             remedy="Choose an interleave size that divides the local ffn_hidden_size.",
+            key=name,
         )
     return (Segment("_w", interleave), Segment("_v", interleave)) * (half // interleave)

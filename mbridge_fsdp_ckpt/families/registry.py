@@ -149,7 +149,7 @@ class FamilyRegistry:
 
 def _ask(family: Family, parameter: ParameterContext) -> tuple[Segment, ...] | None:
     try:
-        return family.segments(parameter)
+        answer = family.segments(parameter)
     except CheckpointError:
         raise
     except Exception as error:
@@ -159,6 +159,18 @@ def _ask(family: Family, parameter: ParameterContext) -> tuple[Segment, ...] | N
             remedy="This is a defect of that family.",
             key=parameter.name,
         ) from error
+    if answer is None or (isinstance(answer, tuple) and all(_is_segment(segment) for segment in answer)):
+        return answer
+    raise FamilyError(
+        expected=f"family {_origin(family)} to answer a tuple of Segment, or None",
+        found=repr(answer)[:200],
+        remedy="This is a defect of that family.",
+        key=parameter.name,
+    )
+
+
+def _is_segment(value: object) -> bool:
+    return isinstance(value, Segment) and type(value.rows) is int and isinstance(value.suffix, str)
 
 
 def _check(claim: Claim, parameter: ParameterContext) -> None:

@@ -11,6 +11,8 @@ import collections
 import io
 import pickle
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from enum import Enum
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +22,7 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
-from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, ManifestError
+from mbridge_fsdp_ckpt.errors import CheckpointError, DamagedCheckpointError, ManifestError
 from mbridge_fsdp_ckpt.geometry import Box
 from mbridge_fsdp_ckpt.storage.checksums import file_checksum
 from mbridge_fsdp_ckpt.storage.manifest import FileEntry, KeyEntry, check_file
@@ -63,11 +65,39 @@ for _module in ("pathlib", "pathlib._local"):
 
 
 class _MetadataUnpickler(pickle.Unpickler):
+    """Gives a pickle its own copies of the classes: its instructions may set attributes of what they are given."""
+
+    def __init__(self, data: io.BytesIO) -> None:
+        super().__init__(data)
+        self._own: dict[tuple[str, str], Any] = {}
+
     def find_class(self, module_name: str, global_name: str) -> Any:
-        try:
-            return _ALLOWED[(module_name, global_name)]
-        except KeyError:
-            raise pickle.UnpicklingError(f"{module_name}.{global_name} is not DCP metadata") from None
+        name = module_name, global_name
+        if name not in _ALLOWED:
+            raise pickle.UnpicklingError(f"{module_name}.{global_name} is not DCP metadata")
+        if name not in self._own:
+            self._own[name] = _own_copy(_ALLOWED[name])
+        return self._own[name]
+
+
+def _own_copy(allowed: Any) -> Any:
+    if isinstance(allowed, torch.dtype) or allowed in (torch.Size, collections.OrderedDict):
+        return allowed  # nothing can be set on these
+    if isinstance(allowed, type) and not issubclass(allowed, Enum):
+        return type(allowed.__name__, (allowed,), {})
+    return lambda *arguments: allowed(*arguments)
+
+
+@contextmanager
+def _contradictions_named(directory: Path) -> Iterator[None]:
+    """What breaks on metadata of the right classes and the wrong content is a damaged manifest."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (AttributeError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError, MemoryError) as error:
+        found = f"{type(error).__name__}: {error}"[:500]
+        raise _malformed(directory / DCP_METADATA, "metadata that agrees with itself", found) from error
 
 
 class DcpSource:
@@ -79,9 +109,16 @@ class DcpSource:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        with _contradictions_named(directory):
+            self._open(directory)
+
+    def _open(self, directory: Path) -> None:
         self._metadata = _read_metadata(directory / DCP_METADATA)
         self.identity = f"{directory.name} {file_checksum(directory / DCP_METADATA)}"
-        self._storage: dict[Any, Any] = self._metadata.storage_data
+        self._storage = {
+            (index.fqn, None if index.offset is None else tuple(index.offset)): info
+            for index, info in self._metadata.storage_data.items()
+        }
         self._bytes = [
             k for k, v in self._metadata.state_dict_metadata.items() if isinstance(v, metadata.BytesStorageMetadata)
         ]
@@ -104,17 +141,17 @@ class DcpSource:
         """See `CheckpointSource`.  Constructor choices that stock pickled as classes are left out unread."""
         wanted = set(names)
         found: dict[str, dict[str, Any]] = {}
-        for key in self._bytes:
-            if not key.startswith(_GROUPS):
-                continue
-            name, _, hyperparameter = key.removeprefix(_GROUPS).rpartition(".")
-            if name in wanted and not hyperparameter.endswith("_cls"):
-                found.setdefault(name, {})[hyperparameter] = self._read_object(key)
+        with _contradictions_named(self.directory):
+            for key in self._bytes:
+                name, _, hyperparameter = key.removeprefix(_GROUPS).rpartition(".")
+                if key.startswith(_GROUPS) and name in wanted and not hyperparameter.endswith("_cls"):
+                    found.setdefault(name, {})[hyperparameter] = self._read_object(key)
         return found
 
     def chunks(self, keys: Iterable[str]) -> dict[str, list[StoredChunk]]:
         """See `CheckpointSource`."""
-        return {key: [self._stored(key, chunk) for chunk in self._tensors[key].chunks] for key in keys}
+        with _contradictions_named(self.directory):
+            return {key: [self._stored(key, chunk) for chunk in self._tensors[key].chunks] for key in keys}
 
     def read(self, chunk: StoredChunk) -> torch.Tensor:
         """See `CheckpointSource`."""
@@ -135,14 +172,14 @@ class DcpSource:
 
     def ranks(self) -> Iterator[RankRecord]:
         """One record a (pipeline, tensor) place whose RNG state was saved."""
-        for place, states in self._read_values("rng_state").get("rng_state", {}).items():
+        with _contradictions_named(self.directory):
+            places = dict(self._read_values("rng_state").get("rng_state", {}))
+        for place, states in places.items():
             pipeline, tensor = (int(number) for number in place.strip("()").split(","))
             yield RankRecord({"pipeline": pipeline, "tensor": tensor}, {"rng_state": {place: states}})
 
     def _stored(self, key: str, chunk: Any) -> StoredChunk:
-        return self._place(
-            key, Box(tuple(chunk.offsets), tuple(chunk.sizes)), metadata.MetadataIndex(key, chunk.offsets)
-        )
+        return self._place(key, Box(tuple(chunk.offsets), tuple(chunk.sizes)), (key, tuple(chunk.offsets)))
 
     def _place(self, key: str, box: Box, index: Any) -> StoredChunk:
         info = self._storage.get(index)
@@ -159,16 +196,21 @@ class DcpSource:
         return StoredChunk(key, box, path, offset, length, "")
 
     def _file(self, name: Any) -> Path:
-        path = self.directory / str(name)
+        if not isinstance(name, str):
+            raise _malformed(self.directory, "file names inside the directory", repr(name)[:200])
         if name not in self._sizes:
-            if not isinstance(name, str) or Path(name).name != name:
-                raise _malformed(self.directory, "file names inside the directory", repr(name))
-            self._sizes[name] = path.stat().st_size if path.is_file() and not path.is_symlink() else -1
-            check_file(self.directory, FileEntry(name=name, size=max(0, self._sizes[name]), checksum=""))
-        return path
+            try:
+                FileEntry(name=name, size=0, checksum="")
+            except ValueError as error:
+                raise _malformed(self.directory, "file names inside the directory", repr(name)[:200]) from error
+            path = self.directory / name
+            size = path.stat().st_size if path.is_file() and not path.is_symlink() else 0
+            check_file(self.directory, FileEntry(name=name, size=size, checksum=""))
+            self._sizes[name] = size
+        return self.directory / name
 
     def _read_object(self, key: str) -> Any:
-        chunk = self._place(key, Box((), ()), metadata.MetadataIndex(key))
+        chunk = self._place(key, Box((), ()), (key, None))
         return self._load(chunk, read_bytes(chunk))
 
     def _load(self, chunk: StoredChunk, data: bytearray) -> Any:

@@ -86,7 +86,7 @@ def test_everyone_gets_the_judges_answer_in_order_of_rank(meeting: Meeting) -> N
         return {"messages": messages, "judged by": threading.get_ident()}
 
     ranks = meeting.ranks(4)
-    found = outcomes([lambda a=a: a.meet("count", {"rank": a.rank}, judge) for a in ranks])  # type: ignore[misc]
+    found = outcomes([lambda a=a: a.meet("count", {"rank": a.rank}, judge) for a in ranks])
     assert found[0]["messages"] == [{"rank": r} for r in range(4)]
     assert found == [found[0]] * 4
 
@@ -95,13 +95,13 @@ def test_meetings_follow_one_another(meeting: Meeting) -> None:
     def rounds(a: Agreement) -> list[Any]:
         return [a.meet(f"round {n}", [n, a.rank], lambda messages: messages) for n in range(5)]
 
-    found = outcomes([lambda a=a: rounds(a) for a in meeting.ranks(3)])  # type: ignore[misc]
+    found = outcomes([lambda a=a: rounds(a) for a in meeting.ranks(3)])
     assert found == [[[[n, 0], [n, 1], [n, 2]] for n in range(5)]] * 3
 
 
 def test_nothing_but_the_verdicts_stays_in_the_store(meeting: Meeting) -> None:
     before, ranks = meeting.server.num_keys(), meeting.ranks(4)
-    outcomes([lambda a=a: a.meet("once", "x" * 1000, len) for a in ranks])  # type: ignore[misc]
+    outcomes([lambda a=a: a.meet("once", "x" * 1000, len) for a in ranks])
     assert not any(meeting.server.check([f"{ranks[0].name}/1/{rank}"]) for rank in range(4))
     assert meeting.server.check([f"{ranks[0].name}/1/verdict"])
     assert meeting.server.num_keys() - before <= 3  # verdict, arrivals, signs of life
@@ -110,17 +110,17 @@ def test_nothing_but_the_verdicts_stays_in_the_store(meeting: Meeting) -> None:
 @pytest.mark.parametrize("size", [0, 1 << 10, 1 << 20, 4 << 20])
 def test_messages_of_any_size_arrive(meeting: Meeting, size: int) -> None:
     ranks = meeting.ranks(2)
-    found = outcomes([lambda a=a: a.meet("size", "x" * size, lambda m: m[1]) for a in ranks])  # type: ignore[misc]
+    found = outcomes([lambda a=a: a.meet("size", "x" * size, lambda m: m[1]) for a in ranks])
     assert [len(answer) for answer in found] == [size] * 2
 
 
 def test_a_message_too_large_for_the_store_is_an_error_of_everyone(mortal_meeting: Meeting) -> None:
     """The store takes 8 MiB, and closes the connection of who sends more: this job could never meet again."""
     ranks = mortal_meeting.ranks(2, time_limit=5.0)
-    found = outcomes([lambda a=a: a.meet("size", "x" * (9 << 20) * a.rank, len) for a in ranks])  # type: ignore[misc]
+    found = outcomes([lambda a=a: a.meet("size", "x" * (9 << 20) * a.rank, len) for a in ranks])
     assert isinstance(found[0], CheckpointError)
     assert not isinstance(same_error(found, type(found[0])), RankMissingError)
-    assert outcomes([lambda a=a: a.meet("size", "x", len) for a in ranks]) == [2, 2]  # type: ignore[misc]
+    assert outcomes([lambda a=a: a.meet("size", "x", len) for a in ranks]) == [2, 2]
 
 
 @pytest.mark.parametrize("failing", [0, 2])
@@ -134,13 +134,13 @@ def test_an_error_of_one_rank_is_everyones_without_waiting_for_who_never_comes(m
 
 
 def test_of_several_errors_all_raise_one(meeting: Meeting) -> None:
-    found = outcomes([lambda a=a: a.meet("plan", trouble(a.rank), len) for a in meeting.ranks(3)])  # type: ignore[misc]
+    found = outcomes([lambda a=a: a.meet("plan", trouble(a.rank), len) for a in meeting.ranks(3)])
     same_error(found, KeyMismatchError)
 
 
 def test_a_missing_rank_is_named_by_all_others(meeting: Meeting) -> None:
     ranks = meeting.ranks(4, time_limit=1.0)
-    found = outcomes([lambda a=a: a.meet("plan", {}, len) for a in ranks if a.rank not in (1, 3)])  # type: ignore[misc]
+    found = outcomes([lambda a=a: a.meet("plan", {}, len) for a in ranks if a.rank not in (1, 3)])
     error = same_error(found, RankMissingError)
     assert "rank 1, 3" in error.found
     assert "'plan' within 1 s" in error.expected
@@ -149,7 +149,7 @@ def test_a_missing_rank_is_named_by_all_others(meeting: Meeting) -> None:
 def test_a_missing_judge_is_named(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "_GRACE", 0.2)
     ranks = meeting.ranks(3, time_limit=0.5)
-    error = same_error(outcomes([lambda a=a: a.meet("plan", {}, len) for a in ranks[1:]]), RankMissingError)  # type: ignore[misc]
+    error = same_error(outcomes([lambda a=a: a.meet("plan", {}, len) for a in ranks[1:]]), RankMissingError)
     assert "no sign of rank 0" in error.found
 
 
@@ -170,7 +170,7 @@ def test_an_error_the_judge_raises_is_everyones(meeting: Meeting) -> None:
     def judge(messages: list[Any]) -> Any:
         raise trouble(7)
 
-    found = outcomes([lambda a=a: a.meet("plan", {}, judge) for a in meeting.ranks(3)])  # type: ignore[misc]
+    found = outcomes([lambda a=a: a.meet("plan", {}, judge) for a in meeting.ranks(3)])
     assert same_error(found, KeyMismatchError).rank == 7
 
 
@@ -183,7 +183,7 @@ def test_any_failure_of_the_judge_is_everyones(
     def judge(messages: list[Any]) -> Any:
         raise raised
 
-    found = outcomes([lambda a=a: a.meet("the plan", {}, judge) for a in meeting.ranks(2)])  # type: ignore[misc]
+    found = outcomes([lambda a=a: a.meet("the plan", {}, judge) for a in meeting.ranks(2)])
     error = same_error(found, kind)
     assert error.rank == 0
     assert "the plan" in error.expected
@@ -194,7 +194,7 @@ def test_an_answer_that_cannot_be_sent_is_an_error_of_everyone(
     meeting: Meeting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(agreement, "_GRACE", 0.2)
-    found = outcomes([lambda a=a: a.meet("plan", {}, lambda m: object()) for a in meeting.ranks(2, 1.0)])  # type: ignore[misc]
+    found = outcomes([lambda a=a: a.meet("plan", {}, lambda m: object()) for a in meeting.ranks(2, 1.0)])
     assert isinstance(found[0], CheckpointError)
     same_error(found, type(found[0]))
     assert not isinstance(found[0], RankMissingError)
@@ -256,7 +256,7 @@ def test_a_dying_store_is_an_error_with_a_name(mortal_meeting: Meeting) -> None:
     ranks = mortal_meeting.ranks(3)
     killer = threading.Timer(0.5, lambda: setattr(mortal_meeting, "server", None))
     killer.start()
-    found = outcomes([lambda a=a: a.meet("plan", {}, len) for a in ranks[1:]])  # type: ignore[misc]
+    found = outcomes([lambda a=a: a.meet("plan", {}, len) for a in ranks[1:]])
     killer.join()
     assert [type(error) for error in found] == [RankMissingError] * 2
     assert [error.rank for error in found] == [1, 2]
@@ -266,7 +266,7 @@ def test_a_dying_store_is_an_error_with_a_name(mortal_meeting: Meeting) -> None:
 def test_a_store_that_is_dead_already_is_an_error_with_a_name(mortal_meeting: Meeting) -> None:
     ranks = mortal_meeting.ranks(2)
     mortal_meeting.server = None
-    found = outcomes([lambda a=a: a.meet("plan", {}, len) for a in ranks])  # type: ignore[misc]
+    found = outcomes([lambda a=a: a.meet("plan", {}, len) for a in ranks])
     assert [type(error) for error in found] == [RankMissingError] * 2
 
 

@@ -1,0 +1,103 @@
+"""What rank 0 lets through to a commit: every tensor once, every file complete, or nothing at all."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mbridge_fsdp_ckpt import saving
+from mbridge_fsdp_ckpt.agreement import Agreement
+from mbridge_fsdp_ckpt.errors import ConfigurationError, DamagedCheckpointError, PlanDisagreementError
+from mbridge_fsdp_ckpt.inventory import Holding
+from mbridge_fsdp_ckpt.settings import Settings
+from mbridge_fsdp_ckpt.storage.source import open_checkpoint
+from tests.unit.holdings import holdings
+
+
+def agreement(rank: int) -> Agreement:
+    return Agreement("save", rank, 2, 60.0)
+
+
+def prepared(held: list[Holding], sections: tuple[str, ...] = ("model",)) -> saving.Prepared:
+    header: dict[str, Any] = {"coordinates": {}, "parameter_groups": [], "stateless": [], "values": None}
+    return saving.Prepared(held, header, sections, "optim_grads_params")
+
+
+def job(target: Path) -> saving.Job:
+    return saving.Job(target, Settings(dcp_metadata="never"), agreement(0), {"iteration": 10}, None)
+
+
+def save(target: Path, ranks: list[saving.Prepared]) -> None:
+    """All ranks' steps, one after the other."""
+    running = job(target)
+    try:
+        answer = running.judge_plans([saving.announce(rank) for rank in ranks])
+        if answer["disputed"]:
+            running.judge_dispute([saving.disputed(rank, answer["disputed"]) for rank in ranks])
+        staging = Path(answer["staging"])
+        running.judge_written([saving.write(rank, staging, agreement(number)) for number, rank in enumerate(ranks)])
+    finally:
+        running.clean_up()
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    return tmp_path / "iter_0000010"
+
+
+def nothing_was_left(target: Path) -> bool:
+    return list(target.parent.iterdir()) == []
+
+
+def test_ranks_that_tile_make_a_checkpoint(target: Path) -> None:
+    halves = [holdings(0, 6), holdings(6, 12)]
+    for number, [holding] in enumerate(halves):
+        holding.flat.copy_(torch.arange(6.0) + 6 * number)
+    save(target, [prepared(half) for half in halves])
+    source = open_checkpoint(target)
+    chunks = source.chunks(["model.weight"])["model.weight"]
+    assert torch.equal(torch.cat([source.read(chunk) for chunk in chunks]), torch.arange(12.0).reshape(4, 3))
+    assert source.values == {"iteration": 10}
+    assert [path.name for path in target.parent.iterdir()] == ["iter_0000010"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "found"),
+    [
+        pytest.param([holdings(0, 6), holdings(9, 12)], "no rank holds 3 of 12", id="a hole"),
+        pytest.param([holdings(0, 9), holdings(6, 12)], "ranks 0 and 1", id="an overlap"),
+        pytest.param([holdings(0, 12), holdings(0, 12)], "0 and 1", id="two that hold all of it"),
+        pytest.param(
+            [holdings(0, 6) + holdings(6, 12), holdings(0, 12)],
+            "0 and 1",
+            id="two that hold all of it, cut differently",
+        ),
+    ],
+)
+def test_a_tensor_that_is_not_held_once_is_named_and_not_committed(
+    target: Path, ranks: list[list[Holding]], found: str
+) -> None:
+    with pytest.raises(PlanDisagreementError, match=f"model.weight.*{found}"):
+        save(target, [prepared(rank) for rank in ranks])
+    assert nothing_was_left(target)
+
+
+def test_ranks_that_save_other_sections_are_refused(target: Path) -> None:
+    ranks = [prepared(holdings(0, 6)), prepared(holdings(6, 12), ("model", "optimizer"))]
+    with pytest.raises(ConfigurationError, match="sections"):
+        save(target, ranks)
+    assert nothing_was_left(target)
+
+
+@pytest.mark.parametrize("name", ["__1_0.distcp", "chunks_00001.jsonl"])
+def test_a_file_that_was_not_written_completely_is_named_and_not_committed(target: Path, name: str) -> None:
+    ranks, running = [prepared(holdings(0, 6)), prepared(holdings(6, 12))], job(target)
+    staging = Path(running.judge_plans([saving.announce(rank) for rank in ranks])["staging"])
+    written: list[Any] = [saving.write(rank, staging, agreement(number)) for number, rank in enumerate(ranks)]
+    (staging / name).write_bytes((staging / name).read_bytes()[:-1])
+    with pytest.raises(DamagedCheckpointError) as caught:
+        running.judge_written(written)
+    assert caught.value.key == str(staging / name)
+    running.clean_up()
+    assert nothing_was_left(target)

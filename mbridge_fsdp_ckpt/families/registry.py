@@ -169,8 +169,9 @@ def _ask(family: Family, parameter: ParameterContext) -> tuple[Segment, ...] | N
     )
 
 
-def _is_segment(value: object) -> bool:
-    return isinstance(value, Segment) and type(value.rows) is int and isinstance(value.suffix, str)
+def _is_segment(value: Any) -> bool:
+    suffix, rows = getattr(value, "suffix", None), getattr(value, "rows", None)
+    return isinstance(value, Segment) and type(rows) is int and isinstance(suffix, str)
 
 
 def _check(claim: Claim, parameter: ParameterContext) -> None:

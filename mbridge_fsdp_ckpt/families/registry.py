@@ -149,7 +149,7 @@ class FamilyRegistry:
 
 def _ask(family: Family, parameter: ParameterContext) -> tuple[Segment, ...] | None:
     try:
-        answer = family.segments(parameter)
+        answer: Any = family.segments(parameter)
     except CheckpointError:
         raise
     except Exception as error:

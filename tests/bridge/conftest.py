@@ -1,8 +1,9 @@
 """Bridge's ranks, patient with gloo.
 
-On a busy machine gloo now and then locks up Megatron-FSDP's overlapped collectives in a training step, with stock as
-with this package.  A run that hangs with no frame of this package on any rank's stack is tried once more, from the
-checkpoints it began with; a hang in this package fails at once.
+On a busy machine gloo now and then locks up Megatron-FSDP's overlapped collectives in a training step, or aborts the
+process there, with stock as with this package.  A run that hangs with no frame of this package on any rank's stack, or
+in which a process is killed by a signal, is tried once more from the checkpoints it began with; a hang in this package
+fails at once, as does every exception.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 from mbridge_fsdp_ckpt.testing.modules import BRIDGE_MODULES, is_installed
-from mbridge_fsdp_ckpt.testing.outcomes import RanksHung
+from mbridge_fsdp_ckpt.testing.outcomes import RankFailed, RanksHung
 from mbridge_fsdp_ckpt.testing.pytest_plugin import RANKS
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
 
@@ -32,10 +33,10 @@ class PatientPool(RankPool):
         before = [_kept(directory) for directory in directories]
         try:
             return super().run(function, *args, **{"time_limit": HANG_S, **kwargs})
-        except RanksHung as hung:
-            if _in_this_package(str(hung)):
+        except (RanksHung, RankFailed) as failure:
+            if not _is_gloos(failure):
                 raise
-            warnings.warn(f"a training run hung in gloo and is repeated: {args}", stacklevel=2)
+            warnings.warn(f"a training run hung or died in gloo and is repeated: {args}", stacklevel=2)
         for directory, kept in zip(directories, before, strict=True):
             shutil.rmtree(directory, ignore_errors=True)
             shutil.copytree(kept, directory)
@@ -49,9 +50,11 @@ def _kept(directory: Path) -> Path:
     return Path(shutil.copytree(directory, copy))
 
 
-def _in_this_package(stacks: str) -> bool:
-    frames = [line for line in stacks.splitlines() if "/mbridge_fsdp_ckpt/" in line]
-    return any("/mbridge_fsdp_ckpt/testing/" not in line for line in frames)
+def _is_gloos(failure: Exception) -> bool:
+    if isinstance(failure, RankFailed):
+        return "the process ended with return code -" in str(failure)
+    frames = [line for line in str(failure).splitlines() if "/mbridge_fsdp_ckpt/" in line]
+    return all("/mbridge_fsdp_ckpt/testing/" in line for line in frames)
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.errors import ConfigurationError, UnknownFormatError
 from mbridge_fsdp_ckpt.recipes import overrides
 from mbridge_fsdp_ckpt.recipes.__main__ import main
@@ -179,6 +180,7 @@ def settings_of_4910() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     from megatron.bridge.training.config import runtime_config_update
 
     os.environ |= {"HF_HUB_OFFLINE": "1", "WORLD_SIZE": "32"}
+    mbridge_fsdp_ckpt.register()
     config = qwen35_35b_a3b()
     written = overrides.from_file(YAML_4910)
     found = {name: attrgetter(name)(config) for name in written}

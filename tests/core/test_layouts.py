@@ -24,6 +24,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "2 ranks, TP 2": (2, {"tensor": 2}),
     "4 ranks, TP 2": (4, {"tensor": 2}),
     "2 ranks, EP 2": (2, {"expert": 2}),
+    "2 ranks, TP 2, EP 2": (2, {"tensor": 2, "expert": 2}),
     "4 ranks, EP 2": (4, {"expert": 2}),
     "4 ranks, TP 2, EP 2": (4, {"tensor": 2, "expert": 2}),
 }

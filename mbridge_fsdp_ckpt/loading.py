@@ -69,8 +69,9 @@ def prepare(
     require("torch", "megatron-core")
     recover(directory)
     source = open_checkpoint(directory)
-    planned = [p for p in plan_model(model) if include is None or include(p.plan.layout.key)]
-    parts = optimizer_parts(optimizer, plan_model(model)) if optimizer is not None else []
+    everything = plan_model(model)
+    planned = [p for p in everything if include is None or include(p.plan.layout.key)]
+    parts = optimizer_parts(optimizer, everything) if optimizer is not None else []
     opened = Opened(source, model, planned, parts, with_state and bool(parts), {}, {}, {}, include)
     match = Match(source, settings)
     for item in planned:

@@ -13,16 +13,15 @@ from megatron.bridge.training.utils import checkpoint_utils as names
 from megatron.bridge.training.utils import comet_utils, mlflow_utils, wandb_utils
 from megatron.bridge.utils.common_utils import get_rank_safe, is_last_rank, print_rank_0
 
+from mbridge_fsdp_ckpt.bridge.locate import NON_PERSISTENT
 from mbridge_fsdp_ckpt.storage.commit import replace_file
-
-_NON_PERSISTENT = "non_persistent"
 
 
 def root_directory(checkpoint_config: Any, *, non_persistent: bool) -> str:
     """Where iteration directories go."""
     if not non_persistent:
         return str(checkpoint_config.save)
-    return str(checkpoint_config.non_persistent_global_ckpt_dir or Path(checkpoint_config.save) / _NON_PERSISTENT)
+    return str(checkpoint_config.non_persistent_global_ckpt_dir or Path(checkpoint_config.save) / NON_PERSISTENT)
 
 
 def save_dataloader_state(state: Any, model: list[Any], iterator: Any, pg_collection: Any) -> None:

@@ -14,7 +14,7 @@ from mbridge_fsdp_ckpt.errors import NotACheckpointError
 from mbridge_fsdp_ckpt.storage.commit import recover
 from mbridge_fsdp_ckpt.storage.manifest import MANIFEST_NAME
 
-_NON_PERSISTENT = "non_persistent"  # Bridge's default directory for global non-persistent checkpoints
+NON_PERSISTENT = "non_persistent"  # Bridge's default directory for global non-persistent checkpoints
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ def _roots(root: Path, checkpoint_config: Any) -> list[Path]:
     if checkpoint_config.non_persistent_ckpt_type != "global":
         return [root]
     other = checkpoint_config.non_persistent_global_ckpt_dir
-    return [root, Path(other) if other else root / _NON_PERSISTENT]
+    return [root, Path(other) if other else root / NON_PERSISTENT]
 
 
 def _tracked(root: Path) -> tuple[Path, int] | None:

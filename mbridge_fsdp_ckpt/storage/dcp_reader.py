@@ -27,10 +27,9 @@ from mbridge_fsdp_ckpt.geometry import Box
 from mbridge_fsdp_ckpt.storage.checksums import file_checksum
 from mbridge_fsdp_ckpt.storage.manifest import FileEntry, KeyEntry, check_file
 from mbridge_fsdp_ckpt.storage.reader import read_bytes
-from mbridge_fsdp_ckpt.storage.source import RankRecord, StoredChunk
+from mbridge_fsdp_ckpt.storage.source import DCP_METADATA, RankRecord, StoredChunk
 from mbridge_fsdp_ckpt.storage.values import dtype_name
 
-DCP_METADATA = ".metadata"
 _MAX_METADATA_BYTES = 1 << 32
 _GROUPS, _STATE = "optimizer.param_to_group_meta.", "optimizer.state."
 _REMEDY = "The checkpoint is damaged, or was not written by stock fsdp_dtensor."

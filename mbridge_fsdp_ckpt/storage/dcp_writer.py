@@ -28,10 +28,10 @@ from torch.distributed.checkpoint.metadata import (
 from mbridge_fsdp_ckpt.geometry import Box, whole
 from mbridge_fsdp_ckpt.storage.manifest import Chunk, FileEntry, KeyEntry, read_table, read_table_header
 from mbridge_fsdp_ckpt.storage.payload import PayloadWriter
+from mbridge_fsdp_ckpt.storage.source import DCP_METADATA
 from mbridge_fsdp_ckpt.storage.values import decode, dtype_from_name
 
 VALUES_FILE = "__0_1.distcp"
-DCP_METADATA = ".metadata"
 _STATE = "optimizer.state."
 
 

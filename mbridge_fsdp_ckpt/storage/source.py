@@ -13,6 +13,9 @@ from mbridge_fsdp_ckpt.errors import NotACheckpointError
 from mbridge_fsdp_ckpt.geometry import Box
 from mbridge_fsdp_ckpt.storage.manifest import MANIFEST_NAME, KeyEntry, what_is_there
 
+DCP_METADATA = ".metadata"
+"""Stock's head of a checkpoint; ours may have one beside its own, for stock to read."""
+
 
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
@@ -95,7 +98,7 @@ def open_checkpoint(directory: Path) -> CheckpointSource:
         NotACheckpointError: It is neither.
         ManifestError, UnsupportedVersionError, DamagedCheckpointError: See the readers.
     """
-    from mbridge_fsdp_ckpt.storage.dcp_reader import DCP_METADATA, DcpSource
+    from mbridge_fsdp_ckpt.storage.dcp_reader import DcpSource
     from mbridge_fsdp_ckpt.storage.reader import SafeSource
 
     if (directory / MANIFEST_NAME).exists():

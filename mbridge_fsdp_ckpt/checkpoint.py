@@ -80,7 +80,11 @@ def save(
     target = Path(directory).absolute()
     job = saving.Job(target, settings, agreement, values or {}, add_files)
 
-    prepared = _attempt(agreement, "planning the save", lambda: saving.prepare(model, optimizer, include, rank_values))
+    prepared = _attempt(
+        agreement,
+        "planning the save",
+        lambda: saving.prepare(model, optimizer, include, rank_values, settings.vocabulary_size),
+    )
     try:
         answer = agreement.meet("agreement on the plan", _message(prepared, saving.announce), job.judge_plans)
         if answer["disputed"]:

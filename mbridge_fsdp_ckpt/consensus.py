@@ -44,11 +44,15 @@ def sketch(holdings: Iterable[Holding]) -> list[int]:
 
 
 def _share(holding: Holding) -> int:
-    if holding.piece is None:
+    if holding.is_scalar:
         return 0
-    replica = holding.plan.layout.replica
-    identity = f"{holding.key}|{holding.entry.dtype}|{replica.index} of {replica.count}"
-    return _share_of(identity, holding.entry.shape, holding.piece.box, holding.is_origin)
+    identity = f"{holding.key}|{holding.entry.dtype}|{_replica(holding)}"
+    return _share_of(identity, holding.entry.shape, holding.piece.box, holding.piece.is_origin)
+
+
+def _replica(holding: Holding) -> str:
+    replica = holding.piece.replica
+    return f"{replica.index} of {replica.count}" + (" copy" if holding.plan.layout.is_copy else "")
 
 
 @lru_cache(maxsize=1 << 16)
@@ -70,13 +74,11 @@ def blocks_in(holdings: Iterable[Holding], buckets: Iterable[int]) -> list[list[
     wanted = set(buckets)
     blocks: list[list[Any]] = []
     for holding in holdings:
-        if holding.piece is None or bucket_of(holding.key) not in wanted:
+        if holding.is_scalar or bucket_of(holding.key) not in wanted:
             continue
-        replica, box = holding.plan.layout.replica, holding.piece.box
+        box = holding.piece.box
         description = f"{holding.entry.dtype} {list(holding.entry.shape)}"
-        blocks.append(
-            [holding.key, description, f"{replica.index} of {replica.count}", list(box.offset), list(box.size)]
-        )
+        blocks.append([holding.key, description, _replica(holding), list(box.offset), list(box.size)])
         if len(blocks) == _BLOCKS_NAMED:
             break
     return blocks

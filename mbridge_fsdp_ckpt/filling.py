@@ -17,7 +17,7 @@ from mbridge_fsdp_ckpt.loading import Opened
 from mbridge_fsdp_ckpt.matching import in_file_order
 from mbridge_fsdp_ckpt.optimizer_state import STEP, Slot, SlotSpec
 from mbridge_fsdp_ckpt.parameters import find_fsdp_module, local_shard
-from mbridge_fsdp_ckpt.plan import ParameterPlan, Piece
+from mbridge_fsdp_ckpt.plan import Component, ParameterPlan, Piece
 from mbridge_fsdp_ckpt.storage.values import dtype_from_name
 
 Targets = dict[str, list[tuple[Piece | None, torch.Tensor]]]
@@ -44,6 +44,8 @@ def fill(opened: Opened, agreement: Agreement) -> None:
                 _copy(data, chunk.box, piece, flat)
             agreement.beat()
         _install(opened, allocated)
+    for restoration in opened.scaling:
+        restoration.apply()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,31 +59,32 @@ class _Allocated:
 
 def _allocate(opened: Opened, part: OptimizerPart, targets: Targets) -> Iterator[_Allocated]:
     for parameter, plan in part.parameters():
-        entries = opened.slots.get(f"{plan.layout.optimizer_name}{plan.components[0].suffix}", {})
+        first = plan.components[0]
+        entries = opened.slots.get(plan.state_name(first), {})
         specs = {slot: SlotSpec(entry.kind, dtype_from_name(entry.dtype)) for slot, entry in entries.items()}
         slots = part.adapter.allocate(parameter, specs) if plan.pieces else {}
         for name, slot in slots.items():
             if slot.kind == "sharded":
                 _add_targets(targets, plan, partial(plan.slot_key, slot=name), slot.tensor, opened.asked)
             else:
-                targets[plan.slot_key(plan.components[0].suffix, name)].append((None, slot.tensor))
+                targets[plan.slot_key(first, name)].append((None, slot.tensor))
         step = None
         if STEP in specs and plan.pieces:
             step = torch.zeros((), dtype=torch.float64)
-            targets[plan.slot_key(plan.components[0].suffix, STEP)].append((None, step))
+            targets[plan.slot_key(first, STEP)].append((None, step))
         yield _Allocated(part, parameter, plan, slots, step)
 
 
 def _add_targets(
     targets: Targets,
     plan: ParameterPlan,
-    key_of: Callable[[str], str],
+    key_of: Callable[[Component], str],
     flat: torch.Tensor,
     asked: set[str],
 ) -> None:
     for piece in plan.pieces:
-        if key_of(piece.suffix) in asked:
-            targets[key_of(piece.suffix)].append((piece, flat))
+        if key_of(piece.component) in asked:
+            targets[key_of(piece.component)].append((piece, flat))
 
 
 def _copy(data: torch.Tensor, box: Box, piece: Piece | None, flat: torch.Tensor) -> None:
@@ -90,8 +93,7 @@ def _copy(data: torch.Tensor, box: Box, piece: Piece | None, flat: torch.Tensor)
         return
     common = box.intersect(piece.box)
     if common is not None:
-        destination = flat[piece.source.start : piece.source.stop].view(piece.box.size)
-        destination[common.slices_in(piece.box)].copy_(data[common.slices_in(box)])
+        piece.block(flat)[common.slices_in(piece.box)].copy_(data[common.slices_in(box)])
 
 
 def _install(opened: Opened, allocated: list[_Allocated]) -> None:

@@ -15,8 +15,9 @@ import torch
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.families.registry import default_registry
 from mbridge_fsdp_ckpt.geometry import Box
+from mbridge_fsdp_ckpt.layout import ParameterLayout
 from mbridge_fsdp_ckpt.optimizer_state import OptimizerAdapter, Slot, adapters_for
-from mbridge_fsdp_ckpt.parameters import ModelParameter, ParameterLayout, find_fsdp_module, model_parameters
+from mbridge_fsdp_ckpt.parameters import ModelParameter, find_fsdp_module, model_parameters
 from mbridge_fsdp_ckpt.plan import Component, ParameterPlan, Piece, plan_parameter
 from mbridge_fsdp_ckpt.storage.manifest import KeyEntry
 from mbridge_fsdp_ckpt.storage.values import dtype_name
@@ -44,30 +45,31 @@ class Holding:
     Args:
         key: Key on disk.
         entry: The key's global description.
-        piece: The block; None for a scalar.
+        piece: The block; for a scalar, the one that declares the key.
         flat: The flattened local shard that the piece's source indexes, or the scalar.
         plan: The parameter it belongs to.
     """
 
     key: str
     entry: KeyEntry
-    piece: Piece | None
+    piece: Piece
     flat: torch.Tensor
     plan: ParameterPlan
 
     @property
-    def is_origin(self) -> bool:
-        """Whether this block is the one that declares the key."""
-        return self.piece is None or self.piece.is_origin
+    def is_scalar(self) -> bool:
+        """Whether the tensor is one number of the parameter."""
+        return self.entry.kind != "sharded"
 
     @property
     def box(self) -> Box:
         """The block, in the global tensor."""
-        return Box((), ()) if self.piece is None else self.piece.box
+        return Box((), ()) if self.is_scalar else self.piece.box
 
     def elements(self) -> torch.Tensor:
         """The block's elements, flat."""
-        return self.flat if self.piece is None else self.flat[self.piece.source.start : self.piece.source.stop]
+        block: torch.Tensor = self.flat if self.is_scalar else self.piece.block(self.flat)
+        return block.reshape(-1)
 
 
 _plans: WeakKeyDictionary[Any, dict[ParameterLayout, ParameterPlan]] = WeakKeyDictionary()
@@ -90,12 +92,20 @@ def plan_model(model: Any) -> list[Planned]:
     return planned
 
 
-def model_holdings(planned: list[Planned], include: KeyFilter | None = None) -> Iterator[Holding]:
-    """The weights and buffers; `include` filters by the model's own key."""
+def model_holdings(
+    planned: list[Planned], include: KeyFilter | None = None, vocabulary_size: int | None = None
+) -> Iterator[Holding]:
+    """The weights and buffers.
+
+    Args:
+        planned: The model.
+        include: Filters by the model's own key.
+        vocabulary_size: Rows of the vocabulary without its padding, where known.
+    """
     for item in planned:
         if include is None or include(item.plan.layout.key):
             dtype = dtype_name(item.tensor.dtype)
-            yield from _blocks(item.plan, item.plan.model_key, dtype, item.parameter.local)
+            yield from _blocks(item.plan, item.plan.model_key, dtype, item.parameter.local, vocabulary_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +149,9 @@ def optimizer_parts(optimizer: Any, planned: list[Planned]) -> list[OptimizerPar
     return parts
 
 
-def optimizer_holdings(parts: list[OptimizerPart]) -> tuple[list[Holding], list[str]]:
+def optimizer_holdings(
+    parts: list[OptimizerPart], vocabulary_size: int | None = None
+) -> tuple[list[Holding], list[str]]:
     """Blocks of every slot, and the names of parameters that have elements here but no state."""
     holdings: list[Holding] = []
     stateless: list[str] = []
@@ -149,34 +161,44 @@ def optimizer_holdings(parts: list[OptimizerPart]) -> tuple[list[Holding], list[
             if not slots and plan.pieces:
                 stateless.append(plan.layout.optimizer_name)
             for name, slot in slots.items():
-                holdings.extend(_slot_blocks(plan, name, slot))
+                holdings.extend(_slot_blocks(plan, name, slot, vocabulary_size))
     return holdings, stateless
 
 
-def _slot_blocks(plan: ParameterPlan, name: str, slot: Slot) -> Iterator[Holding]:
-    def key_of(suffix: str) -> str:
-        return plan.slot_key(suffix, name)
+def _slot_blocks(plan: ParameterPlan, name: str, slot: Slot, vocabulary_size: int | None) -> Iterator[Holding]:
+    def key_of(component: Component) -> str:
+        return plan.slot_key(component, name)
 
     dtype = dtype_name(slot.tensor.dtype)
     if slot.kind == "sharded":
-        yield from _blocks(plan, key_of, dtype, slot.tensor)
+        yield from _blocks(plan, key_of, dtype, slot.tensor, vocabulary_size)
         return
     entry = KeyEntry(dtype=dtype, shape=(), kind=slot.kind, family=_family(plan))
     for piece in plan.pieces:
         if piece.is_origin:  # exactly one shard, which has state
-            yield Holding(key_of(piece.suffix), entry, None, slot.tensor, plan)
+            yield Holding(key_of(piece.component), entry, piece, slot.tensor, plan)
 
 
-def _blocks(plan: ParameterPlan, key_of: Callable[[str], str], dtype: str, flat: torch.Tensor) -> Iterator[Holding]:
-    entries = {component.suffix: _entry(plan, component, dtype) for component in plan.components}
+def _blocks(
+    plan: ParameterPlan,
+    key_of: Callable[[Component], str],
+    dtype: str,
+    flat: torch.Tensor,
+    vocabulary_size: int | None,
+) -> Iterator[Holding]:
+    tokens = vocabulary_size if plan.layout.is_vocabulary else None
+    entries = {
+        component: KeyEntry(
+            dtype=dtype,
+            shape=component.global_shape,
+            family=_family(plan),
+            component=component.suffix.lstrip("._") or component.module,
+            unpadded_rows=tokens if tokens and tokens <= component.global_shape[0] else None,
+        )
+        for component in plan.components
+    }
     for piece in plan.pieces:
-        yield Holding(key_of(piece.suffix), entries[piece.suffix], piece, flat, plan)
-
-
-def _entry(plan: ParameterPlan, component: Component, dtype: str) -> KeyEntry:
-    return KeyEntry(
-        dtype=dtype, shape=component.global_shape, family=_family(plan), component=component.suffix.lstrip("._")
-    )
+        yield Holding(key_of(piece.component), entries[piece.component], piece, flat, plan)
 
 
 def _family(plan: ParameterPlan) -> str | None:

@@ -12,6 +12,8 @@ import torch
 from mbridge_fsdp_ckpt import consensus
 from mbridge_fsdp_ckpt.agreement import Agreement
 from mbridge_fsdp_ckpt.errors import ConfigurationError, KeyMismatchError
+from mbridge_fsdp_ckpt.extra_state import Restoration
+from mbridge_fsdp_ckpt.families import default_registry
 from mbridge_fsdp_ckpt.geometry import PRIME
 from mbridge_fsdp_ckpt.inventory import KeyFilter, OptimizerPart, Planned, optimizer_parts, plan_model
 from mbridge_fsdp_ckpt.matching import (
@@ -24,7 +26,8 @@ from mbridge_fsdp_ckpt.matching import (
     listed,
     slots_by_name,
 )
-from mbridge_fsdp_ckpt.plan import ParameterPlan
+from mbridge_fsdp_ckpt.plan import Component, ParameterPlan
+from mbridge_fsdp_ckpt.quantization import restorations
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.commit import recover
 from mbridge_fsdp_ckpt.storage.manifest import KeyEntry
@@ -46,6 +49,7 @@ class Opened:
     hyperparameters: dict[str, dict[str, Any]]
     slots: dict[str, dict[str, KeyEntry]]
     include: KeyFilter | None
+    scaling: list[Restoration] = field(default_factory=list)
     asked: set[str] = field(default_factory=set)
     skipped: list[str] = field(default_factory=list)
 
@@ -73,6 +77,7 @@ def prepare(
     planned = [p for p in everything if include is None or include(p.plan.layout.key)]
     parts = optimizer_parts(optimizer, everything) if optimizer is not None else []
     opened = Opened(source, model, planned, parts, with_state and bool(parts), {}, {}, {}, include)
+    _check_families(source, settings)
     match = Match(source, settings)
     for item in planned:
         match.weights(item)
@@ -85,6 +90,7 @@ def prepare(
         opened.hyperparameters = source.hyperparameters(plan.layout.optimizer_name for plan in plans)
         _check_groups(opened)
     match.finish()
+    opened.scaling = restorations(model, source.ranks())
     opened.asked, opened.skipped = match.asked, match.skipped
     opened.chunks = source.chunks(sorted(match.needed))
     check_coverage(match.needed, opened.chunks)
@@ -92,6 +98,15 @@ def prepare(
         source.read(chunk)
         agreement.beat()
     return opened
+
+
+def _check_families(source: CheckpointSource, settings: Settings) -> None:
+    split = {
+        entry.family: key
+        for key, entry in source.keys.items()
+        if entry.family is not None and not settings.may_be_unexpected(key)
+    }
+    default_registry().check_installed(split)
 
 
 def _check_groups(opened: Opened) -> None:
@@ -129,18 +144,18 @@ def _declared(opened: Opened) -> set[str]:
     """Keys whose first element this rank holds: over all ranks, each key once a replica."""
     origin = set()
     for item in opened.planned:
-        origin |= {item.plan.model_key(suffix) for suffix in _origins(item.plan)}
+        origin |= {item.plan.model_key(component) for component in _origins(item.plan)}
     if opened.with_state:
         for part in opened.parts:
             for _, plan in part.parameters():
-                for suffix in _origins(plan):
-                    slots = opened.slots.get(f"{plan.layout.optimizer_name}{suffix}", {})
-                    origin |= {plan.slot_key(suffix, slot) for slot in slots}
+                for component in _origins(plan):
+                    slots = opened.slots.get(plan.state_name(component), {})
+                    origin |= {plan.slot_key(component, slot) for slot in slots}
     return origin & opened.asked
 
 
-def _origins(plan: ParameterPlan) -> list[str]:
-    return [piece.suffix for piece in plan.pieces if piece.is_origin and plan.writes]
+def _origins(plan: ParameterPlan) -> list[Component]:
+    return [piece.component for piece in plan.pieces if piece.is_origin and piece.writes]
 
 
 def _key_sketch(keys: Iterable[str]) -> list[int]:

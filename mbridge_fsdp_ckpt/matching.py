@@ -9,9 +9,9 @@ from collections.abc import Iterable
 import torch
 
 from mbridge_fsdp_ckpt.errors import KeyMismatchError, ManifestError
-from mbridge_fsdp_ckpt.geometry import Box, Shape, uncovered
+from mbridge_fsdp_ckpt.geometry import Box, Shape, uncovered, whole
 from mbridge_fsdp_ckpt.inventory import Planned
-from mbridge_fsdp_ckpt.plan import ParameterPlan
+from mbridge_fsdp_ckpt.plan import Component, ParameterPlan
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.manifest import KeyEntry
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource, StoredChunk
@@ -35,13 +35,13 @@ class Match:
     def weights(self, item: Planned) -> None:
         """The weight's components."""
         for component in item.plan.components:
-            key = item.plan.model_key(component.suffix)
-            self._key(key, component.global_shape, item.tensor.dtype, "sharded", item.plan, component.suffix)
+            key = item.plan.model_key(component)
+            self._key(key, component.global_shape, item.tensor.dtype, "sharded", item.plan, component)
 
     def slots(self, plan: ParameterPlan, slots: dict[str, dict[str, KeyEntry]]) -> None:
         """All slots that the checkpoint has of a parameter; every component must have the same."""
         name = plan.layout.optimizer_name
-        found = [slots.get(f"{name}{component.suffix}", {}) for component in plan.components]
+        found = [slots.get(plan.state_name(component), {}) for component in plan.components]
         kinds = {slot: entry for component in found for slot, entry in component.items()}
         if not kinds and plan.pieces and name not in self._source.stateless:
             self._absent(f"{STATE_PREFIX}{name}.*")
@@ -49,27 +49,50 @@ class Match:
             for component in plan.components:
                 shape = component.global_shape if entry.kind == "sharded" else ()
                 dtype = dtype_from_name(entry.dtype)
-                self._key(plan.slot_key(component.suffix, slot), shape, dtype, entry.kind, plan, component.suffix)
+                self._key(plan.slot_key(component, slot), shape, dtype, entry.kind, plan, component)
 
     def section(self, name: str) -> None:
         """A whole section that must be there."""
         if name not in self._source.sections:
             self._absent(f"{name}.*")
 
-    def _key(self, key: str, shape: Shape, dtype: torch.dtype, kind: str, plan: ParameterPlan, suffix: str) -> None:
+    def _key(
+        self, key: str, shape: Shape, dtype: torch.dtype, kind: str, plan: ParameterPlan, component: Component
+    ) -> None:
         entry = self._source.keys.get(key)
         if entry is None:
             self._absent(key)
             return
         self.asked.add(key)
-        if entry.shape != shape:
-            self._unlike.append(f"{key}: shape {list(entry.shape)} in the checkpoint, {list(shape)} here")
+        if entry.shape != shape and not self._is_padding(entry, shape, plan):
+            self._unlike.append(self._unlike_shape(key, entry, shape, plan))
         elif not fits(dtype_from_name(entry.dtype), dtype):
             self._unlike.append(f"{key}: {entry.dtype} in the checkpoint, {dtype} here")
         elif kind != "sharded":
             self.needed[key].append(Box((), ()))
         else:
-            self.needed[key].extend(piece.box for piece in plan.pieces if piece.suffix == suffix)
+            saved = whole(entry.shape)
+            boxes = (piece.box.intersect(saved) for piece in plan.pieces if piece.component == component)
+            self.needed[key].extend(box for box in boxes if box is not None)
+
+    def _is_padding(self, entry: KeyEntry, shape: Shape, plan: ParameterPlan) -> bool:
+        """Whether two shapes differ in padding rows of the vocabulary alone."""
+        tokens = self._settings.vocabulary_size
+        return (
+            plan.layout.is_vocabulary
+            and tokens is not None
+            and entry.unpadded_rows in (None, tokens)
+            and entry.shape[1:] == shape[1:]
+            and len(entry.shape) == len(shape)
+            and min(entry.shape[0], shape[0]) >= tokens
+        )
+
+    def _unlike_shape(self, key: str, entry: KeyEntry, shape: Shape, plan: ParameterPlan) -> str:
+        text = f"{key}: shape {list(entry.shape)} in the checkpoint, {list(shape)} here"
+        if not plan.layout.is_vocabulary:
+            return text
+        saved, here = entry.unpadded_rows, self._settings.vocabulary_size
+        return f"{text} (tokens without padding: {saved or 'unknown'} there, {here or 'unknown'} in vocabulary_size)"
 
     def _absent(self, key: str) -> None:
         (self.skipped if self._settings.may_be_missing(key) else self._missing).append(key)

@@ -15,78 +15,18 @@ This is the one file that reads Megatron-FSDP's attributes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from mbridge_fsdp_ckpt.errors import ConfigurationError, LayoutError
-from mbridge_fsdp_ckpt.families.experts import global_expert_name, is_expert_name
-from mbridge_fsdp_ckpt.families.registry import ParameterContext
-from mbridge_fsdp_ckpt.geometry import FlatRange, Shape
-
-
-@dataclass(frozen=True, slots=True)
-class Axis:
-    """This rank's place along one parallel dimension."""
-
-    index: int
-    count: int
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.index < self.count:
-            raise ValueError(f"an axis needs 0 <= index < count, got {self.index} of {self.count}")
-
-
-@dataclass(frozen=True, slots=True)
-class ParameterLayout:
-    """Where one parameter's local shard lies.
-
-    Args:
-        key: Name in the model's state dict, experts numbered globally.
-        optimizer_name: Name in the optimizer's state dict, likewise.
-        local_shape: Shape on one tensor-parallel rank.
-        tensor_parallel_dim: The dimension tensor parallelism cuts; None where all its ranks hold the same.
-        tensor_parallel: This rank's place along it.
-        flat: The shard, as a range of the flattened tensor-parallel-local parameter.
-        replica: This rank's place among those that hold the very same elements.
-
-    Raises:
-        LayoutError: The numbers contradict each other.
-    """
-
-    key: str
-    optimizer_name: str
-    local_shape: Shape
-    tensor_parallel_dim: int | None
-    tensor_parallel: Axis
-    flat: FlatRange
-    replica: Axis
-
-    def __post_init__(self) -> None:
-        if self.flat.stop > math.prod(self.local_shape):
-            raise LayoutError(
-                expected=f"a shard inside the {math.prod(self.local_shape)} elements of shape {self.local_shape}",
-                found=f"elements [{self.flat.start}, {self.flat.stop})",
-                remedy=_LAYOUT_REMEDY,
-                key=self.key,
-            )
-        if self.tensor_parallel_dim is not None and not 0 <= self.tensor_parallel_dim < len(self.local_shape):
-            raise LayoutError(
-                expected=f"a tensor-parallel dimension of shape {self.local_shape}",
-                found=f"dimension {self.tensor_parallel_dim}",
-                remedy=_LAYOUT_REMEDY,
-                key=self.key,
-            )
-
-    def global_shape_of(self, local_shape: Shape) -> Shape:
-        """Shape over all tensor-parallel ranks of a tensor cut like this parameter."""
-        if self.tensor_parallel_dim is None:
-            return local_shape
-        dim, count = self.tensor_parallel_dim, self.tensor_parallel.count
-        return (*local_shape[:dim], local_shape[dim] * count, *local_shape[dim + 1 :])
+from mbridge_fsdp_ckpt.families.declaration import ParameterContext
+from mbridge_fsdp_ckpt.families.naming import Naming, is_expert_name
+from mbridge_fsdp_ckpt.geometry import FlatRange
+from mbridge_fsdp_ckpt.layout import LAYOUT_REMEDY, Axis, ParameterLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +42,6 @@ class ModelParameter:
     def local(self) -> torch.Tensor:
         """This rank's shard, flattened; shares memory."""
         return local_shard(self.tensor).reshape(-1)
-
-
-_LAYOUT_REMEDY = (
-    "The parameter's Megatron-FSDP metadata does not describe its tensor: was it replaced or resized after wrapping?"
-)
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
@@ -138,7 +73,7 @@ def find_fsdp_module(model: Any) -> Any:
 def model_parameters(fsdp_module: Any) -> list[ModelParameter]:
     """Parameters and persistent buffers with their layouts, in the order of the model's state dict.
 
-    `_extra_state` is left out: Megatron-FSDP rebuilds it.
+    `_extra_state` is left out: it is a pickle; see `quantization`.
 
     Raises:
         LayoutError: A parameter's metadata contradicts its local shard.
@@ -146,27 +81,99 @@ def model_parameters(fsdp_module: Any) -> list[ModelParameter]:
     state = fsdp_module.state_dict(keep_vars=True)  # a hook puts the distributed parameters in place
     names = {id(parameter): name for name, parameter in fsdp_module.named_parameters()}
     modules = dict(fsdp_module.named_modules())
-    first_expert = _first_expert(fsdp_module)
+    naming, root = naming_of(fsdp_module), _root(state, names)
     parameters = []
     for state_name, tensor in state.items():
         if state_name.endswith("_extra_state") or not isinstance(tensor, torch.Tensor):
             continue
-        key = global_expert_name(state_name, first_expert)
+        key, is_copy = naming.on_disk(state_name, root), naming.is_copy(state_name, root)
         if not isinstance(tensor, torch.nn.Parameter):
-            parameters.append(ModelParameter(_buffer_layout(tensor, key, fsdp_module), None, tensor))
+            parameters.append(ModelParameter(_buffer_layout(tensor, key, fsdp_module, naming.stages), None, tensor))
             continue
         name = names[id(tensor)]
-        layout = _layout(tensor, key, global_expert_name(f"module.{name}", first_expert), is_expert_name(name))
+        context = _context(name, modules, tensor)
+        layout = replace(
+            _layout(tensor, key, f"module.{naming.on_disk(name)}", is_expert_name(name)),
+            is_copy=is_copy,
+            is_vocabulary=_is_vocabulary(context),
+        )
         _check_against_tensor(layout, tensor)
-        context = ParameterContext(name, tuple(_ancestors(name, modules)), layout.local_shape)
         parameters.append(ModelParameter(layout, context, tensor))
+    _check_names(parameters)
     return parameters
 
 
-def _buffer_layout(tensor: torch.Tensor, key: str, fsdp_module: Any) -> ParameterLayout:
-    """A buffer is whole on every rank that has it: all ranks, or those of its expert mesh."""
+def naming_of(module: Any) -> Naming:
+    """Names on disk of what a model holds on this rank."""
+    from megatron.core import parallel_state
+
+    modules = dict(module.named_modules())
+    if not parallel_state.model_parallel_is_initialized():
+        return Naming(modules)
+    return Naming(
+        modules,
+        parallel_state.get_expert_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+    )
+
+
+def _root(state: dict[str, Any], names: dict[int, str]) -> str:
+    """The module from which names in the state dict start: Megatron's precision wrapper hides itself there."""
+    for state_name, tensor in state.items():
+        name = names.get(id(tensor), "")
+        if name.endswith(f".{state_name}"):
+            return name.removesuffix(f".{state_name}")
+    return ""
+
+
+def _context(name: str, modules: dict[str, Any], tensor: Any) -> ParameterContext:
+    """What a family may look at; adapters' wrapping of a layer (`to_wrap`) is not seen."""
+    path, ancestors = name, []
+    while path:
+        path = path.rpartition(".")[0]
+        if path.endswith(".to_wrap"):
+            ancestors.append((path.removesuffix(".to_wrap"), modules[path]))
+            path = path.removesuffix(".to_wrap")
+        else:
+            ancestors.append((path, modules[path]))
+    leaf = name.rpartition(".")[2]
+    seen = ".".join(filter(None, (ancestors[0][0], leaf)))
+    return ParameterContext(seen, tuple(ancestors), tuple(tensor.orig_param.shape), _fused(tensor))
+
+
+def _fused(tensor: Any) -> str:
+    """How Megatron-Core marks a parameter of several components (`partition_stride`, `partition_sizes`)."""
+    parameter = tensor.orig_param
+    stride, sizes = getattr(parameter, "partition_stride", 1), getattr(parameter, "partition_sizes", ())
+    if len(sizes) > 1:
+        return f"partition_sizes {list(sizes)}"
+    return f"partition_stride {stride}" if stride > 1 else ""
+
+
+def _is_vocabulary(context: ParameterContext) -> bool:
+    """Rows of tokens: Megatron-Core's `VocabParallelEmbedding`, and a language model's `output_layer`."""
+    owner = context.ancestor(0)
+    return hasattr(owner, "vocab_start_index") or context.child_name(0) == "output_layer"
+
+
+def _check_names(parameters: list[ModelParameter]) -> None:
+    seen: set[str] = set()
+    for parameter in parameters:
+        key = parameter.layout.key
+        if key in seen:
+            raise LayoutError(
+                expected="one parameter for each name on disk",
+                found="two",
+                remedy="Do two layers have the same layer_number?",
+                key=key,
+            )
+        seen.add(key)
+
+
+def _buffer_layout(tensor: torch.Tensor, key: str, fsdp_module: Any, stages: int) -> ParameterLayout:
+    """A buffer is whole on every rank that has it: all ranks of a stage, or those of its expert mesh."""
     mesh = fsdp_module.get_distributed_index().get_root_mesh(is_expert_parallel=is_expert_name(key))
-    if is_expert_name(key):
+    if is_expert_name(key) or stages > 1:
         replica = _combine([Axis(i, n) for i, n in zip(mesh.get_coordinate(), mesh.mesh.shape, strict=True)])
     else:
         replica = Axis(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Axis(0, 1)
@@ -195,7 +202,7 @@ def _flat_range(shard: slice, key: str) -> FlatRange:
         return FlatRange(shard.start, shard.stop)
     except ValueError as error:
         raise LayoutError(
-            expected="a flat slice of the parameter", found=str(error), remedy=_LAYOUT_REMEDY, key=key
+            expected="a flat slice of the parameter", found=str(error), remedy=LAYOUT_REMEDY, key=key
         ) from error
 
 
@@ -208,10 +215,7 @@ def _axis(index: Any, dim_name: str | None, is_expert: bool) -> Axis:
 
 
 def _combine(axes: list[Axis]) -> Axis:
-    index, count = 0, 1
-    for axis in axes:
-        index, count = index * axis.count + axis.index, count * axis.count
-    return Axis(index, count)
+    return reduce(Axis.within, axes, Axis(0, 1))
 
 
 def _tensor_parallel_dim(tensor: Any) -> int | None:
@@ -231,7 +235,7 @@ def _check_against_tensor(layout: ParameterLayout, tensor: Any) -> None:
         raise LayoutError(
             expected=f"{len(layout.flat)} local elements, [{layout.flat.start}, {layout.flat.stop}) of one TP rank",
             found=f"a local tensor of shape {tuple(local.shape)}",
-            remedy=_LAYOUT_REMEDY,
+            remedy=LAYOUT_REMEDY,
             key=layout.key,
         )
     expected = layout.global_shape_of(layout.local_shape)
@@ -239,25 +243,6 @@ def _check_against_tensor(layout: ParameterLayout, tensor: Any) -> None:
         raise LayoutError(
             expected=f"global shape {expected}: {layout.local_shape} over {layout.tensor_parallel.count} TP ranks",
             found=f"{tuple(tensor.shape)}",
-            remedy=_LAYOUT_REMEDY,
+            remedy=LAYOUT_REMEDY,
             key=layout.key,
         )
-
-
-def _ancestors(name: str, modules: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    path = name
-    while path:
-        path = path.rpartition(".")[0]
-        yield path, modules[path]
-
-
-def _first_expert(fsdp_module: Any) -> int:
-    """Number of this rank's first expert (megatron-core `get_ep_layer_offset`)."""
-    from megatron.core import parallel_state
-
-    experts = getattr(getattr(fsdp_module, "config", None), "num_moe_experts", None)
-    if not experts:
-        return 0
-    ranks = parallel_state.get_expert_model_parallel_world_size()
-    first: int = parallel_state.get_expert_model_parallel_rank() * (experts // ranks)
-    return first

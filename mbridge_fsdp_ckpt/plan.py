@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from mbridge_fsdp_ckpt.families.registry import Claim
-from mbridge_fsdp_ckpt.geometry import Box, FlatRange, Shape, boxes_of
-from mbridge_fsdp_ckpt.parameters import ParameterLayout
+from mbridge_fsdp_ckpt.families.declaration import Claim, Segment
+from mbridge_fsdp_ckpt.geometry import Box, FlatRange, Shape, boxes_of, whole
+from mbridge_fsdp_ckpt.layout import Axis, ParameterLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +31,19 @@ class Component:
     Args:
         suffix: What its keys on disk end with; empty for a parameter that is not fused.
         global_shape: Shape over all ranks.
+        module: What its keys call the module that owns the parameter; empty where they call it by its name.
     """
 
     suffix: str
     global_shape: Shape
+    module: str = ""
+
+    def name_of(self, parameter: str) -> str:
+        """The parameter's name, changed to this component's."""
+        if not self.module:
+            return f"{parameter}{self.suffix}"
+        *path, _, leaf = parameter.split(".")
+        return ".".join((*path, self.module, leaf)) + self.suffix
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +51,32 @@ class Piece:
     """A block of a component that this rank holds.
 
     Args:
-        suffix: The component.
+        component: The component.
         box: The block, in the global component.
-        source: The same elements in this rank's flattened shard.
+        source: The part of this rank's flattened shard that it lies in.
+        outer: Shape of that part.
+        inner: The block, in that part.
+        replica: This rank's place among those that hold the very same block.
+        writes: Whether this rank is the one of them that writes it.
     """
 
-    suffix: str
+    component: Component
     box: Box
     source: FlatRange
+    outer: Shape
+    inner: Box
+    replica: Axis
+    writes: bool
 
     @property
     def is_origin(self) -> bool:
         """Whether it holds the component's first element: exactly one writer's piece does."""
         return self.box.volume > 0 and not any(self.box.offset)
+
+    def block(self, shard: Any) -> Any:
+        """The block as a view of the flattened shard, an array or tensor; shaped as the box."""
+        outer = shard[self.source.start : self.source.stop].reshape(self.outer)
+        return outer[self.inner.slices_in(whole(self.outer))] if self.outer else outer
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,22 +88,24 @@ class ParameterPlan:
         claim: The family that split it, if any.
         components: All components, whether this rank holds some of them or not.
         pieces: What this rank holds, in source order.
-        writes: Whether this rank is the one that writes them; its replicas don't.
     """
 
     layout: ParameterLayout
     claim: Claim | None
     components: tuple[Component, ...]
     pieces: tuple[Piece, ...]
-    writes: bool
 
-    def model_key(self, suffix: str) -> str:
+    def model_key(self, component: Component) -> str:
         """Key on disk of the weight."""
-        return f"model.{self.layout.key}{suffix}"
+        return f"model.{component.name_of(self.layout.key)}"
 
-    def slot_key(self, suffix: str, slot: str) -> str:
+    def slot_key(self, component: Component, slot: str) -> str:
         """Key on disk of an optimizer slot, as stock `fsdp_dtensor` names it."""
-        return f"optimizer.state.{self.layout.optimizer_name}{suffix}.{slot}"
+        return f"optimizer.state.{self.state_name(component)}.{slot}"
+
+    def state_name(self, component: Component) -> str:
+        """Name in the optimizer's state."""
+        return component.name_of(self.layout.optimizer_name)
 
 
 def plan_parameter(layout: ParameterLayout, claim: Claim | None) -> ParameterPlan:
@@ -88,69 +113,102 @@ def plan_parameter(layout: ParameterLayout, claim: Claim | None) -> ParameterPla
 
     Args:
         layout: Its layout on this rank.
-        claim: How a family splits dimension 0, on one tensor-parallel rank; None keeps it whole.
+        claim: How a family splits one dimension, on one tensor-parallel rank; None keeps it whole.
     """
-    rows_of = _rows_by_suffix(layout, claim)
-    components = tuple(
-        Component(suffix, layout.global_shape_of(_with_rows(layout.local_shape, rows)))
-        for suffix, rows in rows_of.items()
-    )
-    pieces = tuple(_pieces(layout, claim, rows_of))
-    return ParameterPlan(layout, claim, components, pieces, layout.replica.index == owner(layout))
+    strands = tuple(_strands(layout, claim))
+    components = dict.fromkeys(strand.component for strand in strands)
+    return ParameterPlan(layout, claim, tuple(components), tuple(_pieces(layout, strands)))
 
 
-def owner(layout: ParameterLayout) -> int:
-    """Which replica writes a parameter: spread over them by the key's hash, so that no rank writes last and most."""
-    return zlib.crc32(layout.key.encode()) % layout.replica.count
+def owner(key: str, replicas: int) -> int:
+    """Which replica writes a tensor: spread over them by the key's hash, so that no rank writes last and most."""
+    return zlib.crc32(key.encode()) % replicas
 
 
-def _rows_by_suffix(layout: ParameterLayout, claim: Claim | None) -> dict[str, int]:
+@dataclass(frozen=True, slots=True)
+class _Strand:
+    """A segment with its place: `source` in the parameter and `target` in the component, of one TP rank."""
+
+    component: Component
+    source: Box
+    target: Box
+    shape: Shape
+    replicated: bool
+
+
+def _strands(layout: ParameterLayout, claim: Claim | None) -> Iterator[_Strand]:
+    shape = layout.local_shape
     if claim is None:
-        return {"": layout.local_shape[0] if layout.local_shape else 1}
-    rows: dict[str, int] = {}
-    for segment in claim.segments:
-        rows[segment.suffix] = rows.get(segment.suffix, 0) + segment.rows
-    return rows
-
-
-def _with_rows(shape: Shape, rows: int) -> Shape:
-    return (rows, *shape[1:]) if shape else shape
-
-
-def _pieces(layout: ParameterLayout, claim: Claim | None, rows_of: dict[str, int]) -> Iterator[Piece]:
-    for suffix, source, component in _segments(layout, claim):
-        common = layout.flat.intersect(source)
-        if common is None:
-            continue
-        inside = common.shift(component - source.start)  # in the TP-local component
-        local_shape = _with_rows(layout.local_shape, rows_of[suffix])
-        for box, part in boxes_of(inside, local_shape):
-            held = part.shift(source.start - component - layout.flat.start)
-            yield Piece(suffix, _to_global(box, local_shape, layout), held)
-
-
-def _segments(layout: ParameterLayout, claim: Claim | None) -> Iterator[tuple[str, FlatRange, int]]:
-    """Suffix, flat range in the fused parameter, flat start in the component; all on one tensor-parallel rank."""
-    if claim is None:
-        yield "", FlatRange(0, math.prod(layout.local_shape)), 0
+        yield _Strand(Component("", layout.global_shape_of(shape)), whole(shape), whole(shape), shape, False)
         return
-    row = math.prod(layout.local_shape[1:])
-    start, filled = 0, dict.fromkeys((segment.suffix for segment in claim.segments), 0)
+    dim = claim.segments[0].dimension
+    rows: dict[tuple[str, str], int] = {}
     for segment in claim.segments:
-        stop = start + segment.rows * row
-        yield segment.suffix, FlatRange(start, stop), filled[segment.suffix]
-        filled[segment.suffix] += segment.rows * row
-        start = stop
+        rows[_identity(segment)] = rows.get(_identity(segment), 0) + segment.rows
+    filled, start = dict.fromkeys(rows, 0), 0
+    for segment in claim.segments:
+        local = _with_size(shape, dim, rows[_identity(segment)])
+        global_shape = local if segment.replicated else layout.global_shape_of(local)
+        component = Component(segment.suffix, global_shape, segment.module)
+        size = _with_size(shape, dim, segment.rows)
+        source, target = _at(shape, dim, start), _at(shape, dim, filled[_identity(segment)])
+        yield _Strand(component, Box(source, size), Box(target, size), local, segment.replicated)
+        start += segment.rows
+        filled[_identity(segment)] += segment.rows
 
 
-def _to_global(box: Box, local_shape: Shape, layout: ParameterLayout) -> Box:
+def _identity(segment: Segment) -> tuple[str, str]:
+    return segment.module, segment.suffix
+
+
+def _with_size(shape: Shape, dim: int, size: int) -> Shape:
+    return (*shape[:dim], size, *shape[dim + 1 :])
+
+
+def _at(shape: Shape, dim: int, offset: int) -> Shape:
+    return _with_size((0,) * len(shape), dim, offset)
+
+
+def _pieces(layout: ParameterLayout, strands: tuple[_Strand, ...]) -> Iterator[Piece]:
+    for outer, part in boxes_of(layout.flat, layout.local_shape):
+        held = part.shift(-layout.flat.start)
+        for strand in strands:
+            common = outer.intersect(strand.source)
+            if common is None:
+                continue
+            source, shape, inner = _place(common, outer, held)
+            replica = _replica(layout, strand)
+            name = strand.component.name_of(layout.key)
+            writes = not layout.is_copy and replica.index == owner(name, replica.count)
+            box = _to_global(_moved(common, strand), strand, layout)
+            yield Piece(strand.component, box, source, shape, inner, replica, writes)
+
+
+def _place(common: Box, outer: Box, held: FlatRange) -> tuple[FlatRange, Shape, Box]:
+    """Where a block of `outer`, held in a flat range, lies: part of the range, its shape, the block in it."""
+    inner = Box(tuple(a - b for a, b in zip(common.offset, outer.offset, strict=True)), common.size)
+    if common.size[1:] != outer.size[1:]:
+        return held, outer.size, inner
+    first = held.start + (inner.offset[0] * math.prod(common.size[1:]) if common.size else 0)
+    return FlatRange(first, first + common.volume), common.size, whole(common.size)
+
+
+def _moved(box: Box, strand: _Strand) -> Box:
+    """A block of the parameter, in the component."""
+    places = zip(box.offset, strand.source.offset, strand.target.offset, strict=True)
+    return Box(tuple(offset - source + target for offset, source, target in places), box.size)
+
+
+def _to_global(box: Box, strand: _Strand, layout: ParameterLayout) -> Box:
     dim = layout.tensor_parallel_dim
-    if dim is None:
+    if dim is None or strand.replicated:
         return box
-    shifted = box.offset[dim] + layout.tensor_parallel.index * local_shape[dim]
+    shifted = box.offset[dim] + layout.tensor_parallel.index * strand.shape[dim]
     return Box((*box.offset[:dim], shifted, *box.offset[dim + 1 :]), box.size)
 
 
-def volume(plans: Iterable[ParameterPlan]) -> int:
-    """Elements this rank writes for one tensor a parameter."""
-    return sum(piece.box.volume for plan in plans if plan.writes for piece in plan.pieces)
+def _replica(layout: ParameterLayout, strand: _Strand) -> Axis:
+    """Replicas of the parameter; for rows that every tensor-parallel rank has, those ranks too."""
+    if layout.tensor_parallel_dim is None or not strand.replicated:
+        return layout.replica
+    return layout.replica.within(layout.tensor_parallel)

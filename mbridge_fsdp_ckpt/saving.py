@@ -22,6 +22,7 @@ from mbridge_fsdp_ckpt.inventory import (
     optimizer_parts,
     plan_model,
 )
+from mbridge_fsdp_ckpt.quantization import own_states
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage import commit
 from mbridge_fsdp_ckpt.storage.checksums import file_checksum
@@ -58,7 +59,13 @@ class Prepared:
     strategy: str
 
 
-def prepare(model: Any, optimizer: Any, include: KeyFilter | None, rank_values: Mapping[str, Any] | None) -> Prepared:
+def prepare(
+    model: Any,
+    optimizer: Any,
+    include: KeyFilter | None,
+    rank_values: Mapping[str, Any] | None,
+    vocabulary_size: int | None = None,
+) -> Prepared:
     """Plan this rank's part.  No communication, no copies.
 
     Raises:
@@ -66,14 +73,15 @@ def prepare(model: Any, optimizer: Any, include: KeyFilter | None, rank_values: 
     """
     require("torch", "megatron-core")
     planned = plan_model(model)
-    holdings = list(model_holdings(planned, include))
+    holdings = list(model_holdings(planned, include, vocabulary_size))
     parts = optimizer_parts(optimizer, planned) if optimizer is not None else []
-    slots, stateless = optimizer_holdings(parts)
+    slots, stateless = optimizer_holdings(parts, vocabulary_size)
     header = {
         "coordinates": coordinates(),
         "parameter_groups": [_encode_group(*group) for part in parts for group in part.group_names()],
         "stateless": stateless,
         "values": encode(dict(rank_values or {}), "rank_values"),
+        "extra_state": encode(own_states(model), "extra_state"),
     }
     return Prepared(holdings + slots, header, ("model", "optimizer") if parts else ("model",), sharding_strategy(model))
 
@@ -103,13 +111,13 @@ def write(prepared: Prepared, staging: Path, agreement: Agreement) -> dict[str, 
         OSError: The file system refused.
     """
     rank, chunks, files, keys = agreement.rank, [], [], {}
-    own = [holding for holding in prepared.holdings if holding.plan.writes]
+    own = [holding for holding in prepared.holdings if holding.piece.writes]
     if own:
         writer = PayloadWriter(staging / f"__{rank}_0.distcp")
         try:
             for holding in own:
                 chunks.append(writer.add(holding.key, holding.elements(), holding.box))
-                if holding.is_origin:
+                if holding.piece.is_origin:
                     keys[holding.key] = holding.entry
                 agreement.beat()
             files.append(writer.close())

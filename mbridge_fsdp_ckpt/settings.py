@@ -23,6 +23,8 @@ class Settings:
             up to 512 ranks.  This package reads neither.
         allow_missing: Patterns (`fnmatch`) of keys that a load may not find.
         allow_unexpected: Patterns of keys in the checkpoint that a load may leave unread.
+        vocabulary_size: Rows of embeddings and output layer that are tokens; the others are padding, and a checkpoint
+            with other padding loads.  Bridge's plug-in takes it from the model's configuration.
 
     Raises:
         ConfigurationError: An unknown choice.
@@ -32,6 +34,7 @@ class Settings:
     dcp_metadata: Literal["auto", "always", "never"] = "auto"
     allow_missing: tuple[str, ...] = ()
     allow_unexpected: tuple[str, ...] = ()
+    vocabulary_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.dcp_metadata not in DCP_METADATA_CHOICES:

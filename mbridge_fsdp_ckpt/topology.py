@@ -6,6 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mbridge_fsdp_ckpt.layout import Axis
 from mbridge_fsdp_ckpt.parameters import find_fsdp_module
 
 
@@ -38,6 +39,22 @@ def coordinates() -> dict[str, int]:
             "data": state.get_data_parallel_rank(),
         }
     return place
+
+
+def replicas(*, expert: bool) -> Axis:
+    """This rank's place among those that hold the same module, up to tensor-parallel shards of its weights."""
+    state = _parallel_state()
+    if state is None:
+        return Axis(0, 1)
+    if expert:
+        return Axis(state.get_expert_data_parallel_rank(), state.get_expert_data_parallel_world_size()).within(
+            Axis(state.get_expert_tensor_parallel_rank(), state.get_expert_tensor_parallel_world_size())
+        )
+    data = Axis(
+        state.get_data_parallel_rank(with_context_parallel=True),
+        state.get_data_parallel_world_size(with_context_parallel=True),
+    )
+    return data.within(Axis(state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size()))
 
 
 def sharding_strategy(model: Any) -> str:

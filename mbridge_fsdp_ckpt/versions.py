@@ -9,7 +9,12 @@ from packaging.version import Version
 
 from mbridge_fsdp_ckpt.errors import UnsupportedVersionError
 
-SUPPORTED = {"torch": ">=2.13,<2.14", "megatron-core": ">=0.19,<0.20", "megatron-bridge": ">=0.6,<0.7"}
+SUPPORTED = {
+    "torch": ">=2.13,<2.14",
+    "megatron-core": ">=0.19,<0.20",
+    "megatron-bridge": ">=0.6,<0.7",
+    "transformer-engine": ">=2.20,<2.21",
+}
 
 
 def require(*packages: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mbridge_fsdp_ckpt.families.registry import ParameterContext, Segment
+from mbridge_fsdp_ckpt.families.declaration import ParameterContext, Segment
 
 
 class GatedDeltaNetFamily:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from mbridge_fsdp_ckpt.errors import FamilyError
-from mbridge_fsdp_ckpt.families.registry import ParameterContext, Segment
+from mbridge_fsdp_ckpt.families.declaration import ParameterContext, Segment
 
 _FC1_LEAF = re.compile(r"(weight|bias)\d*")
 

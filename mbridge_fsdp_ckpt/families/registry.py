@@ -1,88 +1,17 @@
-"""Families declare, the planner executes.
-
-A fused parameter is several logical tensors (components) stacked along dimension 0.  Tensor parallelism cuts each
-component for itself, so that a checkpoint can only be loaded at another tensor-parallel size if the components
-stand apart on disk.  A family says which components a parameter holds, in which order and with how many rows:
-
-    SwiGLU linear_fc1.weight on one of two TP ranks        on disk
-        rows 0..47    gate   (half of it)                      linear_fc1.weight_w  (96 rows)
-        rows 48..95   up     (half of it)                      linear_fc1.weight_v  (96 rows)
-
-A suffix may recur (interleaved layouts): its rows then follow one another in the component.
-"""
+"""The families of this process: which of them claims a parameter."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from functools import cache
-from importlib.metadata import entry_points
-from typing import Any, Protocol, runtime_checkable
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
 from mbridge_fsdp_ckpt.errors import CheckpointError, FamilyError
+from mbridge_fsdp_ckpt.families.declaration import Claim, Family, ParameterContext, Segment
+from mbridge_fsdp_ckpt.families.lora import base_of
 
 ENTRY_POINT_GROUP = "mbridge_fsdp_ckpt.families"
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Consecutive rows of a fused parameter.
-
-    Args:
-        suffix: Appended to the parameter's key on disk; it names the component.
-        rows: Rows of dimension 0 on this tensor-parallel rank.
-    """
-
-    suffix: str
-    rows: int
-
-
-@dataclass(frozen=True, slots=True)
-class ParameterContext:
-    """What a family may look at.
-
-    Args:
-        name: Dotted parameter name inside the model.
-        ancestors: (dotted path, module) from the module that owns the parameter up to the root.
-        local_shape: Shape on one tensor-parallel rank, before data-parallel sharding.
-    """
-
-    name: str
-    ancestors: tuple[tuple[str, Any], ...]
-    local_shape: tuple[int, ...]
-
-    @property
-    def leaf(self) -> str:
-        """The parameter's own name: weight, bias, weight3."""
-        return self.name.rpartition(".")[2]
-
-    def ancestor(self, level: int) -> Any | None:
-        """The owner (0), its parent (1), ...; None above the root."""
-        return self.ancestors[level][1] if level < len(self.ancestors) else None
-
-    def child_name(self, level: int) -> str:
-        """The attribute under which `ancestor(level)` hangs in its parent."""
-        return self.ancestors[level][0].rpartition(".")[2] if level < len(self.ancestors) else ""
-
-
-@runtime_checkable
-class Family(Protocol):
-    """One model family's knowledge of its fused parameters."""
-
-    name: str
-    version: int
-
-    def segments(self, parameter: ParameterContext) -> tuple[Segment, ...] | None:
-        """The parameter's segments along dimension 0, in order; None where it is not this family's."""
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """A family's answer for one parameter, checked."""
-
-    family: str
-    version: int
-    segments: tuple[Segment, ...]
 
 
 class FamilyRegistry:
@@ -126,16 +55,18 @@ class FamilyRegistry:
     def claim(self, parameter: ParameterContext) -> Claim | None:
         """The one family's claim on a parameter, or None where it is not fused.
 
+        The output projection of a low-rank adapter is fused as the layer it adapts (`lora.base_of`).
+
         Raises:
-            FamilyError: Two families claim it, a family raised, or its rows don't add up.
+            FamilyError: Two families claim it, a family raised, its rows don't add up, or the framework marks it as
+                fused and none claims it.
         """
+        asked = base_of(parameter) or parameter
         claims = [
             Claim(family.name, family.version, segments)
             for family in self._families.values()
-            if (segments := _ask(family, parameter)) is not None
+            if (segments := _ask(family, asked)) is not None
         ]
-        if not claims:
-            return None
         if len(claims) > 1:
             raise FamilyError(
                 expected="at most one family for a parameter",
@@ -143,8 +74,40 @@ class FamilyRegistry:
                 remedy="Unregister one of them.",
                 key=parameter.name,
             )
-        _check(claims[0], parameter)
-        return claims[0]
+        if claims:
+            _check(claims[0], parameter)
+        elif parameter.fused:
+            raise FamilyError(
+                expected="a family that says how this fused parameter splits",
+                found=f"{parameter.fused}, shape {parameter.local_shape} (one TP rank); none of "
+                f"{', '.join(self.names)} claims it",
+                remedy="Add a family (docs/families.md): stored whole, it would load wrongly at another "
+                "tensor-parallel size.",
+                key=parameter.name,
+            )
+        return claims[0] if claims else None
+
+    def check_installed(self, families: Mapping[str, str]) -> None:
+        """Whether the families that split a checkpoint's keys are installed here.
+
+        Args:
+            families: `name/version` as recorded, with one key of each.
+
+        Raises:
+            FamilyError: One is not, or in another version.
+        """
+        for recorded, key in families.items():
+            name, _, version = recorded.rpartition("/")
+            installed = self._families.get(name)
+            if installed is not None and str(installed.version) == version:
+                continue
+            found = "no such family" if installed is None else f"version {installed.version} of {_origin(installed)}"
+            raise FamilyError(
+                expected=f"family {name!r}, version {version}, which split this key",
+                found=f"{found}; installed: {', '.join(self.names)}",
+                remedy="Install the package and version that saved the checkpoint, or register_family() that family.",
+                key=key,
+            )
 
 
 def _ask(family: Family, parameter: ParameterContext) -> tuple[Segment, ...] | None:
@@ -170,20 +133,32 @@ def _ask(family: Family, parameter: ParameterContext) -> tuple[Segment, ...] | N
 
 
 def _is_segment(value: Any) -> bool:
-    suffix, rows = getattr(value, "suffix", None), getattr(value, "rows", None)
-    return isinstance(value, Segment) and type(rows) is int and isinstance(suffix, str)
+    return (
+        isinstance(value, Segment)
+        and all(type(number) is int for number in (value.rows, value.dimension))
+        and all(isinstance(text, str) for text in (value.suffix, value.module))
+    )
 
 
 def _check(claim: Claim, parameter: ParameterContext) -> None:
-    rows = sum(segment.rows for segment in claim.segments)
-    if not parameter.local_shape or rows != parameter.local_shape[0] or any(s.rows <= 0 for s in claim.segments):
-        sizes = ", ".join(f"{s.suffix}={s.rows}" for s in claim.segments)
-        raise FamilyError(
-            expected=f"positive rows that add up to dimension 0 of shape {parameter.local_shape} (one TP rank)",
-            found=f"family {claim.family!r} declares {sizes}: {rows} rows",
-            remedy="Is the model's configuration supported by this family at this tensor-parallel size?",
-            key=parameter.name,
-        )
+    dimensions = {segment.dimension for segment in claim.segments}
+    dimension = min(dimensions, default=0)
+    rows, shape = sum(segment.rows for segment in claim.segments), parameter.local_shape
+    if (
+        len(dimensions) == 1
+        and 0 <= dimension < len(shape)
+        and rows == shape[dimension]
+        and all(segment.rows > 0 for segment in claim.segments)
+    ):
+        return
+    sizes = ", ".join(f"{s.module}{s.suffix}={s.rows}" for s in claim.segments)
+    raise FamilyError(
+        expected=f"positive rows that add up to one dimension of shape {shape} (one TP rank)",
+        found=f"family {claim.family!r} declares {sizes or 'nothing'} along dimension "
+        f"{' and '.join(map(str, sorted(dimensions))) or '?'}: {rows} rows",
+        remedy="Is the model's configuration supported by this family at this tensor-parallel size?",
+        key=parameter.name,
+    )
 
 
 def _origin(family: Family) -> str:
@@ -193,13 +168,24 @@ def _origin(family: Family) -> str:
 @cache
 def default_registry() -> FamilyRegistry:
     """The registry of this process: built-in families and those of installed distributions."""
-    from mbridge_fsdp_ckpt.families.gated_delta_net import GatedDeltaNetFamily
-    from mbridge_fsdp_ckpt.families.gated_linear_unit import GatedLinearUnitFamily
+    from mbridge_fsdp_ckpt.families.built_in import FAMILIES
 
-    registry = FamilyRegistry([GatedLinearUnitFamily(), GatedDeltaNetFamily()])
+    registry = FamilyRegistry(FAMILIES)
     for point in entry_points(group=ENTRY_POINT_GROUP):
-        registry.register(point.load()())
+        registry.register(_load(point))
     return registry
+
+
+def _load(point: EntryPoint) -> Family:
+    try:
+        family: Family = point.load()()
+    except Exception as error:
+        raise FamilyError(
+            expected=f"entry point {point.name!r} = {point.value!r} to give a family",
+            found=f"{type(error).__name__}: {error}",
+            remedy=f"Repair or uninstall {point.dist.name if point.dist else 'its distribution'}.",
+        ) from error
+    return family
 
 
 def register_family(family: Family) -> None:

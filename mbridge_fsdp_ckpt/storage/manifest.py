@@ -63,6 +63,7 @@ class KeyEntry(_Model):
     kind: Literal["sharded", "tensor", "int", "float", "bool"] = "sharded"
     family: str | None = None
     component: str = ""
+    unpadded_rows: Count | None = None
 
 
 class TableEntry(FileEntry):
@@ -102,6 +103,7 @@ class TableHeader(_Model):
     parameter_groups: tuple[ParameterGroup, ...] = ()
     stateless: tuple[str, ...] = ()
     values: Any = None
+    extra_state: Any = None
     chunks: Count
 
 

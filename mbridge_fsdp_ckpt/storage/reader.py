@@ -96,7 +96,7 @@ class SafeSource:
     def ranks(self) -> Iterator[RankRecord]:
         """See `CheckpointSource`."""
         for header in self._headers:
-            yield RankRecord(header.coordinates, decode(header.values))
+            yield RankRecord(header.coordinates, decode(header.values), decode(header.extra_state))
 
     def _checked_table(self, entry: TableEntry) -> Path:
         path = check_file(self.directory, entry)

@@ -45,10 +45,12 @@ class RankRecord:
     Args:
         coordinates: Its place: tensor, pipeline, expert, data, ...
         values: Its own values, RNG states first of all.
+        extra_state: FP8 scaling state of modules.
     """
 
     coordinates: Mapping[str, int]
     values: Any
+    extra_state: Any = None
 
 
 class CheckpointSource(Protocol):

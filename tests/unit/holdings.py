@@ -5,7 +5,7 @@ import torch
 from mbridge_fsdp_ckpt.families import Claim, Segment
 from mbridge_fsdp_ckpt.geometry import FlatRange, Shape
 from mbridge_fsdp_ckpt.inventory import Holding
-from mbridge_fsdp_ckpt.parameters import Axis, ParameterLayout
+from mbridge_fsdp_ckpt.layout import Axis, ParameterLayout
 from mbridge_fsdp_ckpt.plan import plan_parameter
 from mbridge_fsdp_ckpt.storage.manifest import KeyEntry
 
@@ -24,10 +24,9 @@ def holdings(
     layout = ParameterLayout(key, key, shape, None, Axis(0, 1), FlatRange(start, stop), Axis(*replica))
     claim = Claim("gated", 1, (Segment("_w", shape[0] // 2), Segment("_v", shape[0] // 2))) if gated else None
     plan = plan_parameter(layout, claim)
-    shapes = {component.suffix: component.global_shape for component in plan.components}
     flat = torch.zeros(stop - start)
     return [
-        Holding(plan.model_key(p.suffix), KeyEntry(dtype=dtype, shape=shapes[p.suffix]), p, flat, plan)
+        Holding(plan.model_key(p.component), KeyEntry(dtype=dtype, shape=p.component.global_shape), p, flat, plan)
         for p in plan.pieces
     ]
 
@@ -35,4 +34,5 @@ def holdings(
 def scalar(key: str = "step") -> Holding:
     """A slot of one number."""
     layout = ParameterLayout(key, key, (4, 3), None, Axis(0, 1), FlatRange(0, 12), Axis(0, 1))
-    return Holding(key, KeyEntry(dtype="float32", shape=()), None, torch.zeros(()), plan_parameter(layout, None))
+    plan = plan_parameter(layout, None)
+    return Holding(key, KeyEntry(dtype="float32", shape=(), kind="tensor"), plan.pieces[0], torch.zeros(()), plan)

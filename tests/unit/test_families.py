@@ -1,5 +1,6 @@
 """What the built-in families claim, with plain objects in the place of modules."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,9 +8,10 @@ import pytest
 
 from mbridge_fsdp_ckpt.errors import FamilyError
 from mbridge_fsdp_ckpt.families import FamilyRegistry, ParameterContext
-from mbridge_fsdp_ckpt.families.experts import global_expert_name, is_expert_name
 from mbridge_fsdp_ckpt.families.gated_delta_net import GatedDeltaNetFamily
 from mbridge_fsdp_ckpt.families.gated_linear_unit import GatedLinearUnitFamily
+from mbridge_fsdp_ckpt.families.latent_attention import LatentAttentionFamily
+from mbridge_fsdp_ckpt.families.mamba import MambaFamily
 
 LAYER = "decoder.layers.0"
 
@@ -171,36 +173,69 @@ def test_a_gated_delta_net_with_fewer_names_than_sections_is_an_error() -> None:
         FamilyRegistry([GatedDeltaNetFamily()]).claim(parameter)
 
 
-@pytest.mark.parametrize(
-    ("name", "first", "expected"),
-    [
-        ("a.mlp.experts.local_experts.0.linear_fc1.weight", 2, "a.mlp.experts.local_experts.2.linear_fc1.weight"),
-        ("a.mlp.experts.local_experts.9.linear_fc2.bias", 8, "a.mlp.experts.local_experts.17.linear_fc2.bias"),
-        ("a.mlp.experts.linear_fc1.weight1", 2, "a.mlp.experts.linear_fc1.weight3"),
-        ("a.mlp.experts.linear_fc2.bias0", 128, "a.mlp.experts.linear_fc2.bias128"),
-        ("a.mlp.experts.linear_fc1.weight7", 0, "a.mlp.experts.linear_fc1.weight7"),
-        ("layers.3.mlp.experts.linear_fc1.weight1", 4, "layers.3.mlp.experts.linear_fc1.weight5"),
-        ("layers.3.mlp.shared_experts.linear_fc1.weight", 4, "layers.3.mlp.shared_experts.linear_fc1.weight"),
-        ("layers.3.mlp.linear_fc1.weight", 4, "layers.3.mlp.linear_fc1.weight"),
-        ("layers.3.mlp.experts.linear_fc1.weight", 4, "layers.3.mlp.experts.linear_fc1.weight"),
-        ("layers.3.mlp.router.weight", 4, "layers.3.mlp.router.weight"),
-        ("layers.3.mlp.linear_fc1.weight1", 4, "layers.3.mlp.linear_fc1.weight1"),
-    ],
-)
-def test_experts_are_numbered_over_all_expert_parallel_ranks(name: str, first: int, expected: str) -> None:
-    assert global_expert_name(name, first) == expected
+MAMBA = SimpleNamespace(d_inner_local_tp=6, ngroups_local_tp=2, d_state=4, nheads_local_tp=3)
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
+    ("child", "shape", "expected"),
     [
-        ("layers.0.mlp.experts.linear_fc1.weight0", True),
-        ("layers.0.mlp.experts.local_experts.0.linear_fc1.weight", True),
-        ("experts.linear_fc1.weight0", True),
-        ("layers.0.mlp.shared_experts.linear_fc1.weight", False),
-        ("layers.0.mlp.experts", False),
-        ("layers.0.mlp.router.expert_bias", False),
+        ("in_proj.weight", (31, 4), [(".z", 6), (".x", 6), (".B", 8), (".C", 8), (".dt", 3)]),
+        ("conv1d_weight", (22, 1, 4), [(".x", 6), (".B", 8), (".C", 8)]),
+        ("conv1d_bias", (22,), [(".x", 6), (".B", 8), (".C", 8)]),
+        ("in_proj.layer_norm_weight", (4,), None),
+        ("norm.weight", (6,), None),
+        ("A_log", (3,), None),
     ],
 )
-def test_expert_names(name: str, expected: bool) -> None:
-    assert is_expert_name(name) is expected
+def test_mamba_splits_its_projection_and_convolution(
+    child: str, shape: tuple[int, ...], expected: list[tuple[str, int]] | None
+) -> None:
+    claim = FamilyRegistry([MambaFamily()]).claim(context(f"{LAYER}.mixer.{child}", shape, {f"{LAYER}.mixer": MAMBA}))
+    assert (claim and [(s.suffix, s.rows) for s in claim.segments]) == expected
+
+
+LATENT = SimpleNamespace(config=SimpleNamespace(q_lora_rank=8, kv_lora_rank=12, qk_pos_emb_head_dim=4))
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(24, (8, 16)), (12, (4, 8)), (6, (2, 4))])
+def test_a_fused_down_projection_is_two_modules_on_disk(rows: int, expected: tuple[int, int]) -> None:
+    attention = f"{LAYER}.self_attention"
+    parameter = context(f"{attention}.linear_qkv_down_proj.weight", (rows, 4), {attention: LATENT})
+    claim = FamilyRegistry([LatentAttentionFamily()]).claim(parameter)
+    assert claim is not None
+    assert [(s.module, s.rows) for s in claim.segments] == [
+        ("linear_q_down_proj", expected[0]),
+        ("linear_kv_down_proj", expected[1]),
+    ]
+
+
+def test_a_fused_down_projection_that_tensor_parallelism_cannot_cut_is_named() -> None:
+    attention = f"{LAYER}.self_attention"
+    parameter = context(f"{attention}.linear_qkv_down_proj.weight", (5, 4), {attention: LATENT})
+    with pytest.raises(FamilyError, match="5 rows on one TP rank") as caught:
+        LatentAttentionFamily().segments(parameter)
+    assert caught.value.key == parameter.name
+
+
+@pytest.mark.parametrize(
+    ("child", "expected"),
+    [
+        ("adapter.linear_out.weight", HALVES),
+        ("adapter.weight_magnitude", HALVES),
+        ("adapter.linear_in.weight", None),
+        ("adapter.adapter_gate.linear_out.weight", None),
+        ("weight", HALVES),
+    ],
+)
+def test_an_adapters_output_is_fused_as_the_layer_it_adapts(child: str, expected: list[tuple[str, int]] | None) -> None:
+    wrapper = SimpleNamespace(to_wrap=SimpleNamespace())
+    modules = {f"{LAYER}.mlp": gated(), f"{LAYER}.mlp.linear_fc1": wrapper}
+    claim = FamilyRegistry([GatedLinearUnitFamily()]).claim(context(f"{LAYER}.mlp.linear_fc1.{child}", (8, 2), modules))
+    assert (claim and [(s.suffix, s.rows) for s in claim.segments]) == expected
+
+
+def test_a_parameter_marked_as_fused_that_nobody_claims_is_named_with_its_sizes() -> None:
+    parameter = replace(context("decoder.strange.weight", (12, 4), {}), fused="partition_sizes [4, 8]")
+    with pytest.raises(FamilyError, match=r"partition_sizes \[4, 8\], shape \(12, 4\)") as caught:
+        FamilyRegistry([GatedLinearUnitFamily()]).claim(parameter)
+    assert caught.value.key == "decoder.strange.weight"

@@ -82,6 +82,7 @@ def test_the_file_is_standard_json_whose_checksum_covers_the_rest(tmp_path: Path
         "kind": "sharded",
         "family": "gated/1",
         "component": "w",
+        "unpadded_rows": None,
     }
     assert body["tables"] == [{"name": "chunks_00000.jsonl", "size": 10, "checksum": "xxh3_64:00", "rank": 0}]
     write(tmp_path, body)

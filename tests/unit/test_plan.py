@@ -1,12 +1,13 @@
 """The plan of one parameter: literal tables of pieces, layout by layout."""
 
+import numpy as np
 import pytest
 
 from mbridge_fsdp_ckpt.errors import LayoutError
 from mbridge_fsdp_ckpt.families import Claim, Segment
-from mbridge_fsdp_ckpt.geometry import Box, FlatRange, Shape
-from mbridge_fsdp_ckpt.parameters import Axis, ParameterLayout
-from mbridge_fsdp_ckpt.plan import Component, Piece, owner, plan_parameter, volume
+from mbridge_fsdp_ckpt.geometry import Box, FlatRange, Shape, whole
+from mbridge_fsdp_ckpt.layout import Axis, ParameterLayout
+from mbridge_fsdp_ckpt.plan import Component, Piece, owner, plan_parameter
 
 KEY = "module.decoder.weight"
 GATED = (("_w", 4), ("_v", 4))
@@ -144,25 +145,28 @@ def test_components_and_pieces(
 ) -> None:
     plan = plan_parameter(of, claim(rows))
     assert plan.components == tuple(Component(*item) for item in components.items())
-    assert [(p.suffix, p.box.offset, p.box.size, p.source.start, p.source.stop) for p in plan.pieces] == pieces
+    assert [
+        (p.component.suffix, p.box.offset, p.box.size, p.source.start, p.source.stop) for p in plan.pieces
+    ] == pieces
     assert plan.layout is of
 
 
 def test_a_replica_holds_the_same_pieces_and_one_of_them_writes() -> None:
     plans = [plan_parameter(layout((8, 3), (6, 18), replica=(r, 4)), claim(GATED)) for r in range(4)]
-    assert {plan.pieces for plan in plans} == {plans[0].pieces}
-    assert sum(plan.writes for plan in plans) == 1
+    assert len({tuple((p.component, p.box, p.source) for p in plan.pieces) for plan in plans}) == 1
+    for number in range(2):
+        assert sum(plan.pieces[number].writes for plan in plans) == 1
 
 
 @pytest.mark.parametrize(("replicas", "writer"), [(1, 0), (3, 2), (7, 5)])
 def test_the_writing_replica_follows_from_the_key_alone(replicas: int, writer: int) -> None:
     """The CRC-32 of the digits 1 to 9 is 0xCBF43926, its published check value: no process's hash seed is in it."""
     assert 0xCBF43926 % replicas == writer
-    assert owner(layout((2,), (0, 2), replica=(0, replicas), key="123456789")) == writer
+    assert owner("123456789", replicas) == writer
 
 
 def test_writers_are_spread_over_the_replicas() -> None:
-    writers = [owner(layout((2,), (0, 2), replica=(0, 4), key=f"module.layers.{n}.weight")) for n in range(200)]
+    writers = [owner(f"module.layers.{n}.weight", 4) for n in range(200)]
     assert all(25 <= writers.count(replica) <= 75 for replica in range(4))
 
 
@@ -177,8 +181,9 @@ def test_keys_are_those_of_the_stock_format() -> None:
         Axis(0, 1),
     )
     plan = plan_parameter(of, claim(GATED))
-    assert plan.model_key("_w") == "model.module.layers.0.fc1.weight_w"
-    assert plan.slot_key("_v", "exp_avg") == "optimizer.state.module.module.module.layers.0.fc1.weight_v.exp_avg"
+    gate, up = plan.components
+    assert plan.model_key(gate) == "model.module.layers.0.fc1.weight_w"
+    assert plan.slot_key(up, "exp_avg") == "optimizer.state.module.module.module.layers.0.fc1.weight_v.exp_avg"
 
 
 @pytest.mark.parametrize(
@@ -192,14 +197,47 @@ def test_keys_are_those_of_the_stock_format() -> None:
     ],
 )
 def test_the_origin_is_the_piece_with_the_first_element(box: Box, is_origin: bool) -> None:
-    assert Piece("", box, FlatRange(0, box.volume)).is_origin is is_origin
+    component = Component("", (4, 4))
+    piece = Piece(component, box, FlatRange(0, box.volume), box.size, whole(box.size), Axis(0, 1), True)
+    assert piece.is_origin is is_origin
 
 
-def test_volume_counts_what_this_rank_writes() -> None:
-    writer = plan_parameter(layout((8, 3), (6, 18)), claim(GATED))
-    reader = plan_parameter(layout((2,), (0, 2), replica=(0, 3), key="123456789"), None)
-    assert (writer.writes, reader.writes) == (True, False)
-    assert volume([writer, reader]) == 12
+def test_a_parameter_fused_along_its_second_dimension() -> None:
+    fused = Claim("family", 1, (Segment("_a", 1, dimension=1), Segment("_b", 2, dimension=1)))
+    plan = plan_parameter(layout((4, 3), (3, 9), 1, (1, 2)), fused)
+    first, second = plan.pieces
+    assert [component.global_shape for component in plan.components] == [(4, 2), (4, 4)]
+    assert (first.box, second.box) == (Box((1, 1), (2, 1)), Box((1, 2), (2, 2)))
+    shard = np.arange(3, 9)
+    assert first.block(shard).tolist() == [[3], [6]]
+    assert second.block(shard).tolist() == [[4, 5], [7, 8]]
+
+
+def test_rows_that_all_tensor_parallel_ranks_hold_are_written_once() -> None:
+    shared = Claim("family", 1, (Segment(".q", 2), Segment(".kv", 1, replicated=True)))
+    plans = [plan_parameter(layout((3, 2), (0, 6), 0, (rank, 4)), shared) for rank in range(4)]
+    assert [component.global_shape for component in plans[0].components] == [(8, 2), (1, 2)]
+    assert [plan.pieces[0].box.offset for plan in plans] == [(0, 0), (2, 0), (4, 0), (6, 0)]
+    assert all(plan.pieces[0].writes for plan in plans)
+    assert {plan.pieces[1].box for plan in plans} == {Box((0, 0), (1, 2))}
+    assert sum(plan.pieces[1].writes for plan in plans) == 1
+
+
+def test_a_component_may_go_by_another_modules_name() -> None:
+    parts = Claim("family", 1, (Segment("", 2, module="q_proj"), Segment("", 4, module="kv_proj")))
+    plan = plan_parameter(layout((6, 2), (0, 12), key="attention.qkv_proj.weight"), parts)
+    assert [plan.model_key(c) for c in plan.components] == [
+        "model.attention.q_proj.weight",
+        "model.attention.kv_proj.weight",
+    ]
+    assert [c.global_shape for c in plan.components] == [(2, 2), (4, 2)]
+
+
+def test_a_later_stages_copy_is_not_written() -> None:
+    of = ParameterLayout(KEY, KEY, (4, 3), None, Axis(0, 1), FlatRange(0, 12), Axis(0, 1), is_copy=True)
+    (piece,) = plan_parameter(of, None).pieces
+    assert piece.is_origin
+    assert not piece.writes
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ slices of them; it knows nothing of boxes or pieces.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mbridge_fsdp_ckpt.families import Claim, Segment
-from mbridge_fsdp_ckpt.geometry import FlatRange, whole
-from mbridge_fsdp_ckpt.parameters import Axis, ParameterLayout
+from mbridge_fsdp_ckpt.geometry import PRIME, FlatRange, TilingSketch, whole
+from mbridge_fsdp_ckpt.layout import Axis, ParameterLayout
 from mbridge_fsdp_ckpt.plan import ParameterPlan, plan_parameter
 
 Array = np.ndarray[Any, np.dtype[np.int64]]
@@ -26,9 +26,18 @@ SIZES = 1, 2, 4  # tensor-parallel sizes; every cut dimension is a multiple of t
 
 
 @dataclass(frozen=True)
+class Fusion:
+    """What a family declares of one parameter: the dimension it is fused along, which components TP does not cut."""
+
+    axis: int
+    uncut: frozenset[str]
+
+
+@dataclass(frozen=True)
 class Job:
     """A training job: how it cuts one parameter."""
 
+    fusion: Fusion
     tensor_parallel: int
     dim: int | None
     segments: tuple[tuple[str, int], ...] | None
@@ -37,22 +46,23 @@ class Job:
 
     def fused(self, components: Components, tp_rank: int) -> Array:
         """What one tensor-parallel rank holds: oracle."""
-        local = {suffix: self._slice(array, tp_rank) for suffix, array in components.items()}
+        local = {suffix: self._slice(suffix, array, tp_rank) for suffix, array in components.items()}
         if self.segments is None:
             return local[""]
         blocks = []
         taken = dict.fromkeys(local, 0)
         for suffix, rows in self.segments:
-            blocks.append(local[suffix][taken[suffix] : taken[suffix] + rows])
+            blocks.append(local[suffix].take(range(taken[suffix], taken[suffix] + rows), self.fusion.axis))
             taken[suffix] += rows
-        return np.concatenate(blocks)
+        return np.concatenate(blocks, self.fusion.axis)
 
-    def _slice(self, array: Array, tp_rank: int) -> Array:
-        return array if self.dim is None else np.split(array, self.tensor_parallel, self.dim)[tp_rank]
+    def _slice(self, suffix: str, array: Array, tp_rank: int) -> Array:
+        if self.dim is None or suffix in self.fusion.uncut:
+            return array
+        return np.split(array, self.tensor_parallel, self.dim)[tp_rank]
 
     def shards(self, components: Components) -> Iterator[tuple[ParameterPlan, Array]]:
         """Every rank's plan and elements."""
-        claim = None if self.segments is None else Claim("any", 1, tuple(Segment(*s) for s in self.segments))
         tp_ranks = 1 if self.dim is None else self.tensor_parallel
         for tp_rank in range(tp_ranks):
             fused = self.fused(components, tp_rank)
@@ -67,7 +77,13 @@ class Job:
                         FlatRange(start, stop),
                         Axis(replica, self.replicas),
                     )
-                    yield plan_parameter(layout, claim), fused.reshape(-1)[start:stop]
+                    yield plan_parameter(layout, self._claim()), fused.reshape(-1)[start:stop]
+
+    def _claim(self) -> Claim | None:
+        if self.segments is None:
+            return None
+        axis, uncut = self.fusion.axis, self.fusion.uncut
+        return Claim("any", 1, tuple(Segment(s, rows, axis, replicated=s in uncut) for s, rows in self.segments))
 
 
 @st.composite
@@ -77,26 +93,34 @@ def parameters(draw: st.DrawFn) -> tuple[Components, Job, Job]:
     if dim == 1:
         trailing = [SIZES[-1] * draw(st.integers(1, 2)), *trailing[1:]]
     suffixes = draw(st.sampled_from([("",), ("_w", "_v"), (".a", ".b", ".c")]))
-    fused = len(suffixes) > 1
+    is_fused = len(suffixes) > 1
+    axis = draw(st.sampled_from([0, 0, 1])) if trailing and is_fused else 0
+    uncut = draw(st.sets(st.sampled_from(suffixes))) if is_fused and axis == dim else set()
     components, first = {}, 0
     for suffix in suffixes:
-        rows = draw(st.integers(1, 3)) * (SIZES[-1] if dim == 0 else 1)
-        shape = (rows, *trailing)
+        shape = [draw(st.integers(1, 3)) * (SIZES[-1] if dim == 0 else 1) if axis == 0 else SIZES[-1], *trailing]
+        if axis == 1:
+            shape[1] = draw(st.integers(1, 3)) * (SIZES[-1] if dim == 1 else 1)
         components[suffix] = np.arange(first, first + math.prod(shape)).reshape(shape)
         first += math.prod(shape)
-    return components, draw(jobs(components, dim, fused)), draw(jobs(components, dim, fused))
+    fusion = Fusion(axis, frozenset(uncut))
+    return components, draw(jobs(fusion, components, dim, is_fused)), draw(jobs(fusion, components, dim, is_fused))
 
 
 @st.composite
-def jobs(draw: st.DrawFn, components: Components, dim: int | None, fused: bool) -> Job:
+def jobs(draw: st.DrawFn, fusion: Fusion, components: Components, dim: int | None, is_fused: bool) -> Job:
     tensor_parallel = draw(st.sampled_from(SIZES))
-    divisor = tensor_parallel if dim == 0 else 1
-    segments = draw(interleavings({s: len(a) // divisor for s, a in components.items()})) if fused else None
-    total = sum(array.size for array in components.values()) // (1 if dim is None else tensor_parallel)
-    row = math.prod(next(iter(components.values())).shape[1:]) // (tensor_parallel if dim == 1 else 1)
-    step = draw(st.sampled_from([1, row]))
-    cuts = draw(st.lists(st.integers(0, total // step), max_size=4))
-    return Job(tensor_parallel, dim, segments, tuple(sorted(c * step for c in cuts)), draw(st.sampled_from([1, 3])))
+    rows = {
+        suffix: array.shape[fusion.axis]
+        // (tensor_parallel if dim == fusion.axis and suffix not in fusion.uncut else 1)
+        for suffix, array in components.items()
+    }
+    segments = draw(interleavings(rows)) if is_fused else None
+    job = Job(fusion, tensor_parallel, dim, segments, (), draw(st.sampled_from([1, 3])))
+    local = job.fused(components, 0)
+    step = draw(st.sampled_from([1, math.prod(local.shape[1:])]))
+    cuts = draw(st.lists(st.integers(0, local.size // step), max_size=4))
+    return replace(job, cuts=tuple(sorted(cut * step for cut in cuts)))
 
 
 @st.composite
@@ -109,7 +133,7 @@ def interleavings(draw: st.DrawFn, rows: dict[str, int]) -> tuple[tuple[str, int
     return tuple(draw(st.permutations(segments)))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=300)
 @given(parameters())
 def test_what_one_layout_writes_any_other_reads(case: tuple[Components, Job, Job]) -> None:
     components, saving, loading = case
@@ -117,10 +141,11 @@ def test_what_one_layout_writes_any_other_reads(case: tuple[Components, Job, Job
     times = {suffix: np.zeros_like(array) for suffix, array in components.items()}
     for plan, shard in saving.shards(components):
         assert {c.suffix: c.global_shape for c in plan.components} == {s: a.shape for s, a in components.items()}
-        for piece in plan.pieces if plan.writes else ():
-            place = piece.box.slices_in(whole(components[piece.suffix].shape))
-            written[piece.suffix][place] = shard[piece.source.start : piece.source.stop].reshape(piece.box.size)
-            times[piece.suffix][place] += 1
+        for piece in plan.pieces:
+            place = piece.box.slices_in(whole(piece.component.global_shape))
+            if piece.writes:
+                written[piece.component.suffix][place] = piece.block(shard)
+                times[piece.component.suffix][place] += 1
     for suffix, array in components.items():
         assert (times[suffix] == 1).all()
         assert np.array_equal(written[suffix], array)
@@ -128,8 +153,8 @@ def test_what_one_layout_writes_any_other_reads(case: tuple[Components, Job, Job
     for plan, shard in loading.shards(components):
         found = np.full_like(shard, -1)
         for piece in plan.pieces:
-            block = written[piece.suffix][piece.box.slices_in(whole(components[piece.suffix].shape))]
-            found[piece.source.start : piece.source.stop] = block.reshape(-1)
+            place = piece.box.slices_in(whole(piece.component.global_shape))
+            piece.block(found)[...] = written[piece.component.suffix][place]
         assert np.array_equal(found, shard)
 
 
@@ -137,5 +162,20 @@ def test_what_one_layout_writes_any_other_reads(case: tuple[Components, Job, Job
 @given(parameters())
 def test_one_writer_holds_the_origin_of_each_component(case: tuple[Components, Job, Job]) -> None:
     components, saving, _ = case
-    origins = [p.suffix for plan, _ in saving.shards(components) if plan.writes for p in plan.pieces if p.is_origin]
+    pieces = [piece for plan, _ in saving.shards(components) for piece in plan.pieces]
+    origins = [piece.component.suffix for piece in pieces if piece.writes and piece.is_origin]
     assert sorted(origins) == sorted(components)
+
+
+@settings(deadline=None, max_examples=100)
+@given(parameters())
+def test_the_sketch_of_all_writers_adds_up(case: tuple[Components, Job, Job]) -> None:
+    components, saving, _ = case
+    totals = dict.fromkeys(components, 0)
+    for plan, _ in saving.shards(components):
+        for piece in plan.pieces:
+            if piece.writes:
+                tiling = TilingSketch.of(piece.component.suffix, piece.component.global_shape)
+                totals[piece.component.suffix] += tiling.of_box(piece.box)
+    for suffix, array in components.items():
+        assert totals[suffix] % PRIME == TilingSketch.of(suffix, array.shape).of_whole() % PRIME

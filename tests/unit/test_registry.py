@@ -109,6 +109,8 @@ def test_a_named_error_of_a_family_passes_unchanged() -> None:
         ((Segment("_a", 6), Segment("_b", 0)), "6 rows"),
         ((Segment("_a", 7), Segment("_b", -1)), "6 rows"),
         ((), "0 rows"),
+        ((Segment("_a", 3), Segment("_b", 3, dimension=1)), "dimension 0 and 1"),
+        ((Segment("_a", 1, dimension=2), Segment("_b", 1, dimension=2)), "dimension 2"),
     ],
 )
 def test_rows_that_do_not_add_up_are_refused(segments: tuple[Segment, ...], rows: str) -> None:
@@ -136,11 +138,28 @@ def test_what_is_no_family_is_refused(stranger: Any) -> None:
         FamilyRegistry().register(stranger)
 
 
+@pytest.mark.parametrize(
+    ("recorded", "found"),
+    [("mine/3", None), ("mine/2", "version 3"), ("mine/4", "version 3"), ("other/1", "no such family")],
+)
+def test_a_checkpoint_needs_the_families_and_versions_that_split_it(recorded: str, found: str | None) -> None:
+    families = FamilyRegistry([Fixed("mine", None)])
+    if found is None:
+        families.check_installed({recorded: "model.weight_a"})
+        return
+    with pytest.raises(FamilyError, match=found) as caught:
+        families.check_installed({recorded: "model.weight_a"})
+    assert caught.value.key == "model.weight_a"
+
+
 @dataclass
 class Point:
     """An entry point of an installed distribution."""
 
     family: Any
+    name: str = "point"
+    value: str = "package:Family"
+    dist: Any = None
 
     def load(self) -> Any:
         return self.family
@@ -160,7 +179,13 @@ def test_installed_families_join_the_built_in_ones(monkeypatch: pytest.MonkeyPat
         return [Point(Installed)]
 
     monkeypatch.setattr(registry, "entry_points", entry_points)
-    assert default_registry().names == ("gated_delta_net", "gated_linear_unit", "installed")
+    assert default_registry().names == (
+        "gated_delta_net",
+        "gated_linear_unit",
+        "installed",
+        "latent_attention",
+        "mamba",
+    )
     assert asked == ["mbridge_fsdp_ckpt.families"]
     assert default_registry().claim(PARAMETER) == Claim("installed", 3, HALVES)
 
@@ -176,3 +201,10 @@ def test_an_installed_family_with_a_built_in_name_is_refused(monkeypatch: pytest
 def test_a_family_registered_in_code_counts_in_this_process() -> None:
     register_family(Fixed("mine", HALVES))
     assert default_registry().claim(PARAMETER) == Claim("mine", 3, HALVES)
+
+
+@pytest.mark.usefixtures("fresh_default_registry")
+def test_an_installed_family_that_cannot_be_made_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "entry_points", lambda group: [Point(lambda: 1 / 0)])
+    with pytest.raises(FamilyError, match=r"'point' = 'package:Family'.*ZeroDivisionError"):
+        default_registry()

@@ -15,6 +15,7 @@ This is the one file that reads Megatron-FSDP's attributes.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
@@ -91,7 +92,8 @@ def model_parameters(fsdp_module: Any) -> list[ModelParameter]:
             parameters.append(ModelParameter(_buffer_layout(tensor, key, fsdp_module, naming.stages), None, tensor))
             continue
         name = names[id(tensor)]
-        context = _context(name, modules, tensor)
+        fsdp_parameter: Any = tensor
+        context = context_of(name, modules, fsdp_parameter.orig_param)
         layout = replace(
             _layout(tensor, key, f"module.{naming.on_disk(name)}", is_expert_name(name)),
             is_copy=is_copy,
@@ -126,8 +128,14 @@ def _root(state: dict[str, Any], names: dict[int, str]) -> str:
     return ""
 
 
-def _context(name: str, modules: dict[str, Any], tensor: Any) -> ParameterContext:
-    """What a family may look at; adapters' wrapping of a layer (`to_wrap`) is not seen."""
+def context_of(name: str, modules: Mapping[str, Any], parameter: Any) -> ParameterContext:
+    """What a family may look at; adapters' wrapping of a layer (`to_wrap`) is not seen.
+
+    Args:
+        name: The parameter's dotted name.
+        modules: The model's modules by dotted name.
+        parameter: The parameter of one tensor-parallel rank, before data-parallel sharding.
+    """
     path, ancestors = name, []
     while path:
         path = path.rpartition(".")[0]
@@ -138,12 +146,11 @@ def _context(name: str, modules: dict[str, Any], tensor: Any) -> ParameterContex
             ancestors.append((path, modules[path]))
     leaf = name.rpartition(".")[2]
     seen = ".".join(filter(None, (ancestors[0][0], leaf)))
-    return ParameterContext(seen, tuple(ancestors), tuple(tensor.orig_param.shape), _fused(tensor))
+    return ParameterContext(seen, tuple(ancestors), tuple(parameter.shape), _fused(parameter))
 
 
-def _fused(tensor: Any) -> str:
+def _fused(parameter: Any) -> str:
     """How Megatron-Core marks a parameter of several components (`partition_stride`, `partition_sizes`)."""
-    parameter = tensor.orig_param
     stride, sizes = getattr(parameter, "partition_stride", 1), getattr(parameter, "partition_sizes", ())
     if len(sizes) > 1:
         return f"partition_sizes {list(sizes)}"

@@ -122,7 +122,7 @@ def save_checkpoint(
         rank_values=_rank_values(cfg, pg_collection),
         include=cfg.peft.adapter_key_filter if cfg.peft is not None else None,
         add_files=lambda staging: after_save.write_run_files(staging, cfg, train_state),
-        settings=settings_of(cfg.checkpoint),
+        settings=settings_of(cfg),
     )
     after_save.publish(state, root, directory, train_state, callback_manager, model, optimizer)
     fault_tolerance.on_checkpointing_end(global_state=state, is_async_finalization=False)
@@ -206,7 +206,7 @@ def load_from_path(
         model=model[0] if len(model) == 1 else model,
         optimizer=optimizer,
         include=_adapters_only(cfg, load_dir),
-        settings=settings_of(cfg.checkpoint),
+        settings=settings_of(cfg),
     )
     if loaded.skipped:
         print_rank_0(f"WARNING: not in the checkpoint, left as they were: {', '.join(loaded.skipped[:20])}")

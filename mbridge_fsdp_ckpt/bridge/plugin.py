@@ -66,11 +66,18 @@ def unregister() -> None:
         _patches, _settings = None, Settings()
 
 
-def settings_of(checkpoint_config: Any) -> Settings:
-    """The registered settings; a run that keeps no optimizer state may also load without."""
-    if checkpoint_config.save_optim:
-        return _settings
-    return replace(_settings, allow_missing=(*_settings.allow_missing, "optimizer.*"))
+def settings_of(cfg: Any) -> Settings:
+    """The registered settings for a run.
+
+    A run that keeps no optimizer state may also load without.  The size of a padded vocabulary is the model's, unless
+    the user gave one.
+    """
+    settings = _settings
+    if settings.vocabulary_size is None and getattr(cfg.model, "should_pad_vocab", False):
+        settings = replace(settings, vocabulary_size=cfg.model.vocab_size)
+    if cfg.checkpoint.save_optim:
+        return settings
+    return replace(settings, allow_missing=(*settings.allow_missing, "optimizer.*"))
 
 
 def _patch(patches: Patches) -> None:

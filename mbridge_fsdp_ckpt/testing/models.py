@@ -29,6 +29,7 @@ class Recipe:
         optimizer: "torch" forces torch's AdamW where Transformer Engine would provide FusedAdam.
         offload: Fraction that HybridDeviceOptimizer keeps on the host; None for no such optimizer.
         bias: Whether linear layers have biases.
+        vocabulary: Rows of embeddings and output layer; more than `VOCABULARY` is padding.
         ddp: More settings of Megatron's DistributedDataParallelConfig.
         optimizer_settings: More settings of Megatron's OptimizerConfig.
     """
@@ -39,6 +40,7 @@ class Recipe:
     experts: int = 0
     gated_delta_net: bool = False
     bias: bool = False
+    vocabulary: int = VOCABULARY
     tensor: int = 1
     expert: int = 1
     strategy: str = "optim_grads_params"
@@ -158,7 +160,7 @@ def _gpt(recipe: Recipe) -> Any:
     config = _config(recipe)
     layers = [_layer(recipe, linear=recipe.gated_delta_net and index % 3 != 2) for index in range(recipe.layers)]
     block = TransformerBlockSubmodules(layer_specs=layers, layer_norm=CpuNorm)
-    gpt = GPTModel(config, block, VOCABULARY, SEQUENCE, position_embedding_type="rope")
+    gpt = GPTModel(config, block, recipe.vocabulary, SEQUENCE, position_embedding_type="rope")
     return Float16Module(config, gpt)
 
 

@@ -35,6 +35,11 @@ def digest(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], str]:
 
 
 def on_disk(directory: str | Path) -> Digests:
+    """Every model and optimizer tensor of a checkpoint, as digests."""
+    return {key: digest(tensor) for key, tensor in tensors_on_disk(directory).items()}
+
+
+def tensors_on_disk(directory: str | Path) -> dict[str, torch.Tensor]:
     """Every model and optimizer tensor of a checkpoint, read whole by torch's own reader."""
     reader = FileSystemReader(str(directory))
     metadata = reader.read_metadata().state_dict_metadata
@@ -46,7 +51,7 @@ def on_disk(directory: str | Path) -> Digests:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp_load(state, storage_reader=reader, no_dist=True)
-    return {key: digest(tensor) for key, tensor in state.items()}
+    return state
 
 
 def live(trainable: Trainable) -> Digests:

@@ -73,11 +73,11 @@ def prepare(
     require("torch", "megatron-core")
     recover(directory)
     source = open_checkpoint(directory)
+    _check_families(source, settings)
     everything = plan_model(model)
     planned = [p for p in everything if include is None or include(p.plan.layout.key)]
     parts = optimizer_parts(optimizer, everything) if optimizer is not None else []
     opened = Opened(source, model, planned, parts, with_state and bool(parts), {}, {}, {}, include)
-    _check_families(source, settings)
     match = Match(source, settings)
     for item in planned:
         match.weights(item)

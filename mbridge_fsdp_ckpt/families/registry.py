@@ -27,6 +27,25 @@ class FamilyRegistry:
         """Registered names, sorted."""
         return tuple(sorted(self._families))
 
+    def family(self, name: str) -> Family:
+        """The family of that name.
+
+        Raises:
+            FamilyError: There is none.
+        """
+        if name not in self._families:
+            raise FamilyError(
+                expected=f"one of the installed families: {', '.join(self.names)}",
+                found=repr(name),
+                remedy="Install the package that has it.",
+            )
+        return self._families[name]
+
+    def origin(self, name: str) -> str:
+        """The dotted path of a family's class."""
+        kind = type(self.family(name))
+        return f"{kind.__module__}.{kind.__qualname__}"
+
     def register(self, family: Family) -> None:
         """Add a family.
 

@@ -93,6 +93,30 @@ class CheckpointSource(Protocol):
         """The saving ranks."""
 
 
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The iteration directory: the path itself, or the one that the tracker file of a run's root names.
+
+    Raises:
+        NotACheckpointError: There is neither.
+    """
+    tracker = path / TRACKER
+    if not tracker.is_file() or any((path / name).exists() for name in (MANIFEST_NAME, DCP_METADATA)):
+        return path
+    named = tracker.read_text().strip()[:100]
+    directory = path / (f"iter_{int(named):07d}" if named.isdecimal() else named)
+    if (named != "release" and not named.isdecimal()) or not directory.is_dir():
+        raise NotACheckpointError(
+            expected=f"{TRACKER} to name an iteration directory beside it",
+            found=repr(named),
+            remedy="Give an iteration directory (iter_0000010).",
+            key=str(tracker),
+        )
+    return directory
+
+
 def open_checkpoint(directory: Path) -> CheckpointSource:
     """Open an iteration directory of this format, or of stock `fsdp_dtensor`.
 

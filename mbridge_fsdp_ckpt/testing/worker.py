@@ -37,7 +37,7 @@ def serve(connection: Connection[Any, Any]) -> None:
 
 def _outcome(case: Case) -> Returned | Raised:
     try:
-        sys.path.extend(entry for entry in case.sys_path if entry not in sys.path)
+        sys.path[:] = case.sys_path
         function = case.function.find()
         args, kwargs = case.call_arguments()
         _join_world(case)

@@ -1,0 +1,1 @@
+"""The command `mbridge_fsdp_ckpt`, also `python -m mbridge_fsdp_ckpt`."""

@@ -1,0 +1,82 @@
+"""`families`: the families installed here, and what they split in a checkpoint."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from mbridge_fsdp_ckpt.cli.app import Json, app, print_json
+from mbridge_fsdp_ckpt.families import default_registry
+from mbridge_fsdp_ckpt.storage.source import CheckpointSource, find_checkpoint, open_checkpoint
+
+_MODEL = "model."
+
+
+@app.command()
+def families(
+    checkpoint: Annotated[
+        Path | None, typer.Argument(help="An iteration directory, or the root of a run's checkpoints.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """List the installed model families, or the parameters that each claimed in a checkpoint's model."""
+    if checkpoint is None:
+        _show_installed(_installed(), as_json)
+        return
+    source = open_checkpoint(find_checkpoint(checkpoint))
+    claimed = _claimed(source)
+    if as_json:
+        print_json(claimed)
+        return
+    _show_claimed(claimed)
+
+
+def _installed() -> list[dict[str, Any]]:
+    registry = default_registry()
+    return [
+        {"family": name, "version": registry.family(name).version, "class": registry.origin(name)}
+        for name in registry.names
+    ]
+
+
+def _show_installed(found: list[dict[str, Any]], as_json: bool) -> None:
+    if as_json:
+        print_json(found)
+        return
+    _print([("family", "version", "class"), *((row["family"], str(row["version"]), row["class"]) for row in found)])
+
+
+def _claimed(source: CheckpointSource) -> dict[str, dict[str, list[str]]]:
+    """For each family, its parameters with their components; parameters that are whole count for none."""
+    found: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for key, entry in source.keys.items():
+        if entry.family is not None and key.startswith(_MODEL):
+            parameter = re.sub(rf"[._]{re.escape(entry.component)}$", "", key.removeprefix(_MODEL))
+            found[entry.family][parameter].append(entry.component)
+    return {family: dict(parameters) for family, parameters in sorted(found.items())}
+
+
+def _show_claimed(claimed: dict[str, dict[str, list[str]]]) -> None:
+    if not claimed:
+        Console(highlight=False).print("No parameter of this model is fused.")
+        return
+    rows = [("family", "parameter", "components")]
+    for family, parameters in claimed.items():
+        names = [family, *[""] * (len(parameters) - 1)]
+        rows += [(name, parameter, " ".join(parts)) for name, (parameter, parts) in zip(names, parameters.items())]
+    _print(rows)
+
+
+def _print(rows: list[tuple[str, str, str]]) -> None:
+    table = Table(box=None, pad_edge=False)
+    for heading in rows[0]:
+        table.add_column(heading, overflow="fold")
+    for row in rows[1:]:
+        table.add_row(*row)
+    Console(highlight=False).print(table)

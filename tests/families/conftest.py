@@ -1,0 +1,36 @@
+"""Megatron's and Bridge's ranks, patient with gloo, and what several tests load from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mbridge_fsdp_ckpt.testing.modules import BRIDGE_MODULES, MEGATRON_MODULES, is_installed
+from mbridge_fsdp_ckpt.testing.pytest_plugin import RANKS
+from tests.families.shelf import Shelf
+from tests.patience import PatientPool
+
+# Most models hold Transformer Engine's modules, and those of Gated DeltaNet need flash-linear-attention to be built.
+NEEDED = ("megatron.core", "transformer_engine", "fla")
+
+
+@pytest.fixture(scope="package")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shelf]:
+    """References and checkpoints of Megatron-Core's models."""
+    yield from _shelf(tmp_path_factory.mktemp("shelf"), MEGATRON_MODULES, NEEDED)
+
+
+@pytest.fixture(scope="package")
+def bridge_shelf(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shelf]:
+    """References and checkpoints of models that Bridge changed."""
+    yield from _shelf(tmp_path_factory.mktemp("bridge-shelf"), BRIDGE_MODULES, (*NEEDED, "megatron.bridge"))
+
+
+def _shelf(folder: Path, modules: tuple[str, ...], needed: tuple[str, ...]) -> Iterator[Shelf]:
+    for package in needed:
+        if not is_installed(package):
+            pytest.skip(f"needs {package}, which is not installed")
+    with PatientPool(RANKS, preload=modules) as pool:
+        yield Shelf(pool, folder)

@@ -1,0 +1,5 @@
+"""Bridge's ranks, as the tests of the training loop have them."""
+
+from tests.bridge.conftest import bridge_ranks
+
+__all__ = ["bridge_ranks"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 
 from mbridge_fsdp_ckpt import consensus
 from mbridge_fsdp_ckpt.agreement import Agreement
-from mbridge_fsdp_ckpt.errors import ConfigurationError, KeyMismatchError
+from mbridge_fsdp_ckpt.errors import ConfigurationError, KeyMismatchError, PlanDisagreementError
 from mbridge_fsdp_ckpt.extra_state import Restoration
 from mbridge_fsdp_ckpt.families import default_registry
 from mbridge_fsdp_ckpt.geometry import PRIME
@@ -208,10 +209,18 @@ def judge_unexpected(opened: Any, settings: Settings) -> Callable[[list[Any]], d
     """Only where keys of the checkpoint are left over: name them."""
 
     def judged(messages: list[Any]) -> dict[str, Any]:
-        asked = {key for message in messages for key in message["asked"]}
+        asked = Counter(key for message in messages for key in message["asked"])
         wanted = {bucket for message in messages for bucket in message["buckets"]}
         offered = [key for key in _offered(opened, settings) if consensus.bucket_of(key) in wanted]
         unexpected = [key for key in offered if key not in asked]
+        twice = sorted(key for key, times in asked.items() if times > 1)
+        if not unexpected and twice:
+            raise PlanDisagreementError(
+                expected="one rank to hold the first element of a tensor",
+                found=f"{len(twice)} keys of which several do: {listed(twice)}",
+                remedy="The ranks hold different models, or do not know of each other. Nothing was changed.",
+                key=twice[0],
+            )
         raise KeyMismatchError(
             expected="every key of the checkpoint to have a place in the model",
             found=f"{len(unexpected)} unexpected: {listed(unexpected)}",

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from mbridge_fsdp_ckpt.errors import ConfigurationError, LayoutError
 from mbridge_fsdp_ckpt.families.declaration import ParameterContext
+from mbridge_fsdp_ckpt.families.lora import is_shared_by_experts
 from mbridge_fsdp_ckpt.families.naming import Naming, is_expert_name
 from mbridge_fsdp_ckpt.geometry import FlatRange
 from mbridge_fsdp_ckpt.layout import LAYOUT_REMEDY, Axis, ParameterLayout
@@ -95,7 +96,7 @@ def model_parameters(fsdp_module: Any) -> list[ModelParameter]:
         fsdp_parameter: Any = tensor
         context = context_of(name, modules, fsdp_parameter.orig_param)
         layout = replace(
-            _layout(tensor, key, f"module.{naming.on_disk(name)}", is_expert_name(name)),
+            _layout(tensor, key, f"module.{naming.on_disk(name)}", context),
             is_copy=is_copy,
             is_vocabulary=_is_vocabulary(context),
         )
@@ -188,18 +189,27 @@ def _buffer_layout(tensor: torch.Tensor, key: str, fsdp_module: Any, stages: int
     return ParameterLayout(key, "", shape, None, Axis(0, 1), FlatRange(0, tensor.numel()), replica)
 
 
-def _layout(tensor: Any, key: str, optimizer_name: str, is_expert: bool) -> ParameterLayout:
-    index, shape = tensor.megatron_fsdp_dist_index, tuple(tensor.orig_param.shape)
+def _layout(tensor: Any, key: str, optimizer_name: str, context: ParameterContext) -> ParameterLayout:
+    index, shape = tensor.megatron_fsdp_dist_index, context.local_shape
+    is_expert = is_expert_name(context.name)
     tensor_parallel = _axis(index, index.tp_dim, is_expert)
     dim = _tensor_parallel_dim(tensor) if tensor_parallel.count > 1 else None
     shard = getattr(tensor, "megatron_fsdp_slice", None)
     flat = FlatRange(0, math.prod(shape)) if shard is None else _flat_range(shard, key)
     replicated = [tensor_parallel] if dim is None else []
+    if is_shared_by_experts(context):
+        replicated.append(_expert_parallel())
     if index.use_hybrid_fsdp and not index.hsdp_outer_dp_shard:
         replicated.append(_axis(index, index.dp_outer_dim, is_expert))
     if shard is None:
         replicated.append(_axis(index, index.dp_shard_dim, is_expert))
     return ParameterLayout(key, optimizer_name, shape, dim, tensor_parallel, flat, _combine(replicated))
+
+
+def _expert_parallel() -> Axis:
+    from megatron.core import parallel_state
+
+    return Axis(parallel_state.get_expert_model_parallel_rank(), parallel_state.get_expert_model_parallel_world_size())
 
 
 def _flat_range(shard: slice, key: str) -> FlatRange:

@@ -68,8 +68,8 @@ def _show_claimed(claimed: dict[str, dict[str, list[str]]]) -> None:
         return
     rows = [("family", "parameter", "components")]
     for family, parameters in claimed.items():
-        names = [family, *[""] * (len(parameters) - 1)]
-        rows += [(name, parameter, " ".join(parts)) for name, (parameter, parts) in zip(names, parameters.items())]
+        for parameter, components in parameters.items():
+            rows.append((family, parameter, " ".join(components)))
     _print(rows)
 
 

@@ -1,15 +1,19 @@
 """Low-rank adapters over fused layers.
 
-linear_fc1                          Bridge's AdapterWrapper
-to_wrap.weight                  the frozen layer, in the state dict without `to_wrap`
-adapter.linear_in.weight        (dim, hidden): not fused
-adapter.linear_out.weight       (rows of the frozen layer, dim): fused as that layer is
+What a layer that Bridge's AdapterWrapper replaced holds:
+
+    to_wrap.weight                  the frozen layer, in the state dict without `to_wrap`
+    adapter.linear_in.weight        (dim, hidden): not fused
+    adapter.linear_out.weight       (rows of the frozen layer, dim): fused as that layer is
+
+Grouped experts share one adapter, of which Bridge keeps all expert-parallel ranks' copies equal.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from mbridge_fsdp_ckpt.errors import FamilyError
 from mbridge_fsdp_ckpt.families.declaration import ParameterContext
 
 _ADAPTED = (".adapter.linear_out", ".adapter")  # where a LoRA's output projection and a DoRA's magnitudes hang
@@ -28,3 +32,23 @@ def base_of(parameter: ParameterContext) -> ParameterContext | None:
         return None
     ancestors = ((wrapper_path, base), *parameter.ancestors[level + 1 :])
     return replace(parameter, name=f"{wrapper_path}.weight", ancestors=ancestors)
+
+
+def is_shared_by_experts(parameter: ParameterContext) -> bool:
+    """Whether this is the one adapter of all grouped experts, of which each expert-parallel rank has a copy.
+
+    Raises:
+        FamilyError: It packs an adapter for each expert: expert parallelism cuts one dimension, tensor parallelism
+            another, along which gate and up are fused besides.
+    """
+    owner, _, inside = parameter.name.rpartition(".adapter.")
+    if not owner.endswith((".experts.linear_fc1", ".experts.linear_fc2")) or not inside:
+        return False
+    if len(parameter.local_shape) > 2:
+        raise FamilyError(
+            expected="one adapter for all grouped experts",
+            found=f"shape {parameter.local_shape}: one for each expert, packed",
+            remedy="Build the adapters with share_expert_adapters=True.",
+            key=parameter.name,
+        )
+    return True

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from mbridge_fsdp_ckpt.testing.ranks import RankFailed
 from tests.families.reference import Layout
 from tests.families.shelf import Shelf
 
@@ -30,7 +31,7 @@ TP2_EP2_ETP2 = Layout(4, tensor=2, expert=2, expert_tensor=2)
 DENSE = {"TP 2": TP2, "1 rank": Layout(), "TP 4": TP4, "4 ranks, TP 2, optim": TP2_OF_4.on(strategy="optim")}
 SPREAD = {"2 ranks": TWO, "TP 4": TP4, "4 ranks": FOUR, "TP 2, no_shard": TP2.on(strategy="no_shard")}
 EXPERTS = {"EP 2": EP2, "TP 2, ETP 2": TP2_ETP2, "EP 4, no_shard": EP4.on(strategy="no_shard"), "1 rank": Layout()}
-GROUPED = {"TP 2": TP2, "4 ranks, no_shard": FOUR.on(strategy="no_shard"), "1 rank": Layout()}
+GROUPED = {"TP 2": TP2, "EP 2": EP2, "4 ranks, no_shard": FOUR.on(strategy="no_shard"), "TP 2, EP 2": TP2_EP2}
 
 FAMILIES: dict[str, Family] = {
     "dense_gated": Family(
@@ -137,7 +138,6 @@ ADAPTED: dict[str, Family] = {
         ),
     ),
     "lora_grouped": Family(TWO, GROUPED, ("grouped.layers.0.mlp.experts.linear_fc1.adapter.linear_out.weight_w",)),
-    "lora_each_expert": Family(TWO, GROUPED, ("grouped.layers.0.mlp.experts.linear_fc1.adapter.linear_out.weight",)),
     "canonical_lora": Family(
         TP2_EP2,
         EXPERTS,
@@ -146,13 +146,6 @@ ADAPTED: dict[str, Family] = {
             "dense.layers.0.self_attention.linear_qkv.adapter.adapter_k.linear_out.weight",
         ),
     ),
-}
-
-
-NOT_YET: dict[str, tuple[str, Layout]] = {
-    "one adapter for all experts, EP 2": ("lora_grouped", EP2),
-    "one adapter for each expert, EP 2": ("lora_each_expert", EP2),
-    "one adapter for each expert, ETP 2": ("lora_each_expert", TP2_ETP2),
 }
 
 
@@ -192,11 +185,10 @@ def test_adapters_load_in_more_layouts(model: str, where: str, bridge_shelf: She
 
 
 @pytest.mark.bridge
-@pytest.mark.xfail(strict=True, reason="adapters of grouped experts are not cut, nor known to be copies, by experts")
-@pytest.mark.parametrize("name", NOT_YET)
-def test_adapters_of_grouped_experts_load_where_experts_are_split(name: str, bridge_shelf: Shelf) -> None:
-    model, loaded_in = NOT_YET[name]
-    bridge_shelf.check(model, TWO, loaded_in)
+@pytest.mark.parametrize("layout", [TWO, EP2], ids=["2 ranks", "EP 2"])
+def test_packed_adapters_of_each_expert_are_refused(layout: Layout, bridge_shelf: Shelf) -> None:
+    with pytest.raises(RankFailed, match="share_expert_adapters=True"):
+        bridge_shelf.saved("lora_each_expert", layout)
 
 
 def check_first(model: str, family: Family, shelf: Shelf) -> None:

@@ -149,12 +149,17 @@ ADAPTED: dict[str, Family] = {
 }
 
 
+def first_pairs(families: dict[str, Family]) -> list[str]:
+    """Each family with its first layout."""
+    return [f"{name}-{next(iter(family.loaded_in))}" for name, family in families.items()]
+
+
 def other_pairs(families: dict[str, Family]) -> list[tuple[str, str]]:
     """Each family with its layouts but the first."""
     return [(name, where) for name, family in families.items() for where in list(family.loaded_in)[1:]]
 
 
-@pytest.mark.parametrize("model", FAMILIES)
+@pytest.mark.parametrize("model", FAMILIES, ids=first_pairs(FAMILIES))
 def test_a_family_loads_in_another_layout(model: str, shelf: Shelf) -> None:
     check_first(model, FAMILIES[model], shelf)
 
@@ -172,7 +177,7 @@ def test_fused_and_unfused_latent_attention_load_each_other(name: str, shelf: Sh
 
 
 @pytest.mark.bridge
-@pytest.mark.parametrize("model", ADAPTED)
+@pytest.mark.parametrize("model", ADAPTED, ids=first_pairs(ADAPTED))
 def test_adapters_load_in_another_layout(model: str, bridge_shelf: Shelf) -> None:
     check_first(model, ADAPTED[model], bridge_shelf)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -36,6 +37,8 @@ _POLL = 0.005, 0.2  # seconds between looks, first and longest
 _MISSING_NAMED = 32
 _MAX_BYTES = 6 << 20  # the store closes the connection of who sends 8 MiB
 
+_HOSTS = "mbridge_fsdp_ckpt/hosts"
+
 Judge = Callable[[list[Any]], Any]
 
 
@@ -50,6 +53,7 @@ class Agreement:
         time_limit: Seconds that a rank waits for the others at each meeting, counted from its own arrival or from
             the last sign of life of any other rank.
         store: The store they meet in; None with a single rank.
+        on_beat: Called with every sign of life.
     """
 
     name: str
@@ -57,6 +61,7 @@ class Agreement:
     world_size: int
     time_limit: float
     store: Any = None
+    on_beat: Callable[[], None] = lambda: None
     _meetings: int = field(default=0)
     _last_beat: float = field(default=0.0)
 
@@ -84,6 +89,7 @@ class Agreement:
 
     def beat(self) -> None:
         """A sign of life during long work: others waiting for this rank begin their limit anew.  Cheap to call."""
+        self.on_beat()
         now = time.monotonic()
         if self.store is not None and now - self._last_beat > min(5.0, self.time_limit / 8):
             self._last_beat = now
@@ -139,12 +145,17 @@ class Agreement:
 
     def _missing(self, prefix: str, phase: str) -> CheckpointError:
         absent = [rank for rank in range(self.world_size) if not self.store.check([f"{prefix}/{rank}"])]
-        named = ", ".join(map(str, absent[:_MISSING_NAMED])) + (", ..." if len(absent) > _MISSING_NAMED else "")
+        named = ", ".join(map(self._with_host, absent[:_MISSING_NAMED]))
+        named += ", ..." if len(absent) > _MISSING_NAMED else ""
         return RankMissingError(
             expected=f"all {self.world_size} ranks at {phase!r} within {self.time_limit:g} s",
             found=f"no sign of rank {named}" if absent else "no verdict of rank 0",
             remedy="Look at the logs of these ranks; raise the time limit if they were only slow.",
         )
+
+    def _with_host(self, rank: int) -> str:
+        key = f"{_HOSTS}/{rank}"
+        return f"{rank} on {self.store.get(key).decode()}" if self.store.check([key]) else str(rank)
 
 
 class _Watch:
@@ -221,6 +232,7 @@ def next_agreement(purpose: str, time_limit: float = DEFAULT_TIME_LIMIT) -> Agre
         return Agreement(purpose, 0, 1, time_limit)
     store, rank = _default_store(), dist.get_rank()
     job = f"mbridge_fsdp_ckpt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    store.set(f"{_HOSTS}/{rank}", socket.gethostname())
     number = store.add(f"{job}/{rank}/agreements", 1)  # counted in the store: a new process group starts anew
     return Agreement(f"{job}/{number}/{purpose}", rank, dist.get_world_size(), time_limit, store)
 

@@ -12,8 +12,9 @@ passed, so are model and optimizer.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,14 @@ from mbridge_fsdp_ckpt.agreement import Agreement, next_agreement
 from mbridge_fsdp_ckpt.errors import CheckpointError, LoadInterruptedError, describe_unexpected
 from mbridge_fsdp_ckpt.inventory import KeyFilter
 from mbridge_fsdp_ckpt.settings import Settings
+from mbridge_fsdp_ckpt.storage.files import AnyPath, as_path
+from mbridge_fsdp_ckpt.storage.retention import reading
 from mbridge_fsdp_ckpt.storage.source import RankRecord
 
 __all__ = ["Loaded", "Settings", "load", "save"]
 
 _Attempt = Callable[[], Any]
+Accept = Callable[["Loaded"], Callable[[], None]]
 _log = logging.getLogger(__name__)
 
 
@@ -50,7 +54,7 @@ class Loaded:
 
 
 def save(
-    directory: str | Path,
+    directory: str | os.PathLike[str] | AnyPath,
     *,
     model: Any,
     optimizer: Any = None,
@@ -63,7 +67,7 @@ def save(
     """Save a model and its optimizer to `directory`.  All ranks call it with the same arguments.
 
     Args:
-        directory: The iteration directory; replaced as a whole where it exists.
+        directory: The iteration directory, a path or a URL that fsspec knows; replaced as a whole where it exists.
         model: A model wrapped in Megatron-FSDP, or the `MegatronFSDP` module itself.
         optimizer: Megatron's optimizer over it, or a torch optimizer; None saves no optimizer state.
         values: Non-tensor state, the same on all ranks; rank 0's is written.
@@ -77,7 +81,7 @@ def save(
     """
     settings = settings or Settings()
     agreement = next_agreement("save", settings.time_limit)
-    target = Path(directory).absolute()
+    target = as_path(directory)
     job = saving.Job(target, settings, agreement, values or {}, add_files)
 
     prepared = _attempt(
@@ -90,19 +94,19 @@ def save(
         if answer["disputed"]:
             disputed = saving.disputed(prepared, answer["disputed"])
             agreement.meet("disagreement on the plan", disputed, job.judge_dispute)
-        staging = Path(answer["staging"])
-        written = _attempt(agreement, "writing chunks", lambda: saving.write(prepared, staging, agreement))
+        written = _attempt(agreement, "writing chunks", lambda: saving.write(prepared, answer, agreement))
         agreement.meet("commit", written, job.judge_written)
     finally:
         job.clean_up()
 
 
 def load(
-    directory: str | Path,
+    directory: str | os.PathLike[str] | AnyPath,
     *,
     model: Any,
     optimizer: Any = None,
     include: KeyFilter | None = None,
+    accept: Accept | None = None,
     settings: Settings | None = None,
 ) -> Loaded:
     """Load a model and its optimizer from `directory`.  All ranks call it with the same arguments.
@@ -113,59 +117,75 @@ def load(
         optimizer: Its optimizer.  None loads weights only.  Host copies of weights that an optimizer keeps are
             refreshed only if it is given; see `load_weights_only`.
         include: Which model keys to load.
+        accept: Called on every rank with what was read, before anything changes.  It checks the values and returns
+            what puts them in place, which is called once the tensors are filled.  Where it raises, all ranks fail.
         settings: See `Settings`.
 
     Raises:
         LoadInterruptedError: Reading failed after live tensors had begun to change: don't go on with them.
         CheckpointError: Any other; the same on every rank, and nothing was changed.
     """
-    return _load(directory, model, optimizer, include, settings or Settings(), with_state=True)
+    return _load(directory, model, optimizer, include, accept, settings or Settings(), with_state=True)
 
 
 def load_weights_only(
-    directory: str | Path,
+    directory: str | os.PathLike[str] | AnyPath,
     *,
     model: Any,
     optimizer: Any = None,
     include: KeyFilter | None = None,
+    accept: Accept | None = None,
     settings: Settings | None = None,
 ) -> Loaded:
     """Like `load`, but the optimizer keeps its state and only refreshes its copies of the weights."""
-    return _load(directory, model, optimizer, include, settings or Settings(), with_state=False)
+    return _load(directory, model, optimizer, include, accept, settings or Settings(), with_state=False)
 
 
 def _load(
-    directory: str | Path,
+    directory: str | os.PathLike[str] | AnyPath,
     model: Any,
     optimizer: Any,
     include: KeyFilter | None,
+    accept: Accept | None,
     settings: Settings,
     *,
     with_state: bool,
 ) -> Loaded:
     agreement = next_agreement("load", settings.time_limit)
-    source = Path(directory).absolute()
-    opened = _attempt(
-        agreement,
-        "reading the checkpoint",
-        lambda: loading.prepare(source, model, optimizer, include, settings, agreement, with_state=with_state),
-    )
-    answer = agreement.meet("verification", _message(opened, loading.announce), loading.judge(opened, settings))
-    if answer["disputed"]:
-        named = loading.disputed(opened, answer["disputed"])
-        answer = agreement.meet("unexpected keys", named, loading.judge_unexpected(opened, settings))
+    source = as_path(directory)
 
-    filled = _attempt(agreement, "filling tensors", lambda: filling.fill(opened, agreement))
-    if isinstance(filled, CheckpointError):
-        filled = _interrupted(filled)
-    agreement.meet("completion of the load", filled, lambda messages: None)
+    def prepare() -> tuple[loading.Opened, Loaded, Callable[[], None]]:
+        opened = loading.prepare(source, model, optimizer, include, settings, agreement, with_state=with_state)
+        read = opened.source
+        loaded = Loaded(read.values, read.topology, *loading.records_of(opened), skipped=tuple(opened.skipped))
+        return opened, loaded, accept(loaded) if accept is not None else _nothing
+
+    with reading(source, enabled=agreement.rank == 0) as agreement.on_beat:
+        prepared = _attempt(agreement, "reading the checkpoint", prepare)
+        opened: Any = prepared if isinstance(prepared, CheckpointError) else prepared[0]
+        answer = agreement.meet("verification", _message(opened, loading.announce), loading.judge(opened, settings))
+        if answer["disputed"]:
+            named = loading.disputed(opened, answer["disputed"])
+            answer = agreement.meet("unexpected keys", named, loading.judge_unexpected(opened, settings))
+        filled = _attempt(agreement, "filling tensors", lambda: _fill(prepared, agreement))
+        agreement.meet(
+            "completion of the load",
+            _interrupted(filled) if isinstance(filled, CheckpointError) else None,
+            lambda messages: None,
+        )
     filling.refresh(opened)
-    return Loaded(
-        opened.source.values,
-        opened.source.topology,
-        *loading.records_of(opened),
-        skipped=(*opened.skipped, *answer["unread"]),
-    )
+    loaded: Loaded = prepared[1]
+    return replace(loaded, skipped=(*loaded.skipped, *answer["unread"]))
+
+
+def _fill(prepared: tuple[loading.Opened, Loaded, Callable[[], None]], agreement: Agreement) -> None:
+    opened, _, put_in_place = prepared
+    filling.fill(opened, agreement)
+    put_in_place()
+
+
+def _nothing() -> None:
+    """What puts in place nothing."""
 
 
 def _attempt(agreement: Agreement, doing: str, action: _Attempt) -> Any:
@@ -189,4 +209,6 @@ def _interrupted(error: CheckpointError) -> CheckpointError:
         remedy="Model and optimizer are partly loaded: end this process and load again.",
         rank=error.rank,
         key=error.key,
+        host=error.host,
+        phase=error.phase,
     )

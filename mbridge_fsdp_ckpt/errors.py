@@ -6,6 +6,7 @@ ranks as plain data (`to_wire`, `from_wire`), so that one rank's failure is rais
 
 from __future__ import annotations
 
+import socket
 from typing import Any, ClassVar
 
 _WIRE_TEXT_LIMIT = 8_000  # characters a text field keeps on its way to other ranks
@@ -20,14 +21,25 @@ class CheckpointError(Exception):
         remedy: What the user can do.
         rank: Global rank on which it was found, if it belongs to one.
         key: Checkpoint key, parameter or file it is about, if any.
+        host: That rank's host.
+        phase: What that rank was doing, in words that follow "while".
     """
 
     _by_name: ClassVar[dict[str, type[CheckpointError]]] = {}
 
     def __init__(
-        self, *, expected: str, found: str, remedy: str, rank: int | None = None, key: str | None = None
+        self,
+        *,
+        expected: str,
+        found: str,
+        remedy: str,
+        rank: int | None = None,
+        key: str | None = None,
+        host: str | None = None,
+        phase: str | None = None,
     ) -> None:
         self.expected, self.found, self.remedy, self.rank, self.key = expected, found, remedy, rank, key
+        self.host, self.phase = host, phase
         super().__init__(self._message())
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -35,31 +47,38 @@ class CheckpointError(Exception):
         CheckpointError._by_name[cls.__name__] = cls
 
     def _message(self) -> str:
-        where = ", ".join(
-            part for part in (f"rank {self.rank}" if self.rank is not None else "", self.key or "") if part
+        on = f" on {self.host}" if self.host else ""
+        parts = (
+            f"rank {self.rank}{on}" if self.rank is not None else "",
+            f"while {self.phase}" if self.phase else "",
+            self.key or "",
         )
+        where = ", ".join(part for part in parts if part)
         prefix = f"[{where}] " if where else ""
         return f"{prefix}expected {self.expected}; found {self.found}. {self.remedy}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CheckpointError.from_wire, (self.to_wire(),)
 
-    def at_rank(self, rank: int) -> CheckpointError:
-        """The same error with the rank filled in, where it was still open."""
-        if self.rank is not None:
-            return self
-        return CheckpointError.from_wire({**self.to_wire(), "rank": rank})
+    def at_rank(self, rank: int, phase: str | None = None) -> CheckpointError:
+        """The same error with this process's rank and host, and the phase, filled in where they were still open."""
+        wire = self.to_wire()
+        if self.rank is None:
+            wire |= {"rank": rank, "host": socket.gethostname()}
+        wire["phase"] = self.phase or phase
+        return self if wire == self.to_wire() else CheckpointError.from_wire(wire)
 
     def to_wire(self) -> dict[str, Any]:
         """This error as JSON-able data."""
         text = {name: str(getattr(self, name))[:_WIRE_TEXT_LIMIT] for name in ("expected", "found", "remedy")}
-        return {"error": type(self).__name__, **text, "rank": self.rank, "key": self.key}
+        place = {name: getattr(self, name) for name in ("rank", "key", "host", "phase")}
+        return {"error": type(self).__name__, **text, **place}
 
     @staticmethod
     def from_wire(wire: dict[str, Any]) -> CheckpointError:
         """The error that `to_wire` described; an unknown name becomes `RankFailedError`."""
-        fields = {name: wire[name] for name in ("expected", "found", "remedy", "rank", "key")}
-        return CheckpointError._by_name.get(wire["error"], RankFailedError)(**fields)
+        fields = {name: wire.get(name) for name in ("expected", "found", "remedy", "rank", "key", "host", "phase")}
+        return CheckpointError._by_name.get(wire["error"], RankFailedError)(**fields)  # type: ignore[arg-type]
 
 
 class UnsupportedVersionError(CheckpointError):
@@ -135,7 +154,7 @@ def describe_unexpected(error: BaseException, *, rank: int | None, doing: str) -
         doing: The phase, in words that follow "while".
     """
     if isinstance(error, CheckpointError):
-        return error if rank is None else error.at_rank(rank)
+        return error if rank is None else error.at_rank(rank, doing)
     kind: type[CheckpointError] = StorageError if isinstance(error, OSError) else RankFailedError
     return kind(
         expected=f"{doing} to succeed",
@@ -144,4 +163,5 @@ def describe_unexpected(error: BaseException, *, rank: int | None, doing: str) -
         if kind is StorageError
         else "The traceback is in that rank's log.",
         rank=rank,
+        host=socket.gethostname() if rank is not None else None,
     )

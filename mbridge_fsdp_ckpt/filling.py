@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from mbridge_fsdp_ckpt.agreement import Agreement
-from mbridge_fsdp_ckpt.geometry import Box
+from mbridge_fsdp_ckpt.errors import InternalError
+from mbridge_fsdp_ckpt.geometry import Box, whole
 from mbridge_fsdp_ckpt.inventory import OptimizerPart
 from mbridge_fsdp_ckpt.loading import Opened
 from mbridge_fsdp_ckpt.matching import in_file_order
@@ -37,12 +38,14 @@ def fill(opened: Opened, agreement: Agreement) -> None:
         [slots for part in opened.parts for slots in _allocate(opened, part, targets)] if opened.with_state else []
     )
     needed = {key: [Box((), ()) if p is None else p.box for p, _ in places] for key, places in targets.items()}
+    filled: Counter[tuple[str, int]] = Counter()
     with torch.no_grad():
         for chunk in in_file_order(opened.chunks, needed):
-            data = opened.source.read(chunk)
-            for piece, flat in targets[chunk.key]:
-                _copy(data, chunk.box, piece, flat)
+            data = opened.source.read(chunk, verify=opened.verified)
+            for number, (piece, flat) in enumerate(targets[chunk.key]):
+                filled[chunk.key, number] += _copy(data, chunk.box, piece, flat)
             agreement.beat()
+        _check_filled(opened, targets, filled)
         _install(opened, allocated)
     for restoration in opened.scaling:
         restoration.apply()
@@ -87,13 +90,36 @@ def _add_targets(
             targets[key_of(piece.component)].append((piece, flat))
 
 
-def _copy(data: torch.Tensor, box: Box, piece: Piece | None, flat: torch.Tensor) -> None:
+def _copy(data: torch.Tensor, box: Box, piece: Piece | None, flat: torch.Tensor) -> int:
+    """Copy what the chunk has of the piece; returns the number of elements."""
     if piece is None:
         flat.copy_(data)
-        return
+        return 1
     common = box.intersect(piece.box)
-    if common is not None:
-        piece.block(flat)[common.slices_in(piece.box)].copy_(data[common.slices_in(box)])
+    if common is None:
+        return 0
+    piece.block(flat)[common.slices_in(piece.box)].copy_(data[common.slices_in(box)])
+    return common.volume
+
+
+def _check_filled(opened: Opened, targets: Targets, filled: Counter[tuple[str, int]]) -> None:
+    """Every place of every key got all its elements; only padding of the vocabulary has none in the checkpoint.
+
+    Raises:
+        InternalError: Some were left as they were.
+    """
+    for key, places in targets.items():
+        saved = whole(opened.source.keys[key].shape)
+        for number, (piece, _) in enumerate(places):
+            common = Box((), ()) if piece is None else piece.box.intersect(saved)
+            wanted = 0 if common is None else common.volume
+            if filled[key, number] != wanted:
+                raise InternalError(
+                    expected=f"{wanted} elements of {common} to be filled",
+                    found=f"{filled[key, number]}",
+                    remedy="Report it with the layouts of the save and of this job.",
+                    key=key,
+                )
 
 
 def _install(opened: Opened, allocated: list[_Allocated]) -> None:

@@ -19,7 +19,7 @@ from mbridge_fsdp_ckpt.layout import ParameterLayout
 from mbridge_fsdp_ckpt.optimizer_state import OptimizerAdapter, Slot, adapters_for
 from mbridge_fsdp_ckpt.parameters import ModelParameter, find_fsdp_module, model_parameters
 from mbridge_fsdp_ckpt.plan import Component, ParameterPlan, Piece, plan_parameter
-from mbridge_fsdp_ckpt.storage.manifest import KeyEntry
+from mbridge_fsdp_ckpt.storage.schema import KeyEntry
 from mbridge_fsdp_ckpt.storage.values import dtype_name
 
 KeyFilter = Callable[[str], bool]

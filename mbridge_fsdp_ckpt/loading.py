@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +30,8 @@ from mbridge_fsdp_ckpt.plan import Component, ParameterPlan
 from mbridge_fsdp_ckpt.quantization import restorations
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.commit import recover
-from mbridge_fsdp_ckpt.storage.manifest import KeyEntry
+from mbridge_fsdp_ckpt.storage.files import AnyPath
+from mbridge_fsdp_ckpt.storage.schema import KeyEntry
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource, RankRecord, StoredChunk, open_checkpoint
 from mbridge_fsdp_ckpt.topology import coordinates
 from mbridge_fsdp_ckpt.versions import require
@@ -39,7 +39,7 @@ from mbridge_fsdp_ckpt.versions import require
 
 @dataclass(slots=True)
 class Opened:
-    """A checkpoint that fits this rank, every byte it needs verified."""
+    """A checkpoint that fits this rank, and is verified as far as the settings say."""
 
     source: CheckpointSource
     model: Any
@@ -50,13 +50,14 @@ class Opened:
     hyperparameters: dict[str, dict[str, Any]]
     slots: dict[str, dict[str, KeyEntry]]
     include: KeyFilter | None
+    verified: bool
     scaling: list[Restoration] = field(default_factory=list)
     asked: set[str] = field(default_factory=set)
     skipped: list[str] = field(default_factory=list)
 
 
 def prepare(
-    directory: Path,
+    directory: AnyPath,
     model: Any,
     optimizer: Any,
     include: KeyFilter | None,
@@ -65,7 +66,7 @@ def prepare(
     *,
     with_state: bool,
 ) -> Opened:
-    """Open the checkpoint, match it with the live model, and read and verify what this rank needs.
+    """Open the checkpoint, match it with the live model, and verify what this rank needs.
 
     Raises:
         KeyMismatchError: Keys are missing, or of another shape or dtype.
@@ -78,7 +79,9 @@ def prepare(
     everything = plan_model(model)
     planned = [p for p in everything if include is None or include(p.plan.layout.key)]
     parts = optimizer_parts(optimizer, everything) if optimizer is not None else []
-    opened = Opened(source, model, planned, parts, with_state and bool(parts), {}, {}, {}, include)
+    opened = Opened(
+        source, model, planned, parts, with_state and bool(parts), {}, {}, {}, include, settings.verify == "full"
+    )
     match = Match(source, settings)
     for item in planned:
         match.weights(item)
@@ -95,9 +98,12 @@ def prepare(
     opened.asked, opened.skipped = match.asked, match.skipped
     opened.chunks = source.chunks(sorted(match.needed))
     check_coverage(match.needed, opened.chunks)
-    for chunk in in_file_order(opened.chunks, match.needed):
-        source.read(chunk)
-        agreement.beat()
+    if agreement.rank == 0:
+        source.check_files(content=opened.verified, progress=agreement.beat)
+    if opened.verified:
+        for chunk in in_file_order(opened.chunks, match.needed):
+            source.read(chunk)
+            agreement.beat()
     return opened
 
 

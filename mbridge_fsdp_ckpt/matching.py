@@ -13,7 +13,7 @@ from mbridge_fsdp_ckpt.geometry import Box, Shape, uncovered, whole
 from mbridge_fsdp_ckpt.inventory import Planned
 from mbridge_fsdp_ckpt.plan import Component, ParameterPlan
 from mbridge_fsdp_ckpt.settings import Settings
-from mbridge_fsdp_ckpt.storage.manifest import KeyEntry
+from mbridge_fsdp_ckpt.storage.schema import KeyEntry
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource, StoredChunk
 from mbridge_fsdp_ckpt.storage.values import dtype_from_name
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -25,22 +23,14 @@ from mbridge_fsdp_ckpt.inventory import (
 from mbridge_fsdp_ckpt.quantization import own_states
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage import commit
-from mbridge_fsdp_ckpt.storage.checksums import file_checksum
+from mbridge_fsdp_ckpt.storage.checksums import checksum
+from mbridge_fsdp_ckpt.storage.content import Commit, Content
 from mbridge_fsdp_ckpt.storage.dcp_writer import write_dcp_view
-from mbridge_fsdp_ckpt.storage.manifest import (
-    FORMAT,
-    MANIFEST_NAME,
-    VERSION,
-    KeyEntry,
-    Manifest,
-    TableEntry,
-    TableHeader,
-    check_file,
-    read_table_header,
-    write_manifest,
-    write_table,
-)
+from mbridge_fsdp_ckpt.storage.files import AnyPath, as_path, check_file, write_file
+from mbridge_fsdp_ckpt.storage.manifest import manifest_bytes
 from mbridge_fsdp_ckpt.storage.payload import PayloadWriter
+from mbridge_fsdp_ckpt.storage.schema import FORMAT, VERSION, ExtraEntry, KeyEntry, Manifest, TableEntry, TableHeader
+from mbridge_fsdp_ckpt.storage.table import read_table_header, table_bytes
 from mbridge_fsdp_ckpt.storage.values import encode
 from mbridge_fsdp_ckpt.topology import coordinates, sharding_strategy, topology
 from mbridge_fsdp_ckpt.versions import require
@@ -104,16 +94,22 @@ def disputed(prepared: Prepared, buckets: list[int]) -> list[list[Any]]:
     return consensus.blocks_in(prepared.holdings, buckets)
 
 
-def write(prepared: Prepared, staging: Path, agreement: Agreement) -> dict[str, Any]:
+def write(prepared: Prepared, place: Mapping[str, str], agreement: Agreement) -> dict[str, Any]:
     """Write this rank's chunks and its table; returns the table's entry.
 
+    Args:
+        prepared: What to write.
+        place: Where: "directory", and the "suffix" of names.
+        agreement: Gets signs of life.
+
     Raises:
-        OSError: The file system refused.
+        OSError: The storage refused.
     """
+    staging, suffix = as_path(place["directory"]), place["suffix"]
     rank, chunks, files, keys = agreement.rank, [], [], {}
     own = [holding for holding in prepared.holdings if holding.piece.writes]
     if own:
-        writer = PayloadWriter(staging / f"__{rank}_0.distcp")
+        writer = PayloadWriter(staging / f"__{rank}_0{suffix}.distcp")
         try:
             for holding in own:
                 chunks.append(writer.add(holding.key, holding.elements(), holding.box))
@@ -124,22 +120,21 @@ def write(prepared: Prepared, staging: Path, agreement: Agreement) -> dict[str, 
         finally:
             writer.abort()
     header = TableHeader(rank=rank, files=tuple(files), keys=keys, chunks=len(chunks), **prepared.header)
-    table = staging / f"chunks_{rank:05d}.jsonl"
-    write_table(table, header, chunks)
-    _sync_file(table)
-    return TableEntry(rank=rank, name=table.name, size=table.stat().st_size, checksum=file_checksum(table)).model_dump()
+    table, data = staging / f"chunks_{rank:05d}{suffix}.jsonl", table_bytes(header, chunks)
+    write_file(table, data)
+    return TableEntry(rank=rank, name=table.name, size=len(data), checksum=checksum(data)).model_dump()
 
 
 @dataclass(slots=True)
 class Job:
     """Rank 0's side of a save: it judges the meetings, owns the staging directory, and commits."""
 
-    target: Path
+    target: AnyPath
     settings: Settings
     agreement: Agreement
     values: Mapping[str, Any]
     add_files: Callable[[Path], None] | None
-    _staging: Path | None = field(default=None)
+    _commit: Commit | None = field(default=None)
     _sections: tuple[str, ...] = field(default=())
     _strategy: str = field(default="")
 
@@ -159,8 +154,8 @@ class Job:
         commit.recover(self.target)
         for path in commit.remove_leftovers(self.target.parent):
             _log.warning("removed %s, which a save that died had left behind", path)
-        self._staging = commit.create_staging(self.target)
-        return {"disputed": [], "staging": str(self._staging)}
+        self._commit = commit.begin(self.target, self.settings.commit)
+        return {"disputed": [], "directory": str(self._commit.directory), "suffix": self._commit.suffix}
 
     def judge_dispute(self, messages: list[Any]) -> None:
         """Only after a failed first meeting: name the keys and ranks."""
@@ -168,15 +163,16 @@ class Job:
 
     def judge_written(self, messages: list[Any]) -> None:
         """Second meeting: check what all ranks wrote, write the head, commit."""
-        assert self._staging is not None
-        staging, tables = self._staging, [TableEntry(**message) for message in messages]
+        assert self._commit is not None
+        directory, suffix = self._commit.directory, self._commit.suffix
+        tables = [TableEntry(**message) for message in messages]
         keys: dict[str, KeyEntry] = {}
         declared_by: dict[str, int] = {}
         flushed = {entry.name for entry in tables}
         for entry in tables:
-            header = read_table_header(check_file(staging, entry))
+            header = read_table_header(check_file(directory, entry))
             for file in header.files:
-                check_file(staging, file)
+                check_file(directory, file)
                 flushed.add(file.name)
             _declare(declared_by, header)
             keys.update(header.keys)
@@ -191,20 +187,25 @@ class Job:
             tables=tuple(tables),
             values=encode(dict(self.values), "values"),
         )
-        if self.settings.writes_dcp_metadata(len(tables)):
-            write_dcp_view(staging, keys, [staging / entry.name for entry in tables], self.values, self.agreement.beat)
-        if self.add_files is not None:
-            self.add_files(staging)
-            self.agreement.beat()
-        write_manifest(staging / MANIFEST_NAME, manifest)
-        _sync_files(staging, flushed, self.agreement.beat)
-        commit.commit(staging, self.target)
-        self._staging = None
+
+        def with_files(files: tuple[ExtraEntry, ...]) -> bytes:
+            return manifest_bytes(manifest.model_copy(update={"files": files}))
+
+        def write_view(place: AnyPath) -> None:
+            paths = [place / entry.name for entry in tables]
+            write_dcp_view(place, keys, paths, self.values, suffix, self.agreement.beat)
+
+        view = write_view if self.settings.writes_dcp_metadata(len(tables)) else None
+        self._commit.finish(Content(with_files, frozenset(flushed), self.add_files, view, self.agreement.beat))
+        self._commit = None
 
     def clean_up(self) -> None:
-        """Remove the staging directory of a save that failed."""
-        if self._staging is not None:
-            shutil.rmtree(self._staging, ignore_errors=True)  # the next save reports what could not be removed
+        """Remove what a save that failed has written; what stays the next save reports."""
+        if self._commit is not None:
+            try:
+                self._commit.abort()
+            except OSError:
+                _log.warning("could not remove %s", self._commit.directory, exc_info=True)
 
 
 def _declare(declared_by: dict[str, int], header: TableHeader) -> None:
@@ -228,18 +229,3 @@ def _writer_versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def _sync_files(directory: Path, except_for: set[str], progress: Callable[[], None]) -> None:
-    """Flush to disk what rank 0 wrote; the ranks flushed theirs."""
-    for path in directory.rglob("*"):
-        if path.is_dir():
-            commit.sync_directory(path)
-        elif path.name not in except_for:
-            _sync_file(path)
-        progress()
-
-
-def _sync_file(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,18 @@ from megatron.bridge.training.utils import comet_utils, mlflow_utils, wandb_util
 from megatron.bridge.utils.common_utils import get_rank_safe, is_last_rank, print_rank_0
 
 from mbridge_fsdp_ckpt.bridge.locate import NON_PERSISTENT
-from mbridge_fsdp_ckpt.storage.commit import replace_file
+from mbridge_fsdp_ckpt.storage.files import AnyPath, as_path, replace_file
+from mbridge_fsdp_ckpt.storage.retention import prune
+
+_log = logging.getLogger(__name__)
 
 
-def root_directory(checkpoint_config: Any, *, non_persistent: bool) -> str:
+def root_directory(checkpoint_config: Any, *, non_persistent: bool) -> AnyPath:
     """Where iteration directories go."""
     if not non_persistent:
-        return str(checkpoint_config.save)
-    return str(checkpoint_config.non_persistent_global_ckpt_dir or Path(checkpoint_config.save) / NON_PERSISTENT)
+        return as_path(checkpoint_config.save)
+    other = checkpoint_config.non_persistent_global_ckpt_dir
+    return as_path(other) if other else as_path(checkpoint_config.save) / NON_PERSISTENT
 
 
 def save_dataloader_state(state: Any, model: list[Any], iterator: Any, pg_collection: Any) -> None:
@@ -43,8 +48,8 @@ def write_run_files(staging: Path, cfg: Any, train_state: dict[str, torch.Tensor
 
 def publish(
     state: Any,
-    root: Path,
-    directory: Path,
+    root: AnyPath,
+    directory: AnyPath,
     train_state: dict[str, torch.Tensor],
     callback_manager: Any,
     model: list[Any],
@@ -54,9 +59,10 @@ def publish(
     step, cfg = state.train_state.step, state.cfg
     if get_rank_safe() == 0:
         replace_file(
-            Path(names.get_checkpoint_train_state_filename(str(root), names.TRACKER_PREFIX)), _torch_bytes(train_state)
+            as_path(names.get_checkpoint_train_state_filename(str(root), names.TRACKER_PREFIX)),
+            _torch_bytes(train_state),
         )
-        replace_file(Path(names.get_checkpoint_tracker_filename(str(root))), str(step).encode())
+        replace_file(as_path(names.get_checkpoint_tracker_filename(str(root))), str(step).encode())
     print_rank_0(f"  successfully saved checkpoint from iteration {step:7d} to {root}")
     if is_last_rank():
         wandb_utils.on_save_checkpoint_success(str(directory), str(root), step, wandb_writer=state.wandb_logger)
@@ -66,15 +72,19 @@ def publish(
     if should_fire(callback_manager, "on_checkpoint_save"):
         context = CallbackContext(state=state, model=model, user_state=callback_manager.user_state, optimizer=optimizer)
         callback_manager.fire("on_checkpoint_save", context)
-    _prune(cfg.checkpoint, root)
+    if get_rank_safe() == 0:
+        _prune(cfg.checkpoint, root, step)
 
 
-def _prune(checkpoint_config: Any, root: Path) -> None:
+def _prune(checkpoint_config: Any, root: AnyPath, step: int) -> None:
+    """Rank 0: what `most_recent_k` has no room for; the checkpoint that was just committed always stays."""
     keep = checkpoint_config.most_recent_k
-    if root != Path(str(checkpoint_config.save)):  # non-persistent: at least one stays
-        keep = 2 if keep < 0 else max(1, keep)
+    if root != as_path(checkpoint_config.save):  # non-persistent: Bridge keeps two
+        keep = 2 if keep < 0 else keep
     if keep > -1:
-        stock.cleanup_old_non_persistent_checkpoint(str(root), leave_ckpt_num=keep, do_async=False)
+        removed = prune(root, max(1, keep), also_keep=step)
+        if removed:
+            _log.info("removed %s", ", ".join(str(iteration.directory) for iteration in removed))
 
 
 def _torch_bytes(value: Any) -> bytes:

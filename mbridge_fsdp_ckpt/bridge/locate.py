@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from megatron.bridge.training.utils import checkpoint_utils as names
 
 from mbridge_fsdp_ckpt.errors import NotACheckpointError
 from mbridge_fsdp_ckpt.storage.commit import recover
+from mbridge_fsdp_ckpt.storage.files import AnyPath, as_path
 from mbridge_fsdp_ckpt.storage.manifest import MANIFEST_NAME
 
 NON_PERSISTENT = "non_persistent"  # Bridge's default directory for global non-persistent checkpoints
@@ -21,7 +21,7 @@ NON_PERSISTENT = "non_persistent"  # Bridge's default directory for global non-p
 class Located:
     """An iteration directory; `release` marks weights without training progress."""
 
-    directory: Path
+    directory: AnyPath
     release: bool = False
 
 
@@ -41,7 +41,7 @@ def locate(load_dir: str | None, checkpoint_config: Any, step: int | None) -> Lo
     """
     if load_dir is None:
         return None
-    root = Path(load_dir)
+    root = as_path(load_dir)
     if (root / MANIFEST_NAME).exists() or names.is_checkpoint_iteration_directory(load_dir):
         return Located(root)
     if step is not None:
@@ -52,20 +52,20 @@ def locate(load_dir: str | None, checkpoint_config: Any, step: int | None) -> Lo
         return None
     newest = max(found, key=lambda candidate: candidate[1])
     if newest[1] < 0:
-        return Located(Path(names.get_checkpoint_name(str(newest[0]), 0, release=True)), release=True)
+        return Located(as_path(names.get_checkpoint_name(str(newest[0]), 0, release=True)), release=True)
     return Located(_existing(newest[0], newest[1], "the tracker file"))
 
 
-def _roots(root: Path, checkpoint_config: Any) -> list[Path]:
+def _roots(root: AnyPath, checkpoint_config: Any) -> list[AnyPath]:
     if checkpoint_config.non_persistent_ckpt_type != "global":
         return [root]
     other = checkpoint_config.non_persistent_global_ckpt_dir
-    return [root, Path(other) if other else root / NON_PERSISTENT]
+    return [root, as_path(other) if other else root / NON_PERSISTENT]
 
 
-def _tracked(root: Path) -> tuple[Path, int] | None:
+def _tracked(root: AnyPath) -> tuple[AnyPath, int] | None:
     """The iteration that a root's tracker names; -1 for a release."""
-    text = Path(names.get_checkpoint_tracker_filename(str(root)))
+    text = as_path(names.get_checkpoint_tracker_filename(str(root)))
     if text.is_file():
         content = text.read_text().strip()
         if content == "release":
@@ -85,8 +85,8 @@ def _tracked(root: Path) -> tuple[Path, int] | None:
     return None
 
 
-def _existing(root: Path, step: int, named_by: str) -> Path:
-    directory = Path(names.get_checkpoint_name(str(root), step))
+def _existing(root: AnyPath, step: int, named_by: str) -> AnyPath:
+    directory = as_path(names.get_checkpoint_name(str(root), step))
     recover(directory)
     if not directory.is_dir():
         there = sorted(path.name for path in root.glob("iter_*"))

@@ -5,28 +5,25 @@ Bridge's own helpers make the state (RNG, scheduler, run config); the trackers a
 
 from __future__ import annotations
 
-import io
 import logging
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.bridge.training import checkpointing as stock
 from megatron.bridge.training import fault_tolerance
-from megatron.bridge.training.state import TrainState
 from megatron.bridge.training.utils import checkpoint_utils as names
 from megatron.bridge.training.utils.pg_utils import get_pg_collection
 from megatron.bridge.utils.common_utils import print_rank_0
-from megatron.core.num_microbatches_calculator import update_num_microbatches
 from megatron.core.utils import unwrap_model
 
 from mbridge_fsdp_ckpt import checkpoint
-from mbridge_fsdp_ckpt.bridge import after_save, random_state
-from mbridge_fsdp_ckpt.bridge.locate import Located, locate
+from mbridge_fsdp_ckpt.bridge import after_save
+from mbridge_fsdp_ckpt.bridge.locate import locate
 from mbridge_fsdp_ckpt.bridge.plugin import STOCK, check_settings, presented_as_stock, settings_of
+from mbridge_fsdp_ckpt.bridge.restoration import Parts, restoration
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.optimizer_state import grad_scalers
+from mbridge_fsdp_ckpt.storage.files import as_path
 
 _log = logging.getLogger(__name__)
 
@@ -108,8 +105,8 @@ def save_checkpoint(
     fault_tolerance.on_checkpointing_start(state)
     model = unwrap_model(model)
     pg_collection = pg_collection or get_pg_collection(model)
-    root = Path(after_save.root_directory(cfg.checkpoint, non_persistent=non_persistent_ckpt))
-    directory = Path(names.get_checkpoint_name(str(root), state.train_state.step))
+    root = as_path(after_save.root_directory(cfg.checkpoint, non_persistent=non_persistent_ckpt))
+    directory = as_path(names.get_checkpoint_name(str(root), state.train_state.step))
     print_rank_0(f"saving checkpoint at iteration {state.train_state.step:7d} to {root} in fsdp_dtensor_safe format")
     after_save.save_dataloader_state(state, model, train_data_iterator, pg_collection)
     train_state = _train_state(state, num_floating_point_operations_so_far)
@@ -157,15 +154,6 @@ def _rank_values(cfg: Any, pg_collection: Any) -> dict[str, Any]:
     return {"rng_state": random}
 
 
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """Which parts of a checkpoint the configuration asks for."""
-
-    optimizer: bool
-    random: bool
-    progress: bool
-
-
 def load_from_path(
     load_dir: str,
     state: Any,
@@ -195,7 +183,7 @@ def load_from_path(
     print_rank_0(f" loading fsdp_dtensor_safe checkpoint from {found.directory}")
     model = unwrap_model(model)
     pg_collection = pg_collection or get_pg_collection(model)
-    wanted = _Parts(
+    wanted = Parts(
         optimizer=not cfg.checkpoint.finetune and cfg.checkpoint.load_optim and optimizer is not None,
         random=not cfg.checkpoint.finetune and cfg.checkpoint.load_rng,
         progress=not cfg.checkpoint.finetune,
@@ -206,13 +194,11 @@ def load_from_path(
         model=model[0] if len(model) == 1 else model,
         optimizer=optimizer,
         include=_adapters_only(cfg, load_dir),
+        accept=lambda read: restoration(state, read, found, wanted, optimizer, opt_param_scheduler, pg_collection),
         settings=settings_of(cfg),
     )
     if loaded.skipped:
         print_rank_0(f"WARNING: not in the checkpoint, left as they were: {', '.join(loaded.skipped[:20])}")
-    _restore(state, loaded, found, wanted, optimizer, opt_param_scheduler)
-    if wanted.random:
-        random_state.restore(loaded, cfg, pg_collection)
     stock._record_dataloader_state_dir(checkpointing_context, str(found.directory.parent))
     print_rank_0(f"  successfully loaded checkpoint from {found.directory} at iteration {state.train_state.step}")
     if state.train_state.step > 0:
@@ -237,32 +223,3 @@ def _adapters_only(cfg: Any, load_dir: str) -> Any:
         and not cfg.checkpoint.finetune
     )
     return cfg.peft.adapter_key_filter if resumes else None
-
-
-def _restore(state: Any, loaded: Any, found: Located, wanted: _Parts, optimizer: Any, scheduler: Any) -> None:
-    """Progress, scheduler and loss scale."""
-    values = loaded.values
-    stock.set_checkpoint_version(values.get("checkpoint_version", 0))
-    if wanted.progress:
-        state.train_state = _read_train_state(values, found)
-        update_num_microbatches(consumed_samples=state.train_state.consumed_train_samples, verbose=True)
-    if not wanted.progress or found.release:
-        state.train_state.step = 0
-    if wanted.progress and state.cfg.checkpoint.load_optim:
-        if scheduler is not None and "opt_param_scheduler" in values:
-            scheduler.load_state_dict(dict(values["opt_param_scheduler"]))
-        for scaler, saved in zip(grad_scalers(optimizer), values.get("grad_scaler", {}).values(), strict=False):
-            scaler.load_state_dict(saved)
-
-
-def _read_train_state(values: Any, found: Located) -> TrainState:
-    if "train_state" in values:
-        restored = TrainState()
-        restored.load_state_dict(values["train_state"])
-        return restored
-    path = Path(names.get_checkpoint_train_state_filename(str(found.directory)))
-    if path.is_file():  # a stock checkpoint keeps it beside
-        restored = TrainState()
-        restored.load_state_dict(torch.load(io.BytesIO(path.read_bytes()), map_location="cpu", weights_only=True))
-        return restored
-    return TrainState(step=int(values.get("iteration", 0)))

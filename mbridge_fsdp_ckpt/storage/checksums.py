@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Buffer
-from pathlib import Path
 
 import xxhash
 
 _PREFIX = "xxh3_64:"
-_BLOCK = 1 << 22
 
 
 class Hasher:
@@ -30,13 +28,4 @@ def checksum(data: Buffer) -> str:
     """Checksum of bytes."""
     hasher = Hasher()
     hasher.update(data)
-    return hasher.result()
-
-
-def file_checksum(path: Path) -> str:
-    """Checksum of a whole file."""
-    hasher = Hasher()
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            hasher.update(block)
     return hasher.result()

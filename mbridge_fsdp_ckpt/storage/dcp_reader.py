@@ -1,94 +1,39 @@
-"""Reading stock `fsdp_dtensor`: an unpickler that knows Torch Distributed Checkpoint's metadata classes and no more.
+"""Reading stock `fsdp_dtensor`: metadata through a restricted unpickler, tensors through `weights_only`.
 
-Stock's `.metadata` and byte objects are pickles, which can run code; its tensors are `torch.save` records.  Here the
-metadata goes through `_MetadataUnpickler`, everything else through torch's own `weights_only` loader.
 Stock has no checksums: a flipped byte in a tensor cannot be seen, a truncated file is.
 """
 
 from __future__ import annotations
 
-import collections
-import io
-import pickle
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from enum import Enum
-from importlib import import_module
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
-from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint import metadata
 
-from mbridge_fsdp_ckpt.errors import CheckpointError, DamagedCheckpointError, ManifestError
+from mbridge_fsdp_ckpt.errors import CheckpointError, DamagedCheckpointError
 from mbridge_fsdp_ckpt.geometry import Box
-from mbridge_fsdp_ckpt.storage.checksums import file_checksum
-from mbridge_fsdp_ckpt.storage.manifest import FileEntry, KeyEntry, check_file
-from mbridge_fsdp_ckpt.storage.reader import read_bytes
+from mbridge_fsdp_ckpt.storage.dcp_unpickler import REMEDY, load_record, malformed, read_metadata
+from mbridge_fsdp_ckpt.storage.files import (
+    AnyPath,
+    Bytes,
+    check_file,
+    file_checksum,
+    is_plain_file,
+    read_range,
+    size_of,
+)
+from mbridge_fsdp_ckpt.storage.schema import FileEntry, KeyEntry
 from mbridge_fsdp_ckpt.storage.source import DCP_METADATA, RankRecord, StoredChunk
 from mbridge_fsdp_ckpt.storage.values import dtype_name
 
-_MAX_METADATA_BYTES = 1 << 32
 _GROUPS, _STATE = "optimizer.param_to_group_meta.", "optimizer.state."
-_REMEDY = "The checkpoint is damaged, or was not written by stock fsdp_dtensor."
-
-_ALLOWED: dict[tuple[str, str], Any] = {
-    (cls.__module__, cls.__qualname__): cls
-    for cls in (
-        metadata.BytesStorageMetadata,
-        metadata.ChunkStorageMetadata,
-        metadata.Metadata,
-        metadata.MetadataIndex,
-        metadata.StorageMeta,
-        metadata.TensorProperties,
-        metadata.TensorStorageMetadata,
-        metadata._MEM_FORMAT_ENCODING,
-        filesystem._StorageInfo,
-        torch.Size,
-        collections.OrderedDict,
-    )
-}
-_ALLOWED |= {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-_ALLOWED[("torch.serialization", "_get_layout")] = torch.serialization._get_layout
-
-
-def _path_as_text(*parts: str) -> str:
-    return "/".join(parts)
-
-
-for _module in ("pathlib", "pathlib._local"):
-    for _name in ("PosixPath", "PurePosixPath", "Path"):
-        _ALLOWED[(_module, _name)] = _path_as_text  # StorageMeta.checkpoint_id, which nobody reads
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Gives a pickle its own copies of the classes: its instructions may set attributes of what they are given."""
-
-    def __init__(self, data: io.BytesIO) -> None:
-        super().__init__(data)
-        self._own: dict[tuple[str, str], Any] = {}
-
-    def find_class(self, module_name: str, global_name: str) -> Any:
-        name = module_name, global_name
-        if name not in _ALLOWED:
-            raise pickle.UnpicklingError(f"{module_name}.{global_name} is not DCP metadata")
-        if name not in self._own:
-            self._own[name] = _own_copy(_ALLOWED[name])
-        return self._own[name]
-
-
-def _own_copy(allowed: Any) -> Any:
-    if isinstance(allowed, torch.dtype) or allowed in (torch.Size, collections.OrderedDict):
-        return allowed  # nothing can be set on these
-    if isinstance(allowed, type) and not issubclass(allowed, Enum):
-        return type(allowed.__name__, (allowed,), {})
-    return lambda *arguments: allowed(*arguments)
 
 
 @contextmanager
-def _contradictions_named(directory: Path) -> Iterator[None]:
+def _contradictions_named(directory: AnyPath) -> Iterator[None]:
     """What breaks on metadata of the right classes and the wrong content is a damaged manifest."""
     try:
         yield
@@ -96,7 +41,7 @@ def _contradictions_named(directory: Path) -> Iterator[None]:
         raise
     except (AttributeError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError, MemoryError) as error:
         found = f"{type(error).__name__}: {error}"[:500]
-        raise _malformed(directory / DCP_METADATA, "metadata that agrees with itself", found) from error
+        raise malformed(directory / DCP_METADATA, "metadata that agrees with itself", found) from error
 
 
 class DcpSource:
@@ -106,13 +51,13 @@ class DcpSource:
         ManifestError: `.metadata` is not what stock writes, or names what it must not.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: AnyPath) -> None:
         self.directory = directory
         with _contradictions_named(directory):
             self._open(directory)
 
-    def _open(self, directory: Path) -> None:
-        self._metadata = _read_metadata(directory / DCP_METADATA)
+    def _open(self, directory: AnyPath) -> None:
+        self._metadata = read_metadata(directory / DCP_METADATA)
         self.identity = f"{directory.name} {file_checksum(directory / DCP_METADATA)}"
         self._storage = {
             (index.fqn, None if index.offset is None else tuple(index.offset)): info
@@ -152,9 +97,9 @@ class DcpSource:
         with _contradictions_named(self.directory):
             return {key: [self._stored(key, chunk) for chunk in self._tensors[key].chunks] for key in keys}
 
-    def read(self, chunk: StoredChunk) -> torch.Tensor:
-        """See `CheckpointSource`."""
-        tensor = self._load(chunk, read_bytes(chunk))
+    def read(self, chunk: StoredChunk, *, verify: bool = True) -> torch.Tensor:
+        """See `CheckpointSource`; there is nothing to verify bytes against."""
+        tensor = self._load(chunk, read_range(chunk.path, chunk.offset, chunk.length))
         entry = self._tensors[chunk.key]
         if (
             not isinstance(tensor, torch.Tensor)
@@ -164,10 +109,13 @@ class DcpSource:
             raise DamagedCheckpointError(
                 expected=f"{entry.properties.dtype} of shape {chunk.box.size} for {chunk.key}",
                 found=f"{getattr(tensor, 'dtype', type(tensor).__name__)} {tuple(getattr(tensor, 'shape', ()))}",
-                remedy=_REMEDY,
+                remedy=REMEDY,
                 key=str(chunk.path),
             )
         return tensor
+
+    def check_files(self, *, content: bool, progress: Callable[[], None] = lambda: None) -> None:
+        """See `CheckpointSource`; stock has no checksums."""
 
     def ranks(self) -> Iterator[RankRecord]:
         """One record a (pipeline, tensor) place whose RNG state was saved."""
@@ -183,44 +131,43 @@ class DcpSource:
     def _place(self, key: str, box: Box, index: Any) -> StoredChunk:
         info = self._storage.get(index)
         if info is None or not box.inside(self.keys[key].shape if key in self.keys else box.end):
-            raise _malformed(self.directory, f"a place in the directory for {key} {box}", f"{info}")
+            raise malformed(self.directory, f"a place in the directory for {key} {box}", f"{info}")
         offset, length, name = info.offset, info.length, info.relative_path
         if getattr(info, "transform_descriptors", None) or not all(type(n) is int and n >= 0 for n in (offset, length)):
-            raise _malformed(self.directory, f"plain bytes for {key}", f"{info}")
+            raise malformed(self.directory, f"plain bytes for {key}", f"{info}")
         path = self._file(name)
         if offset + length > self._sizes[name]:
             raise DamagedCheckpointError(
-                expected=f"{offset + length} bytes or more", found=f"{self._sizes[name]}", remedy=_REMEDY, key=str(path)
+                expected=f"{offset + length} bytes or more", found=f"{self._sizes[name]}", remedy=REMEDY, key=str(path)
             )
         return StoredChunk(key, box, path, offset, length, "")
 
-    def _file(self, name: Any) -> Path:
+    def _file(self, name: Any) -> AnyPath:
         if not isinstance(name, str):
-            raise _malformed(self.directory, "file names inside the directory", repr(name)[:200])
+            raise malformed(self.directory, "file names inside the directory", repr(name)[:200])
         if name not in self._sizes:
             try:
                 FileEntry(name=name, size=0, checksum="")
             except ValueError as error:
-                raise _malformed(self.directory, "file names inside the directory", repr(name)[:200]) from error
+                raise malformed(self.directory, "file names inside the directory", repr(name)[:200]) from error
             path = self.directory / name
-            size = path.stat().st_size if path.is_file() and not path.is_symlink() else 0
+            size = size_of(path) if is_plain_file(path) else 0
             check_file(self.directory, FileEntry(name=name, size=size, checksum=""))
             self._sizes[name] = size
         return self.directory / name
 
     def _read_object(self, key: str) -> Any:
         chunk = self._place(key, Box((), ()), (key, None))
-        return self._load(chunk, read_bytes(chunk))
+        return self._load(chunk, read_range(chunk.path, chunk.offset, chunk.length))
 
-    def _load(self, chunk: StoredChunk, data: bytearray) -> Any:
+    def _load(self, chunk: StoredChunk, data: Bytes) -> Any:
         try:
-            with torch.serialization.safe_globals(_NUMPY):
-                return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            return load_record(data)
         except Exception as error:  # a pickle stream can raise anything
             raise DamagedCheckpointError(
                 expected=f"data for {chunk.key}",
                 found=f"{type(error).__name__}: {str(error).splitlines()[0][:300] if str(error) else ''}",
-                remedy=_REMEDY,
+                remedy=REMEDY,
                 key=str(chunk.path),
             ) from error
 
@@ -238,30 +185,6 @@ class DcpSource:
     def _read_tensor(self, key: str) -> torch.Tensor:
         chunk = self._tensors[key].chunks[0]
         return self.read(self._stored(key, chunk))
-
-
-_MULTIARRAY: Any = import_module("numpy._core.multiarray")
-_NUMPY: list[Any] = [
-    (np.ndarray, "numpy.ndarray"),
-    (np.dtype, "numpy.dtype"),
-    (_MULTIARRAY._reconstruct, "numpy._core.multiarray._reconstruct"),
-    (_MULTIARRAY._reconstruct, "numpy.core.multiarray._reconstruct"),
-    (_MULTIARRAY.scalar, "numpy._core.multiarray.scalar"),
-    *(type(np.dtype(code)) for code in ("uint32", "int64", "float32", "float64", "bool")),
-]
-
-
-def _read_metadata(path: Path) -> Any:
-    size = path.stat().st_size
-    if size > _MAX_METADATA_BYTES or path.is_symlink():
-        raise _malformed(path, f"a plain file of at most {_MAX_METADATA_BYTES} bytes", f"{size} bytes")
-    try:
-        found = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
-    except Exception as error:  # a pickle stream can raise anything
-        raise _malformed(path, "DCP metadata", f"{type(error).__name__}: {error}"[:500]) from error
-    if not isinstance(found, metadata.Metadata) or not isinstance(found.storage_data, dict):
-        raise _malformed(path, "DCP metadata", type(found).__name__)
-    return found
 
 
 def _kind(key: str, value: Any) -> Literal["sharded", "tensor"]:
@@ -284,7 +207,3 @@ def _item(container: Any, key: Any, value: Any, *, replace: bool = False) -> Any
     if replace:
         container[key] = value
     return container.setdefault(key, value)
-
-
-def _malformed(path: Path, expected: str, found: str) -> ManifestError:
-    return ManifestError(expected=expected, found=found, remedy=_REMEDY, key=str(path))

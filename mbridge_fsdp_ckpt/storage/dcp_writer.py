@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,20 +25,22 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from mbridge_fsdp_ckpt.geometry import Box, whole
-from mbridge_fsdp_ckpt.storage.manifest import Chunk, FileEntry, KeyEntry, read_table, read_table_header
+from mbridge_fsdp_ckpt.storage.files import AnyPath, replace_file
 from mbridge_fsdp_ckpt.storage.payload import PayloadWriter
+from mbridge_fsdp_ckpt.storage.schema import FileEntry, KeyEntry
 from mbridge_fsdp_ckpt.storage.source import DCP_METADATA
+from mbridge_fsdp_ckpt.storage.table import Chunk, read_table, read_table_header
 from mbridge_fsdp_ckpt.storage.values import decode, dtype_from_name
 
-VALUES_FILE = "__0_1.distcp"
 _STATE = "optimizer.state."
 
 
 def write_dcp_view(
-    directory: Path,
+    directory: AnyPath,
     keys: Mapping[str, KeyEntry],
-    tables: Iterable[Path],
+    tables: Iterable[AnyPath],
     values: Mapping[str, Any],
+    suffix: str = "",
     progress: Callable[[], None] = lambda: None,
 ) -> None:
     """Write `.metadata` and the values file.
@@ -49,6 +50,7 @@ def write_dcp_view(
         keys: All keys.
         tables: All chunk tables.
         values: Non-tensor state of all ranks, nested as stock nests it.
+        suffix: What the values file's name ends with.
         progress: Called after each table.
     """
     view = _View()
@@ -66,8 +68,8 @@ def write_dcp_view(
     if groups:
         decoded = {name: decode(hyperparameters) for name, hyperparameters in groups.items()}
         merged["optimizer"] = {"param_to_group_meta": decoded}
-    view.add_values(directory / VALUES_FILE, merged)
-    (directory / DCP_METADATA).write_bytes(pickle.dumps(view.metadata()))
+    view.add_values(directory / f"__0_1{suffix}.distcp", merged)
+    replace_file(directory / DCP_METADATA, pickle.dumps(view.metadata()))
 
 
 class _View:
@@ -86,7 +88,7 @@ class _View:
         tensor.chunks.append(ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.size)))
         self._storage[MetadataIndex(key, box.offset)] = _StorageInfo(*place)
 
-    def add_values(self, path: Path, values: Mapping[str, Any]) -> FileEntry:
+    def add_values(self, path: AnyPath, values: Mapping[str, Any]) -> FileEntry:
         """Tensors become chunks, the rest pickles; equal pickles are written once."""
         flat, paths = flatten_state_dict(dict(values))
         self._paths |= paths

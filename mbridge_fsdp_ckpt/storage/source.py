@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from mbridge_fsdp_ckpt.errors import NotACheckpointError
 from mbridge_fsdp_ckpt.geometry import Box
-from mbridge_fsdp_ckpt.storage.manifest import MANIFEST_NAME, KeyEntry, what_is_there
+from mbridge_fsdp_ckpt.storage.files import AnyPath, what_is_there
+from mbridge_fsdp_ckpt.storage.manifest import MANIFEST_NAME
+from mbridge_fsdp_ckpt.storage.schema import KeyEntry
 
 DCP_METADATA = ".metadata"
 """Stock's head of a checkpoint; ours may have one beside its own, for stock to read."""
@@ -25,17 +26,19 @@ class StoredChunk:
         key: The key.
         box: The block of it.
         path: The file.
-        offset: First byte of raw elements, or of a stock record.
-        length: Bytes there.
+        offset: First byte of its record.
+        length: Bytes of its record.
         checksum: Of those bytes; empty where the format has none.
+        start: First byte of the raw elements in the record, where they can be read without unpickling it.
     """
 
     key: str
     box: Box
-    path: Path
+    path: AnyPath
     offset: int
     length: int
     checksum: str
+    start: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +89,11 @@ class CheckpointSource(Protocol):
     def chunks(self, keys: Iterable[str]) -> dict[str, list[StoredChunk]]:
         """Where the keys lie; every file checked to be there at its full size."""
 
-    def read(self, chunk: StoredChunk) -> torch.Tensor:
-        """A chunk's elements on the host, shaped like its box; damaged bytes raise."""
+    def read(self, chunk: StoredChunk, *, verify: bool = True) -> torch.Tensor:
+        """A chunk's elements on the host, shaped like its box; damaged bytes raise, unless they go unverified."""
+
+    def check_files(self, *, content: bool, progress: Callable[[], None] = lambda: None) -> None:
+        """Check the files beside payload and tables, as far as the format lists them: sizes, and content if asked."""
 
     def ranks(self) -> Iterator[RankRecord]:
         """The saving ranks."""
@@ -96,7 +102,7 @@ class CheckpointSource(Protocol):
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
-def find_checkpoint(path: Path) -> Path:
+def find_checkpoint(path: AnyPath) -> AnyPath:
     """The iteration directory: the path itself, or the one that the tracker file of a run's root names.
 
     Raises:
@@ -117,7 +123,7 @@ def find_checkpoint(path: Path) -> Path:
     return directory
 
 
-def open_checkpoint(directory: Path) -> CheckpointSource:
+def open_checkpoint(directory: AnyPath) -> CheckpointSource:
     """Open an iteration directory of this format, or of stock `fsdp_dtensor`.
 
     Raises:

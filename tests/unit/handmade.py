@@ -7,8 +7,10 @@ from pathlib import Path
 import torch
 
 from mbridge_fsdp_ckpt.geometry import Box
-from mbridge_fsdp_ckpt.storage.checksums import file_checksum
-from mbridge_fsdp_ckpt.storage.manifest import (
+from mbridge_fsdp_ckpt.storage.files import file_checksum
+from mbridge_fsdp_ckpt.storage.manifest import write_manifest
+from mbridge_fsdp_ckpt.storage.payload import PayloadWriter
+from mbridge_fsdp_ckpt.storage.schema import (
     FORMAT,
     VERSION,
     KeyEntry,
@@ -16,10 +18,8 @@ from mbridge_fsdp_ckpt.storage.manifest import (
     ParameterGroup,
     TableEntry,
     TableHeader,
-    write_manifest,
-    write_table,
 )
-from mbridge_fsdp_ckpt.storage.payload import PayloadWriter
+from mbridge_fsdp_ckpt.storage.table import table_bytes
 from mbridge_fsdp_ckpt.storage.values import encode
 
 NAME = "module.module.weight"
@@ -83,7 +83,7 @@ def make_rank(directory: Path, rank: int) -> TableEntry:
         chunks=len(chunks),
     )
     path = directory / table(rank)
-    write_table(path, header, chunks)
+    path.write_bytes(table_bytes(header, chunks))
     return TableEntry(name=path.name, size=path.stat().st_size, checksum=file_checksum(path), rank=rank)
 
 

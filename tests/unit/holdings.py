@@ -7,7 +7,7 @@ from mbridge_fsdp_ckpt.geometry import FlatRange, Shape
 from mbridge_fsdp_ckpt.inventory import Holding
 from mbridge_fsdp_ckpt.layout import Axis, ParameterLayout
 from mbridge_fsdp_ckpt.plan import plan_parameter
-from mbridge_fsdp_ckpt.storage.manifest import KeyEntry
+from mbridge_fsdp_ckpt.storage.schema import KeyEntry
 
 
 def holdings(

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from mbridge_fsdp_ckpt.families import default_registry
-from mbridge_fsdp_ckpt.storage.manifest import FORMAT, VERSION, KeyEntry, Manifest, write_manifest
+from mbridge_fsdp_ckpt.storage.manifest import write_manifest
+from mbridge_fsdp_ckpt.storage.schema import FORMAT, VERSION, KeyEntry, Manifest
 
 FUSED = {
     "model.mlp.linear_fc1.weight_w": ("gated_linear_unit/1", "w"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mbridge_fsdp_ckpt.storage import commit
+from mbridge_fsdp_ckpt.storage import commit, files, rename
 
 
 class Death(BaseException):
@@ -38,26 +38,26 @@ def target(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def without_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commit, "_exchange", lambda one, other: False)
+    monkeypatch.setattr(rename, "_exchange", lambda one, other: False)
 
 
 def die_at_rename(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """The process dies instead of its n-th rename."""
-    rename, count = Path.rename, 0
+    original, count = Path.rename, 0
 
     def mortal_rename(self: Path, to: Path) -> Path:
         nonlocal count
         count += 1
         if count == number:
             raise Death
-        return rename(self, to)
+        return original(self, to)
 
     monkeypatch.setattr(Path, "rename", mortal_rename)
 
 
 def test_staging_lies_beside_the_target_under_a_name_no_reader_takes_for_a_checkpoint(tmp_path: Path) -> None:
     target = tmp_path / "not" / "there" / "iter_0000010"
-    one, other = commit.create_staging(target), commit.create_staging(target)
+    one, other = rename.RenameCommit(target).directory, rename.RenameCommit(target).directory
     assert one != other
     assert one.parent == target.parent
     assert one.is_dir()
@@ -67,7 +67,7 @@ def test_staging_lies_beside_the_target_under_a_name_no_reader_takes_for_a_check
 
 
 def test_a_first_commit_renames(target: Path) -> None:
-    commit.commit(fill(commit.create_staging(target), "new"), target)
+    rename.put_in_place(fill(rename.RenameCommit(target).directory, "new"), target)
     assert content(target) == "new"
     assert names(target.parent) == ["iter_0000010"]
 
@@ -75,7 +75,7 @@ def test_a_first_commit_renames(target: Path) -> None:
 def test_a_second_commit_replaces_the_whole_directory(target: Path) -> None:
     fill(target, "old")
     (target / "only in the old one").touch()
-    commit.commit(fill(commit.create_staging(target), "new"), target)
+    rename.put_in_place(fill(rename.RenameCommit(target).directory, "new"), target)
     assert names(target) == ["file", "sub"]
     assert content(target) == "new"
     assert names(target.parent) == ["iter_0000010"]
@@ -84,24 +84,24 @@ def test_a_second_commit_replaces_the_whole_directory(target: Path) -> None:
 @pytest.mark.usefixtures("without_exchange")
 def test_where_nothing_can_be_exchanged_the_old_one_steps_aside(target: Path) -> None:
     fill(target, "old")
-    commit.commit(fill(commit.create_staging(target), "new"), target)
+    rename.put_in_place(fill(rename.RenameCommit(target).directory, "new"), target)
     assert content(target) == "new"
     assert names(target.parent) == ["iter_0000010"]
 
 
 def test_an_exchange_leaves_no_moment_without_a_checkpoint(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(target, "old")
-    staging = fill(commit.create_staging(target), "new")
-    if not commit._exchange(staging, target):
+    staging = fill(rename.RenameCommit(target).directory, "new")
+    if not rename._exchange(staging, target):
         pytest.skip("this file system cannot exchange")
     assert (content(target), content(staging)) == ("new", "old")
-    assert commit._exchange(staging, target)
+    assert rename._exchange(staging, target)
 
     def no_rename(self: Path, to: Path) -> Path:
         raise AssertionError("a rename beside the exchange")
 
     monkeypatch.setattr(Path, "rename", no_rename)
-    commit.commit(staging, target)
+    rename.put_in_place(staging, target)
     assert content(target) == "new"
 
 
@@ -109,14 +109,14 @@ def test_death_after_the_exchange_leaves_the_new_checkpoint_and_a_leftover(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(target, "old")
-    staging = fill(commit.create_staging(target), "new")
+    staging = fill(rename.RenameCommit(target).directory, "new")
 
     def die(path: Path) -> None:
         raise Death
 
     monkeypatch.setattr(shutil, "rmtree", die)
     with pytest.raises(Death):
-        commit.commit(staging, target)
+        rename.put_in_place(staging, target)
     monkeypatch.undo()
     assert content(target) == "new"
     assert not commit.recover(target)
@@ -130,11 +130,11 @@ def test_the_old_checkpoint_survives_death_at_either_rename(
     target: Path, monkeypatch: pytest.MonkeyPatch, death_at: int, recovered: bool
 ) -> None:
     fill(target, "old")
-    staging = fill(commit.create_staging(target), "new")
+    staging = fill(rename.RenameCommit(target).directory, "new")
     with monkeypatch.context() as mortal:
         die_at_rename(mortal, death_at)
         with pytest.raises(Death):
-            commit.commit(staging, target)
+            rename.put_in_place(staging, target)
     assert target.exists() is not recovered
     assert commit.recover(target) is recovered
     assert content(target) == "old"
@@ -146,14 +146,15 @@ def test_the_old_checkpoint_survives_death_at_either_rename(
 @pytest.mark.usefixtures("without_exchange")
 def test_death_after_both_renames_leaves_the_new_checkpoint(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(target, "old")
-    staging = fill(commit.create_staging(target), "new")
+    staging = fill(rename.RenameCommit(target).directory, "new")
     with monkeypatch.context() as mortal:
         mortal.setattr(shutil, "rmtree", lambda path: (_ for _ in ()).throw(Death))
         with pytest.raises(Death):
-            commit.commit(staging, target)
+            rename.put_in_place(staging, target)
     assert content(target) == "new"
     assert commit.recover(target) is False
-    [aside] = commit.leftovers(target.parent)
+    [aside] = rename.leftovers(target.parent)
+    assert isinstance(aside, Path)
     assert content(aside) == "old"
     commit.remove_leftovers(target.parent)
     assert names(target.parent) == ["iter_0000010"]
@@ -190,11 +191,11 @@ def test_any_name_is_recovered(tmp_path: Path, name: str) -> None:
 
 def test_another_rank_may_recover_first(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(target.parent / ".replaced-iter_0000010-0123456789ab", "old")
-    rename = Path.rename
+    original = Path.rename
 
     def beaten(self: Path, to: Path) -> Path:
-        rename(self, to)
-        return rename(self, to)
+        original(self, to)
+        return original(self, to)
 
     monkeypatch.setattr(Path, "rename", beaten)
     assert commit.recover(target) is True
@@ -215,8 +216,8 @@ def test_leftovers_are_directories_of_dead_saves_and_nothing_else(tmp_path: Path
 
 def test_a_small_file_is_replaced_in_one_step(tmp_path: Path) -> None:
     path = tmp_path / "latest_checkpointed_iteration.txt"
-    commit.replace_file(path, b"10")
-    commit.replace_file(path, b"20")
+    files.replace_file(path, b"10")
+    files.replace_file(path, b"20")
     assert path.read_bytes() == b"20"
     assert names(tmp_path) == [path.name]
 
@@ -235,7 +236,7 @@ def test_the_old_content_stays_where_replacing_fails(
         owner: Any = os if failing == "fsync" else Path
         full.setattr(owner, failing, no_space)
         with pytest.raises(OSError, match="No space"):
-            commit.replace_file(path, b"20")
+            files.replace_file(path, b"20")
     assert path.read_bytes() == b"10"
     assert names(tmp_path) == [path.name]
 
@@ -249,7 +250,7 @@ def test_only_a_file_system_without_directory_syncs_may_fail_one(
 
     monkeypatch.setattr(os, "fsync", fsync)
     if harmless:
-        commit.sync_directory(tmp_path)
+        files.sync_directory(tmp_path)
     else:
         with pytest.raises(OSError, match="refused"):
-            commit.sync_directory(tmp_path)
+            files.sync_directory(tmp_path)

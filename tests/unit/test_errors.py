@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import socket
 
 import pytest
 
@@ -65,7 +66,11 @@ def test_a_rank_is_filled_in_once() -> None:
     error = StorageError(expected="a", found="b", remedy="c")
     assert error.rank is None
     first = error.at_rank(2)
-    assert (type(first), first.rank, str(first)) == (StorageError, 2, "[rank 2] expected a; found b. c")
+    assert (type(first), first.rank, str(first)) == (
+        StorageError,
+        2,
+        f"[rank 2 on {socket.gethostname()}] expected a; found b. c",
+    )
     assert first.at_rank(7) is first
     assert error.at_rank(0).at_rank(7).rank == 0
 

@@ -15,17 +15,9 @@ from mbridge_fsdp_ckpt.errors import (
     UnsupportedVersionError,
 )
 from mbridge_fsdp_ckpt.storage import manifest as module
-from mbridge_fsdp_ckpt.storage.manifest import (
-    FORMAT,
-    VERSION,
-    FileEntry,
-    KeyEntry,
-    Manifest,
-    TableEntry,
-    check_file,
-    read_manifest,
-    write_manifest,
-)
+from mbridge_fsdp_ckpt.storage.files import check_file
+from mbridge_fsdp_ckpt.storage.manifest import read_manifest, write_manifest
+from mbridge_fsdp_ckpt.storage.schema import FORMAT, VERSION, FileEntry, KeyEntry, Manifest, TableEntry
 
 Body = dict[str, Any]
 Change = Callable[[Body], Any]

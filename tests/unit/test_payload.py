@@ -11,9 +11,10 @@ import xxhash
 from torch.serialization import get_crc32_options
 
 from mbridge_fsdp_ckpt.geometry import Box, Shape, whole
-from mbridge_fsdp_ckpt.storage.checksums import Hasher, checksum, file_checksum
-from mbridge_fsdp_ckpt.storage.manifest import Chunk
+from mbridge_fsdp_ckpt.storage.checksums import Hasher, checksum
+from mbridge_fsdp_ckpt.storage.files import AnyPath, file_checksum
 from mbridge_fsdp_ckpt.storage.payload import PayloadWriter, host_bytes
+from mbridge_fsdp_ckpt.storage.table import Chunk
 
 DTYPES = [
     torch.float32,
@@ -45,13 +46,13 @@ def writer(tmp_path: Path) -> Iterator[PayloadWriter]:
     writer.abort()
 
 
-def check(path: Path, chunk: Chunk, tensor: torch.Tensor) -> None:
+def check(path: AnyPath, chunk: Chunk, tensor: torch.Tensor) -> None:
     """The chunk's bytes and its record, read without the package."""
     data = path.read_bytes()
     raw = data[chunk.offset : chunk.offset + chunk.length]
     assert raw == expected_bytes(tensor)
-    assert chunk.checksum == f"xxh3_64:{xxhash.xxh3_64_hexdigest(raw)}"
     start, length = chunk.frame
+    assert chunk.checksum == f"xxh3_64:{xxhash.xxh3_64_hexdigest(data[start : start + length])}"
     assert start <= chunk.offset
     assert chunk.offset + chunk.length <= start + length
     loaded = torch.load(io.BytesIO(data[start : start + length]), weights_only=True)

@@ -11,10 +11,12 @@ import torch
 
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, ManifestError, NotACheckpointError
 from mbridge_fsdp_ckpt.geometry import Box
-from mbridge_fsdp_ckpt.storage.checksums import checksum, file_checksum
-from mbridge_fsdp_ckpt.storage.manifest import Chunk, FileEntry, TableEntry, TableHeader, read_table_header, write_table
+from mbridge_fsdp_ckpt.storage.checksums import checksum
+from mbridge_fsdp_ckpt.storage.files import file_checksum
 from mbridge_fsdp_ckpt.storage.reader import SafeSource
+from mbridge_fsdp_ckpt.storage.schema import FileEntry, TableEntry, TableHeader
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource, open_checkpoint
+from mbridge_fsdp_ckpt.storage.table import Chunk, read_table_header, table_bytes
 from tests.unit import handmade
 from tests.unit.handmade import BIAS, HYPERPARAMETERS, KEYS, NAME, STEP, TENSORS, VALUES, WEIGHT, payload, table
 
@@ -86,14 +88,14 @@ def test_payload_is_read_without_unpickling(directory: Path) -> None:
     header = TableHeader(
         rank=0, coordinates={}, files=(FileEntry(name="bare", size=24, checksum=checksum(raw)),), keys={}, chunks=1
     )
-    write_table(directory / "bare.jsonl", header, [chunk])
     path = directory / "bare.jsonl"
+    path.write_bytes(table_bytes(header, [chunk]))
     entry = TableEntry(name=path.name, size=path.stat().st_size, checksum=file_checksum(path), rank=0)
     handmade.write_head(directory, [entry])
     assert torch.equal(assemble(open_checkpoint(directory), BIAS), TENSORS[BIAS])
 
 
-def flip(path: Path, position: int) -> None:
+def flip(path: Any, position: int) -> None:
     data = bytearray(path.read_bytes())
     data[position] ^= 1
     path.write_bytes(data)
@@ -107,7 +109,7 @@ def extend(path: Path) -> None:
     path.write_bytes(path.read_bytes() + b"\0")
 
 
-def link(path: Path) -> None:
+def link(path: Any) -> None:
     elsewhere = path.with_name(f"moved-{path.name}")
     path.rename(elsewhere)
     path.symlink_to(elsewhere)
@@ -158,7 +160,7 @@ def test_files_that_are_not_needed_are_not_asked_for(directory: Path) -> None:
     assert torch.equal(assemble(open_checkpoint(directory), STEP), TENSORS[STEP])
 
 
-def test_every_flipped_bit_of_an_element_is_seen(directory: Path) -> None:
+def test_every_flipped_byte_of_a_record_is_seen(directory: Path) -> None:
     source = open_checkpoint(directory)
     [chunk] = source.chunks([BIAS])[BIAS]
     for byte in range(chunk.length):
@@ -208,7 +210,8 @@ def test_an_edited_value_in_a_manifest_is_refused(directory: Path) -> None:
 def test_a_table_of_other_keys_than_the_manifest_is_refused(directory: Path) -> None:
     path = directory / table(0)
     header = read_table_header(path)
-    write_table(path, header.model_copy(update={"chunks": 1}), [Chunk("alien", 0, 0, 1, Box((), ()), "", (0, 1))])
+    alien = Chunk("alien", 0, 0, 1, Box((), ()), "", (0, 1))
+    path.write_bytes(table_bytes(header.model_copy(update={"chunks": 1}), [alien]))
     entry = TableEntry(name=path.name, size=path.stat().st_size, checksum=file_checksum(path), rank=0)
     handmade.write_head(directory, [entry])
     with pytest.raises(ManifestError, match="'alien'"):

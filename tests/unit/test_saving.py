@@ -35,8 +35,7 @@ def save(target: Path, ranks: list[saving.Prepared]) -> None:
         answer = running.judge_plans([saving.announce(rank) for rank in ranks])
         if answer["disputed"]:
             running.judge_dispute([saving.disputed(rank, answer["disputed"]) for rank in ranks])
-        staging = Path(answer["staging"])
-        running.judge_written([saving.write(rank, staging, agreement(number)) for number, rank in enumerate(ranks)])
+        running.judge_written([saving.write(rank, answer, agreement(number)) for number, rank in enumerate(ranks)])
     finally:
         running.clean_up()
 
@@ -93,8 +92,9 @@ def test_ranks_that_save_other_sections_are_refused(target: Path) -> None:
 @pytest.mark.parametrize("name", ["__1_0.distcp", "chunks_00001.jsonl"])
 def test_a_file_that_was_not_written_completely_is_named_and_not_committed(target: Path, name: str) -> None:
     ranks, running = [prepared(holdings(0, 6)), prepared(holdings(6, 12))], job(target)
-    staging = Path(running.judge_plans([saving.announce(rank) for rank in ranks])["staging"])
-    written: list[Any] = [saving.write(rank, staging, agreement(number)) for number, rank in enumerate(ranks)]
+    place = running.judge_plans([saving.announce(rank) for rank in ranks])
+    staging = Path(place["directory"])
+    written: list[Any] = [saving.write(rank, place, agreement(number)) for number, rank in enumerate(ranks)]
     (staging / name).write_bytes((staging / name).read_bytes()[:-1])
     with pytest.raises(DamagedCheckpointError) as caught:
         running.judge_written(written)

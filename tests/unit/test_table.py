@@ -9,16 +9,8 @@ import pytest
 
 from mbridge_fsdp_ckpt.errors import ManifestError
 from mbridge_fsdp_ckpt.geometry import Box
-from mbridge_fsdp_ckpt.storage.manifest import (
-    Chunk,
-    FileEntry,
-    KeyEntry,
-    ParameterGroup,
-    TableHeader,
-    read_table,
-    read_table_header,
-    write_table,
-)
+from mbridge_fsdp_ckpt.storage.schema import FileEntry, KeyEntry, ParameterGroup, TableHeader
+from mbridge_fsdp_ckpt.storage.table import Chunk, read_table, read_table_header, table_bytes
 
 KEYS = {
     "weight": KeyEntry(dtype="float32", shape=(4, 3)),
@@ -43,8 +35,9 @@ ROW = ["weight", 0, 164, 24, [1, 0], [2, 3], "xxh3_64:02", 100, 200]
 
 @pytest.fixture
 def table(tmp_path: Path) -> Path:
-    write_table(tmp_path / "chunks_00002.jsonl", HEADER, CHUNKS)
-    return tmp_path / "chunks_00002.jsonl"
+    path = tmp_path / "chunks_00002.jsonl"
+    path.write_bytes(table_bytes(HEADER, CHUNKS))
+    return path
 
 
 def with_row(table: Path, row: Any) -> Path:

@@ -1,0 +1,94 @@
+"""What a load puts back besides tensors: progress, scheduler, loss scale, RNG states.  All is checked before any is."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from megatron.bridge.training import checkpointing as stock
+from megatron.bridge.training.state import TrainState
+from megatron.bridge.training.utils import checkpoint_utils as names
+from megatron.core.num_microbatches_calculator import update_num_microbatches
+
+from mbridge_fsdp_ckpt.bridge import random_state
+from mbridge_fsdp_ckpt.bridge.locate import Located
+from mbridge_fsdp_ckpt.errors import ConfigurationError
+from mbridge_fsdp_ckpt.optimizer_state import grad_scalers
+from mbridge_fsdp_ckpt.storage.files import as_path
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Which parts of a checkpoint the configuration asks for."""
+
+    optimizer: bool
+    random: bool
+    progress: bool
+
+
+def restoration(
+    state: Any, loaded: Any, found: Located, wanted: Parts, optimizer: Any, scheduler: Any, pg_collection: Any
+) -> Callable[[], None]:
+    """Check progress, scheduler, loss scale and RNG states; the result puts them in place."""
+    values, steps = loaded.values, list[Callable[[], None]]()
+    progress = _read_train_state(values, found) if wanted.progress else None
+    if progress is not None and state.cfg.checkpoint.load_optim:
+        if scheduler is not None and "opt_param_scheduler" in values:
+            saved = dict(values["opt_param_scheduler"])
+            _try_scheduler(scheduler, saved)
+            steps.append(lambda: scheduler.load_state_dict(saved))
+        for scaler, scale in zip(grad_scalers(optimizer), values.get("grad_scaler", {}).values(), strict=False):
+            copy.deepcopy(scaler).load_state_dict(scale)
+            steps.append(partial(scaler.load_state_dict, scale))
+    if wanted.random:
+        steps.append(random_state.restoration(loaded, state.cfg, pg_collection))
+
+    def restore() -> None:
+        stock.set_checkpoint_version(values.get("checkpoint_version", 0))
+        if progress is not None:
+            state.train_state = progress
+            update_num_microbatches(consumed_samples=progress.consumed_train_samples, verbose=True)
+        if progress is None or found.release:
+            state.train_state.step = 0
+        for step in steps:
+            step()
+
+    return restore
+
+
+def _try_scheduler(scheduler: Any, saved: dict[str, Any]) -> None:
+    """Load into a copy whose param groups are copies: Megatron's scheduler compares its settings.
+
+    Raises:
+        ConfigurationError: They are not the saved ones.
+    """
+    trial = copy.copy(scheduler)
+    trial.optimizer = SimpleNamespace(param_groups=[dict(group) for group in scheduler.optimizer.param_groups])
+    try:
+        trial.load_state_dict(saved)
+    except (AssertionError, KeyError, TypeError, ValueError) as error:
+        raise ConfigurationError(
+            expected="the schedule that was saved",
+            found=f"{type(error).__name__}: {error}",
+            remedy="Resume with the same schedule, or set scheduler.override_opt_param_scheduler=True.",
+            key="opt_param_scheduler",
+        ) from error
+
+
+def _read_train_state(values: Any, found: Located) -> TrainState:
+    if "train_state" in values:
+        restored = TrainState()
+        restored.load_state_dict(values["train_state"])
+        return restored
+    path = as_path(names.get_checkpoint_train_state_filename(str(found.directory)))
+    if path.is_file():  # a stock checkpoint keeps it beside
+        restored = TrainState()
+        restored.load_state_dict(torch.load(io.BytesIO(path.read_bytes()), map_location="cpu", weights_only=True))
+        return restored
+    return TrainState(step=int(values.get("iteration", 0)))

@@ -1,0 +1,116 @@
+"""Unpickling what stock wrote: torch's metadata classes and NumPy arrays, and nothing else.
+
+`.metadata` and byte objects of stock `fsdp_dtensor` are pickles, which can run code.  The metadata goes through
+`_MetadataUnpickler`, everything else through torch's own `weights_only` loader.
+"""
+
+from __future__ import annotations
+
+import collections
+import io
+import pickle
+from enum import Enum
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint import filesystem, metadata
+
+from mbridge_fsdp_ckpt.errors import ManifestError
+from mbridge_fsdp_ckpt.storage.files import AnyPath, Bytes, is_plain_file, opened, size_of
+
+_MAX_METADATA_BYTES = 1 << 32
+REMEDY = "The checkpoint is damaged, or was not written by stock fsdp_dtensor."
+
+_ALLOWED: dict[tuple[str, str], Any] = {
+    (cls.__module__, cls.__qualname__): cls
+    for cls in (
+        metadata.BytesStorageMetadata,
+        metadata.ChunkStorageMetadata,
+        metadata.Metadata,
+        metadata.MetadataIndex,
+        metadata.StorageMeta,
+        metadata.TensorProperties,
+        metadata.TensorStorageMetadata,
+        metadata._MEM_FORMAT_ENCODING,
+        filesystem._StorageInfo,
+        torch.Size,
+        collections.OrderedDict,
+    )
+}
+_ALLOWED |= {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+_ALLOWED[("torch.serialization", "_get_layout")] = torch.serialization._get_layout
+
+
+def _path_as_text(*parts: str) -> str:
+    return "/".join(parts)
+
+
+for _module in ("pathlib", "pathlib._local"):
+    for _name in ("PosixPath", "PurePosixPath", "Path"):
+        _ALLOWED[(_module, _name)] = _path_as_text  # StorageMeta.checkpoint_id, which nobody reads
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Gives a pickle its own copies of the classes: its instructions may set attributes of what they are given."""
+
+    def __init__(self, data: io.BytesIO) -> None:
+        super().__init__(data)
+        self._own: dict[tuple[str, str], Any] = {}
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        name = module_name, global_name
+        if name not in _ALLOWED:
+            raise pickle.UnpicklingError(f"{module_name}.{global_name} is not DCP metadata")
+        if name not in self._own:
+            self._own[name] = _own_copy(_ALLOWED[name])
+        return self._own[name]
+
+
+def _own_copy(allowed: Any) -> Any:
+    if isinstance(allowed, torch.dtype) or allowed in (torch.Size, collections.OrderedDict):
+        return allowed  # nothing can be set on these
+    if isinstance(allowed, type) and not issubclass(allowed, Enum):
+        return type(allowed.__name__, (allowed,), {})
+    return lambda *arguments: allowed(*arguments)
+
+
+_MULTIARRAY: Any = import_module("numpy._core.multiarray")
+_NUMPY: list[Any] = [
+    (np.ndarray, "numpy.ndarray"),
+    (np.dtype, "numpy.dtype"),
+    (_MULTIARRAY._reconstruct, "numpy._core.multiarray._reconstruct"),
+    (_MULTIARRAY._reconstruct, "numpy.core.multiarray._reconstruct"),
+    (_MULTIARRAY.scalar, "numpy._core.multiarray.scalar"),
+    *(type(np.dtype(code)) for code in ("uint32", "int64", "float32", "float64", "bool")),
+]
+
+
+def read_metadata(path: AnyPath) -> Any:
+    """The `Metadata` in a file.
+
+    Raises:
+        ManifestError: It is something else, or names anything that is not metadata.
+    """
+    if not is_plain_file(path) or size_of(path) > _MAX_METADATA_BYTES:
+        raise malformed(path, f"a plain file of at most {_MAX_METADATA_BYTES} bytes", "another")
+    try:
+        with opened(path) as file:
+            found = _MetadataUnpickler(io.BytesIO(file.read(_MAX_METADATA_BYTES))).load()
+    except Exception as error:  # a pickle stream can raise anything
+        raise malformed(path, "DCP metadata", f"{type(error).__name__}: {error}"[:500]) from error
+    if not isinstance(found, metadata.Metadata) or not isinstance(found.storage_data, dict):
+        raise malformed(path, "DCP metadata", type(found).__name__)
+    return found
+
+
+def load_record(data: Bytes) -> Any:
+    """A tensor or a value that `torch.save` wrote, through the `weights_only` loader.  It can raise anything."""
+    with torch.serialization.safe_globals(_NUMPY):
+        return torch.load(io.BytesIO(memoryview(data)), map_location="cpu", weights_only=True)
+
+
+def malformed(path: AnyPath, expected: str, found: str) -> ManifestError:
+    """The error for a checkpoint that stock did not write like this."""
+    return ManifestError(expected=expected, found=found, remedy=REMEDY, key=str(path))

@@ -1,0 +1,254 @@
+"""Files of a checkpoint, on a file system or in an object store: bounded reads, plain files only, named errors.
+
+A path is a `pathlib.Path`, or a `upath.UPath` of what fsspec reaches (`s3://...`, `msc://profile/...`).
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, cast
+
+import numpy as np
+from upath import UPath
+
+from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, ManifestError
+from mbridge_fsdp_ckpt.storage.checksums import Hasher
+from mbridge_fsdp_ckpt.storage.schema import FileEntry
+
+AnyPath = Path | UPath
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+_BLOCK = 1 << 22
+_REMEDY = "The checkpoint is damaged or was edited: use another one."
+
+
+def as_path(place: str | os.PathLike[str] | AnyPath) -> AnyPath:
+    """A path from what a user gave: absolute where it is local."""
+    if isinstance(place, Path):
+        return place.absolute()
+    if isinstance(place, UPath):
+        return place
+    text = os.fspath(place).removeprefix("file://")
+    return UPath(text) if "://" in text else Path(text).absolute()
+
+
+def is_local(path: AnyPath) -> bool:
+    """Whether it is a file system's, not an object store's."""
+    return isinstance(path, Path)
+
+
+def is_plain_file(path: AnyPath) -> bool:
+    """A file that is there and is no link."""
+    return path.is_file() and not (isinstance(path, Path) and path.is_symlink())
+
+
+def size_of(path: AnyPath) -> int:
+    """Bytes."""
+    return int(path.stat().st_size)
+
+
+def check_file(directory: AnyPath, entry: FileEntry) -> AnyPath:
+    """The path of a file that exists in the directory, as a plain file of its recorded size.
+
+    Raises:
+        DamagedCheckpointError: It is missing, a link, or of another size.
+    """
+    path = directory / entry.name
+    linked = _has_link(directory, entry.name)
+    if linked or not path.is_file():
+        raise DamagedCheckpointError(
+            expected=f"file {entry.name} of {entry.size} bytes",
+            found="a symbolic link" if linked else "no such file",
+            remedy="Use another checkpoint; its files must not be moved or linked.",
+            key=str(path),
+        )
+    size = size_of(path)
+    if size != entry.size:
+        raise DamagedCheckpointError(
+            expected=f"{entry.size} bytes",
+            found=f"{size} bytes",
+            remedy="The file was truncated or overwritten: use another checkpoint.",
+            key=str(path),
+        )
+    return path
+
+
+def _has_link(directory: AnyPath, name: str) -> bool:
+    """Whether the file, or a folder on the way to it from the directory, is a link."""
+    if not isinstance(directory, Path):
+        return False
+    path = directory
+    for part in name.split("/"):
+        path /= part
+        if path.is_symlink():
+            return True
+    return False
+
+
+def check_content(directory: AnyPath, entry: FileEntry, progress: Callable[[], None] = lambda: None) -> AnyPath:
+    """Like `check_file`, and its bytes are those that were written.
+
+    Raises:
+        DamagedCheckpointError: They are not.
+    """
+    path = check_file(directory, entry)
+    found = file_checksum(path, progress)
+    if found != entry.checksum:
+        raise DamagedCheckpointError(
+            expected=entry.checksum,
+            found=found,
+            remedy="The file was changed after it was written: use another checkpoint.",
+            key=str(path),
+        )
+    return path
+
+
+def file_checksum(path: AnyPath, progress: Callable[[], None] = lambda: None) -> str:
+    """Checksum of a whole file, read block by block."""
+    hasher = Hasher()
+    with opened(path) as file:
+        while block := file.read(_BLOCK):
+            hasher.update(block)
+            progress()
+    return hasher.result()
+
+
+@contextmanager
+def opened(path: AnyPath) -> Iterator[IO[bytes]]:
+    """The file for reading; a link is refused."""
+    if isinstance(path, Path):
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as file:
+            yield file
+    else:
+        with path.open("rb") as file:
+            yield cast("IO[bytes]", file)
+
+
+def read_range(path: AnyPath, offset: int, length: int) -> Bytes:
+    """Bytes [offset, offset + length) of a file.
+
+    Raises:
+        DamagedCheckpointError: The file ends too early.
+        OSError: The storage refused.
+    """
+    if not isinstance(path, Path):
+        content = path.fs.cat_file(path.path, offset, offset + length) if length else b""
+        _check_length(path, offset, length, len(content))
+        return np.frombuffer(bytearray(content), dtype=np.uint8)
+    data = np.empty(length, dtype=np.uint8)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        filled, view = 0, memoryview(data)
+        while filled < length:
+            count = os.preadv(descriptor, [view[filled:]], offset + filled)
+            if count == 0:
+                _check_length(path, offset, length, filled)
+            filled += count
+    finally:
+        os.close(descriptor)
+    return data
+
+
+def _check_length(path: AnyPath, offset: int, length: int, found: int) -> None:
+    if found != length:
+        raise DamagedCheckpointError(
+            expected=f"{length} bytes from byte {offset}",
+            found=f"{found} bytes",
+            remedy="The file was truncated: use another checkpoint.",
+            key=str(path),
+        )
+
+
+def write_file(path: AnyPath, data: bytes) -> None:
+    """Write a file that is not there yet, and flush it to disk.
+
+    Raises:
+        OSError: The storage refused.
+    """
+    if not isinstance(path, Path):
+        path.write_bytes(data)
+        return
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_file(path: AnyPath, data: bytes) -> None:
+    """Replace a small file in one step; readers see the old content or the new."""
+    if not isinstance(path, Path):
+        path.write_bytes(data)
+        return
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}")
+    try:
+        write_file(temporary, data)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Flush a directory's entries to disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems cannot sync directories
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def read_bounded(path: AnyPath, limit: int) -> bytes:
+    """A small file's content.
+
+    Raises:
+        ManifestError: It is larger than the limit.
+    """
+    size = size_of(path)
+    if size > limit:
+        raise malformed(path, f"at most {limit} bytes", f"{size}")
+    with opened(path) as file:
+        return file.read(limit)
+
+
+def parse_json(path: AnyPath, data: bytes) -> Any:
+    """JSON without duplicate keys.
+
+    Raises:
+        ManifestError: It is not.
+    """
+    try:
+        return json.loads(data, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise malformed(path, "JSON", f"{type(error).__name__}: {error}"[:300]) from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"duplicate key {next(name for name in names if names.count(name) > 1)!r}"[:200])
+    return found
+
+
+def malformed(path: AnyPath, expected: str, found: str) -> ManifestError:
+    """The error for a file that contradicts the format."""
+    return ManifestError(expected=expected, found=found, remedy=_REMEDY, key=str(path))
+
+
+def what_is_there(directory: AnyPath) -> str:
+    """The directory's first entries, for an error."""
+    if not directory.exists():
+        return "no such directory"
+    names = sorted(entry.name for entry in directory.iterdir()) if directory.is_dir() else ["a file"]
+    return "an empty directory" if not names else ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")

@@ -1,0 +1,87 @@
+"""Commit without a rename, for object stores: the manifest is the marker, and it is written last.
+
+    save to s3://bucket/run/iter_0000010
+        __0_0-<token>.distcp, chunks_00000-<token>.jsonl, ...    beside those of an older save, if there is one
+        manifest.json                                            one object: from here on the new ones count
+        .metadata                                                stock's view, where it is wanted
+        the older save's objects are deleted
+
+An object appears whole or not at all, so a save that overwrites is atomic, too.  A directory without a manifest is not
+a checkpoint.  Files that the caller adds have fixed names: they are replaced before the manifest, and not listed in it.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import uuid
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from mbridge_fsdp_ckpt.storage.content import Content
+from mbridge_fsdp_ckpt.storage.files import AnyPath, replace_file
+from mbridge_fsdp_ckpt.storage.manifest import MANIFEST_NAME
+from mbridge_fsdp_ckpt.storage.source import DCP_METADATA
+
+_OURS = re.compile(r"(?:__\d+_\d+|chunks_\d+)(-[0-9a-f]{12})\.(?:distcp|jsonl)")
+
+
+class MarkerCommit:
+    """See `content.Commit`."""
+
+    def __init__(self, target: AnyPath) -> None:
+        self.directory = target
+        self.suffix = f"-{uuid.uuid4().hex[:12]}"
+        target.mkdir(parents=True, exist_ok=True)
+
+    def finish(self, content: Content) -> None:
+        """See `content.Commit`."""
+        if content.add_files is not None:
+            with TemporaryDirectory() as folder:
+                content.add_files(Path(folder))
+                for file in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
+                    self._upload(file, self.directory / file.relative_to(folder).as_posix())
+                    content.progress()
+        replace_file(self.directory / MANIFEST_NAME, content.manifest(()))
+        content.progress()
+        if content.write_view is not None:
+            content.write_view(self.directory)
+        elif (self.directory / DCP_METADATA).exists():
+            (self.directory / DCP_METADATA).unlink()
+        content.progress()
+        for path in _objects(self.directory, without=self.suffix):
+            path.unlink()
+
+    def _upload(self, path: Path, target: AnyPath) -> None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("rb") as source, target.open("wb") as file:
+            shutil.copyfileobj(source, file)
+
+    def abort(self) -> None:
+        """See `content.Commit`."""
+        for path in _objects(self.directory):
+            if self.suffix in path.name:
+                path.unlink()
+
+
+def _objects(directory: AnyPath, without: str = "") -> list[AnyPath]:
+    found = [path for path in directory.iterdir() if (match := _OURS.fullmatch(path.name)) and match[1] != without]
+    return sorted(found, key=lambda path: path.name)
+
+
+def leftovers(root: AnyPath) -> list[AnyPath]:
+    """Objects of saves that died before their manifest was there."""
+    if not root.exists():
+        return []
+    folders = [path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    dead = [path for path in folders if not (path / MANIFEST_NAME).exists()]
+    return [path for directory in sorted(dead, key=lambda path: path.name) for path in _objects(directory)]
+
+
+def remove(directory: AnyPath) -> None:
+    """Delete a checkpoint, the manifest first."""
+    if (directory / MANIFEST_NAME).exists():
+        (directory / MANIFEST_NAME).unlink()
+    for path in directory.rglob("*"):
+        if path.is_file():
+            path.unlink()

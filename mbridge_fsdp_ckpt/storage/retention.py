@@ -1,0 +1,121 @@
+"""Old checkpoints: which there are, which may go, and that none goes while somebody reads it.
+
+A load leaves `.reading-iter_0000010-<token>` beside the checkpoint and touches it while it reads.  Whoever prunes
+leaves such a checkpoint alone, until the file has not been touched for an hour.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from mbridge_fsdp_ckpt.storage import commit
+from mbridge_fsdp_ckpt.storage.files import AnyPath
+from mbridge_fsdp_ckpt.storage.manifest import MANIFEST_NAME
+from mbridge_fsdp_ckpt.storage.source import DCP_METADATA
+
+READING = ".reading-"
+STALE_S = 3600.0
+"""Seconds after which a reader that gives no sign of life is taken for dead."""
+
+_ITERATION = re.compile(r"iter_(\d+)")
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Iteration:
+    """An iteration directory.
+
+    Args:
+        number: The iteration.
+        directory: Its directory.
+        complete: Whether it has a manifest, or stock's `.metadata`.
+    """
+
+    number: int
+    directory: AnyPath
+    complete: bool
+
+
+def iterations(root: AnyPath) -> list[Iteration]:
+    """The iteration directories below a root, oldest first."""
+    found = []
+    for path in root.iterdir():
+        match = _ITERATION.fullmatch(path.name)
+        if match and path.is_dir():
+            complete = any((path / name).exists() for name in (MANIFEST_NAME, DCP_METADATA))
+            found.append(Iteration(int(match[1]), path, complete))
+    return sorted(found, key=lambda iteration: iteration.number)
+
+
+def prunable(root: AnyPath, keep: int, also_keep: int | None = None) -> list[Iteration]:
+    """Complete checkpoints older than the newest `keep`, without `also_keep` and those being read."""
+    complete = [iteration for iteration in iterations(root) if iteration.complete]
+    old = complete[: max(0, len(complete) - keep)]
+    return [i for i in old if i.number != also_keep and not being_read(i.directory)]
+
+
+def prune(root: AnyPath, keep: int, also_keep: int | None = None) -> list[Iteration]:
+    """Remove old checkpoints; one process calls this, after a newer one was committed.
+
+    Args:
+        root: Where the iteration directories are.
+        keep: How many of the newest stay.
+        also_keep: An iteration that stays whatever its age: the one that the tracker names.
+
+    Returns:
+        What was removed.
+    """
+    for lease in [lease for lease in root.glob(f"{READING}*") if _is_stale(lease)]:
+        lease.unlink(missing_ok=True)
+    removed = prunable(root, keep, also_keep)
+    for iteration in removed:
+        commit.remove(iteration.directory)
+    return removed
+
+
+@contextmanager
+def reading(directory: AnyPath, *, enabled: bool = True) -> Iterator[Callable[[], None]]:
+    """Keep a checkpoint from being pruned; gives what to call from time to time as a sign of life.
+
+    A reader who may not write beside the checkpoint reads without protection.
+    """
+    lease = directory.parent / f"{READING}{directory.name}-{uuid.uuid4().hex[:12]}"
+    try:
+        if enabled and directory.exists():
+            lease.touch()
+        else:
+            enabled = False
+    except OSError as error:
+        enabled = False
+        _log.info("%s is not kept from being pruned: %s", directory, error)
+    last = time.monotonic()
+
+    def alive() -> None:
+        nonlocal last
+        if enabled and time.monotonic() - last > STALE_S / 10:
+            last = time.monotonic()
+            lease.touch()
+
+    try:
+        yield alive
+    finally:
+        if enabled:
+            lease.unlink(missing_ok=True)
+
+
+def being_read(directory: AnyPath) -> bool:
+    """Whether a living reader keeps it."""
+    return not all(_is_stale(lease) for lease in directory.parent.glob(f"{READING}{directory.name}-*"))
+
+
+def _is_stale(lease: AnyPath) -> bool:
+    try:
+        return time.time() - lease.stat().st_mtime > STALE_S
+    except FileNotFoundError:  # its reader is done
+        return True

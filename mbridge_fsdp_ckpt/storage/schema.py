@@ -1,0 +1,113 @@
+"""The data of `manifest.json` and of a chunk table's header, as pydantic checks it.
+
+`docs/format.md` says what the fields mean; `docs/schema/` has the JSON schemas of these classes.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from mbridge_fsdp_ckpt.storage.values import dtype_from_name
+
+FORMAT: Final = "fsdp_dtensor_safe"
+VERSION = (1, 0)
+MAX_INT = (1 << 63) - 1
+
+Count = Annotated[int, Field(ge=0, le=MAX_INT, strict=True)]
+
+
+def _base_name(name: str) -> str:
+    if not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
+        raise ValueError("a file name must be a base name inside the checkpoint directory")
+    return name
+
+
+def _relative_name(name: str) -> str:
+    for part in name.split("/"):
+        _base_name(part)
+    return name
+
+
+def _dtype(name: str) -> str:
+    dtype_from_name(name)
+    return name
+
+
+_PART = r"(?!\.{1,2}(/|$))[^/\\\u0000]+"
+BaseName = Annotated[str, AfterValidator(_base_name), Field(json_schema_extra={"pattern": f"^{_PART}$"})]
+RelativeName = Annotated[
+    str, AfterValidator(_relative_name), Field(json_schema_extra={"pattern": f"^{_PART}(/{_PART})*$"})
+]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")  # unknown fields belong to newer minor versions
+
+
+class FileEntry(_Model):
+    """A file with its size in bytes and checksum."""
+
+    name: BaseName
+    size: Count
+    checksum: str
+
+
+class ExtraEntry(FileEntry):
+    """A file beside payload and tables; it may lie in a folder of the checkpoint."""
+
+    name: RelativeName
+
+
+class KeyEntry(_Model):
+    """One key: a tensor over all ranks."""
+
+    dtype: Annotated[str, AfterValidator(_dtype)]
+    shape: tuple[Count, ...]
+    kind: Literal["sharded", "tensor", "int", "float", "bool"] = "sharded"
+    family: str | None = None
+    component: str = ""
+    unpadded_rows: Count | None = None
+
+
+class TableEntry(FileEntry):
+    """A writing rank's chunk table."""
+
+    rank: Count
+
+
+class Manifest(_Model):
+    """The head."""
+
+    format: Literal["fsdp_dtensor_safe"]
+    version: tuple[Count, Count]
+    writer: dict[str, str]
+    topology: dict[str, Count | str]
+    sections: tuple[str, ...]
+    keys: dict[str, KeyEntry]
+    tables: tuple[TableEntry, ...]
+    files: tuple[ExtraEntry, ...] = ()
+    values: Any
+    checksum: str = ""
+
+
+class ParameterGroup(_Model):
+    """Hyperparameters (`values.encode`d) with the optimizer's names of the parameters they are for."""
+
+    parameters: tuple[str, ...]
+    hyperparameters: dict[str, Any]
+
+
+class TableHeader(_Model):
+    """First line of a chunk table: what one rank wrote, and the values that are its own."""
+
+    rank: Count
+    coordinates: dict[str, Count]
+    files: tuple[FileEntry, ...]
+    keys: dict[str, KeyEntry]
+    parameter_groups: tuple[ParameterGroup, ...] = ()
+    stateless: tuple[str, ...] = ()
+    values: Any = None
+    extra_state: Any = None
+    chunks: Count

@@ -3,7 +3,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-quick bench lint lock clean uv core dev full
+.PHONY: help demo test test-soak test-quick bench lint lock clean uv core dev full
 
 RUN := . tools/env.sh;
 
@@ -15,6 +15,10 @@ demo: core ## Show the package at work on CPU ranks (a minute or two, set-up inc
 
 test: full lint ## Linters, then every test, on the real stack (its first set-up compiles for about 10 minutes)
 	$(RUN) python -m pytest $(ARGS)
+
+test-soak: full ## Every case of the matrices that the tests sample; writes docs/soak/ and docs/soak.md (an hour)
+	$(RUN) MBRIDGE_SOAK=1 python -m pytest tests/soak tests/bridge/test_lab_scripts.py --timeout 3600 -s $(ARGS)
+	$(RUN) python -m tests.soak.report
 
 test-quick: dev ## The tests that need neither the real stack nor patience
 	$(RUN) python -m pytest -m "not bridge and not gpu and not slow" $(ARGS)

@@ -8,6 +8,9 @@ waiting until a watchdog ends the job.
       set  <meeting>/<r> = message             wait until all arrived, one failed, or the limit is over
       wait <meeting>/verdict                   set <meeting>/verdict = answer, or the error for everyone
 
+Who waits in vain writes its error to <meeting>/outcome, once for all: whoever comes later raises the same.  A judge
+about to do what cannot be undone seals the meeting there first; from then on nobody gives up before the verdict.
+
 Cost: a constant number of store requests a rank, messages bounded by the caller, one reader.
 """
 
@@ -37,6 +40,7 @@ _POLL = 0.005, 0.2  # seconds between looks, first and longest
 _MISSING_NAMED = 32
 _MAX_BYTES = 6 << 20  # the store closes the connection of who sends 8 MiB
 
+_SEALED = "sealed"
 _HOSTS = "mbridge_fsdp_ckpt/hosts"
 
 Judge = Callable[[list[Any]], Any]
@@ -87,6 +91,22 @@ class Agreement:
             raise CheckpointError.from_wire(verdict["failed"])
         return verdict["answer"]
 
+    def seal(self) -> None:
+        """Before a judge does what cannot be undone: from here on the others wait for it.
+
+        Raises:
+            CheckpointError: What the others raised, if they gave up meanwhile.
+        """
+        if self.store is not None:
+            outcome = self._settle(f"{self.name}/{self._meetings}", _SEALED)
+            if outcome != _SEALED:
+                raise CheckpointError.from_wire(json.loads(outcome))
+
+    def _settle(self, prefix: str, outcome: str) -> str:
+        """Write the meeting's outcome unless there is one; returns the one that holds."""
+        held: bytes = self.store.compare_set(f"{prefix}/outcome", "", outcome)
+        return held.decode()
+
     def beat(self) -> None:
         """A sign of life during long work: others waiting for this rank begin their limit anew.  Cheap to call."""
         self.on_beat()
@@ -119,23 +139,32 @@ class Agreement:
         watch = _Watch(self)
         while int(self.store.add(f"{prefix}/arrived", 0)) < self.world_size:
             if self.store.check([f"{prefix}/failed"]):
-                break
+                failed = int(self.store.get(f"{prefix}/failed"))
+                return self._publish(prefix, json.loads(self.store.get(f"{prefix}/{failed}")))
             if watch.over():
-                verdict = {"failed": self._missing(prefix, phase).to_wire()}
-                return self._publish(prefix, verdict)
-        if self.store.check([f"{prefix}/failed"]):
-            failed = int(self.store.get(f"{prefix}/failed"))
-            return self._publish(prefix, json.loads(self.store.get(f"{prefix}/{failed}")))
+                return self._publish(prefix, {"failed": json.loads(self._give_up(prefix, phase))})
         wires = [json.loads(self.store.get(f"{prefix}/{rank}")) for rank in range(self.world_size)]
-        return self._publish(prefix, _judged(wires, judge, phase))
+        verdict = _judged(wires, judge, phase)
+        outcome = self._settle(prefix, _SEALED)
+        return self._publish(prefix, verdict if outcome == _SEALED else {"failed": json.loads(outcome)})
 
     def _follow(self, prefix: str, phase: str) -> dict[str, Any]:
-        watch = _Watch(self, grace=_GRACE)
+        watch, sealed = _Watch(self, grace=_GRACE), False
         while not self.store.check([f"{prefix}/verdict"]):
-            if watch.over():
-                return {"failed": self._missing(prefix, phase).to_wire()}
+            outcome = self.store.get(f"{prefix}/outcome").decode() if self.store.check([f"{prefix}/outcome"]) else ""
+            if not outcome and watch.over():
+                outcome = self._give_up(prefix, phase)
+            if outcome == _SEALED and not sealed:
+                watch, sealed = _Watch(self, grace=_GRACE), True
+            elif outcome and outcome != _SEALED:
+                return {"failed": json.loads(outcome)}
+            if sealed and watch.over():
+                return {"failed": self._missing(prefix, phase, sealed=True).to_wire()}
         verdict: dict[str, Any] = json.loads(self.store.get(f"{prefix}/verdict"))
         return verdict
+
+    def _give_up(self, prefix: str, phase: str) -> str:
+        return self._settle(prefix, json.dumps(self._missing(prefix, phase).to_wire()))
 
     def _publish(self, prefix: str, verdict: dict[str, Any]) -> dict[str, Any]:
         self.store.set(f"{prefix}/verdict", json.dumps(verdict))
@@ -143,14 +172,15 @@ class Agreement:
             self.store.delete_key(f"{prefix}/{rank}")
         return verdict
 
-    def _missing(self, prefix: str, phase: str) -> CheckpointError:
+    def _missing(self, prefix: str, phase: str, *, sealed: bool = False) -> CheckpointError:
         absent = [rank for rank in range(self.world_size) if not self.store.check([f"{prefix}/{rank}"])]
         named = ", ".join(map(self._with_host, absent[:_MISSING_NAMED]))
         named += ", ..." if len(absent) > _MISSING_NAMED else ""
+        remedy = "Look at the logs of these ranks; raise the time limit if they were only slow."
         return RankMissingError(
             expected=f"all {self.world_size} ranks at {phase!r} within {self.time_limit:g} s",
-            found=f"no sign of rank {named}" if absent else "no verdict of rank 0",
-            remedy="Look at the logs of these ranks; raise the time limit if they were only slow.",
+            found=f"no sign of rank {named}" if absent and not sealed else f"no verdict of rank {self._with_host(0)}",
+            remedy=f"It was about to finish: look whether the checkpoint is there. {remedy}" if sealed else remedy,
         )
 
     def _with_host(self, rank: int) -> str:

@@ -95,7 +95,11 @@ def save(
             disputed = saving.disputed(prepared, answer["disputed"])
             agreement.meet("disagreement on the plan", disputed, job.judge_dispute)
         written = _attempt(agreement, "writing chunks", lambda: saving.write(prepared, answer, agreement))
-        agreement.meet("commit", written, job.judge_written)
+        try:
+            agreement.meet("commit", written, job.judge_written)
+        except CheckpointError:
+            saving.take_back(answer, agreement.rank)
+            raise
     finally:
         job.clean_up()
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 
 from mbridge_fsdp_ckpt.errors import KeyMismatchError, ManifestError
-from mbridge_fsdp_ckpt.geometry import Box, Shape, uncovered, whole
+from mbridge_fsdp_ckpt.geometry import Box, Shape, tiling_defect, whole
 from mbridge_fsdp_ckpt.inventory import Planned
 from mbridge_fsdp_ckpt.plan import Component, ParameterPlan
 from mbridge_fsdp_ckpt.settings import Settings
@@ -147,11 +147,11 @@ def check_coverage(needed: dict[str, list[Box]], chunks: dict[str, list[StoredCh
     """
     for key, boxes in needed.items():
         for box in boxes:
-            rest = uncovered(box, (chunk.box for chunk in chunks[key]))
-            if rest:
+            defect = tiling_defect(box, (chunk.box for chunk in chunks[key]))
+            if defect:
                 raise ManifestError(
                     expected=f"chunks that cover {box} once",
-                    found=f"{rest} elements uncovered" if rest > 0 else f"{-rest} elements covered twice",
+                    found=defect,
                     remedy="The checkpoint is incomplete: use another one.",
                     key=key,
                 )

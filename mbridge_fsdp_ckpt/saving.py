@@ -105,11 +105,12 @@ def write(prepared: Prepared, place: Mapping[str, str], agreement: Agreement) ->
     Raises:
         OSError: The storage refused.
     """
-    staging, suffix = as_path(place["directory"]), place["suffix"]
+    staging = as_path(place["directory"])
+    payload, table = _names(agreement.rank, place["suffix"])
     rank, chunks, files, keys = agreement.rank, [], [], {}
     own = [holding for holding in prepared.holdings if holding.piece.writes]
     if own:
-        writer = PayloadWriter(staging / f"__{rank}_0{suffix}.distcp")
+        writer = PayloadWriter(staging / payload)
         try:
             for holding in own:
                 chunks.append(writer.add(holding.key, holding.elements(), holding.box))
@@ -120,9 +121,24 @@ def write(prepared: Prepared, place: Mapping[str, str], agreement: Agreement) ->
         finally:
             writer.abort()
     header = TableHeader(rank=rank, files=tuple(files), keys=keys, chunks=len(chunks), **prepared.header)
-    table, data = staging / f"chunks_{rank:05d}{suffix}.jsonl", table_bytes(header, chunks)
-    write_file(table, data)
-    return TableEntry(rank=rank, name=table.name, size=len(data), checksum=checksum(data)).model_dump()
+    data = table_bytes(header, chunks)
+    write_file(staging / table, data)
+    return TableEntry(rank=rank, name=table, size=len(data), checksum=checksum(data)).model_dump()
+
+
+def take_back(place: Mapping[str, str], rank: int) -> None:
+    """Remove what this rank wrote for a save that failed: rank 0 may have tidied up before this rank was through."""
+    directory, suffix = as_path(place["directory"]), place["suffix"]
+    for name in _names(rank, suffix):
+        try:
+            (directory / name).unlink(missing_ok=True)
+        except OSError as error:
+            _log.warning("could not remove %s: %s", directory / name, error)
+
+
+def _names(rank: int, suffix: str) -> tuple[str, str]:
+    """Payload file and chunk table."""
+    return f"__{rank}_0{suffix}.distcp", f"chunks_{rank:05d}{suffix}.jsonl"
 
 
 @dataclass(slots=True)
@@ -196,7 +212,8 @@ class Job:
             write_dcp_view(place, keys, paths, self.values, suffix, self.agreement.beat)
 
         view = write_view if self.settings.writes_dcp_metadata(len(tables)) else None
-        self._commit.finish(Content(with_files, frozenset(flushed), self.add_files, view, self.agreement.beat))
+        beat, seal = self.agreement.beat, self.agreement.seal
+        self._commit.finish(Content(with_files, frozenset(flushed), self.add_files, view, beat, seal))
         self._commit = None
 
     def clean_up(self) -> None:

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from mbridge_fsdp_ckpt.cli.app import Json, app, print_json
+from mbridge_fsdp_ckpt.cli.app import EXIT_CODES, Json, app, print_json, print_table, say
 from mbridge_fsdp_ckpt.families import default_registry
+from mbridge_fsdp_ckpt.storage.files import as_path
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource, find_checkpoint, open_checkpoint
 
 _MODEL = "model."
 
 
-@app.command()
+@app.command(epilog=EXIT_CODES)
 def families(
     checkpoint: Annotated[
-        Path | None, typer.Argument(help="An iteration directory, or the root of a run's checkpoints.")
+        str | None, typer.Argument(help="An iteration directory, or the root of a run's checkpoints.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -29,7 +27,7 @@ def families(
     if checkpoint is None:
         _show_installed(_installed(), as_json)
         return
-    source = open_checkpoint(find_checkpoint(checkpoint))
+    source = open_checkpoint(find_checkpoint(as_path(checkpoint)))
     claimed = _claimed(source)
     if as_json:
         print_json(claimed)
@@ -49,7 +47,7 @@ def _show_installed(found: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
         print_json(found)
         return
-    _print([("family", "version", "class"), *((row["family"], str(row["version"]), row["class"]) for row in found)])
+    print_table(("family", "version", "class"), [(r["family"], str(r["version"]), r["class"]) for r in found])
 
 
 def _claimed(source: CheckpointSource) -> dict[str, dict[str, list[str]]]:
@@ -64,19 +62,10 @@ def _claimed(source: CheckpointSource) -> dict[str, dict[str, list[str]]]:
 
 def _show_claimed(claimed: dict[str, dict[str, list[str]]]) -> None:
     if not claimed:
-        Console(highlight=False).print("No parameter of this model is fused.")
+        say("No parameter of this model is fused.")
         return
-    rows = [("family", "parameter", "components")]
+    rows = []
     for family, parameters in claimed.items():
         for parameter, components in parameters.items():
             rows.append((family, parameter, " ".join(components)))
-    _print(rows)
-
-
-def _print(rows: list[tuple[str, str, str]]) -> None:
-    table = Table(box=None, pad_edge=False)
-    for heading in rows[0]:
-        table.add_column(heading, overflow="fold")
-    for row in rows[1:]:
-        table.add_row(*row)
-    Console(highlight=False).print(table)
+    print_table(("family", "parameter", "components"), rows)

@@ -6,7 +6,6 @@ these functions on a checkpoint.
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -37,13 +36,14 @@ def leftovers(root: AnyPath) -> list[AnyPath]:
 
 def remove_leftovers(root: AnyPath) -> list[AnyPath]:
     """Delete them; returns what was deleted."""
-    stale = leftovers(root)
-    for path in stale:
-        if isinstance(path, Path) and path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-    return stale
+    return [path for path in leftovers(root) if _discard(path)]
+
+
+def _discard(path: AnyPath) -> bool:
+    if isinstance(path, Path) and path.is_dir():
+        return rename.discard(path)
+    path.unlink()
+    return True
 
 
 def remove(directory: AnyPath) -> None:

@@ -21,6 +21,7 @@ class Content:
         add_files: Puts more files into a local directory.
         write_view: Writes what stock needs into a directory; None where nobody wants it.
         progress: Called after each step.
+        last_call: Called just before the step that cannot be undone; raises where nobody waits for it any more.
     """
 
     manifest: Callable[[tuple[ExtraEntry, ...]], bytes]
@@ -28,6 +29,7 @@ class Content:
     add_files: Callable[[Path], None] | None = None
     write_view: Callable[[AnyPath], None] | None = None
     progress: Callable[[], None] = lambda: None
+    last_call: Callable[[], None] = lambda: None
 
 
 class Commit(Protocol):

@@ -9,6 +9,8 @@ from __future__ import annotations
 import collections
 import io
 import pickle
+import zipfile
+from collections.abc import Iterator
 from enum import Enum
 from importlib import import_module
 from typing import Any
@@ -97,16 +99,48 @@ def read_metadata(path: AnyPath) -> Any:
         raise malformed(path, f"a plain file of at most {_MAX_METADATA_BYTES} bytes", "another")
     try:
         with opened(path) as file:
-            found = _MetadataUnpickler(io.BytesIO(file.read(_MAX_METADATA_BYTES))).load()
+            found = _MetadataUnpickler(io.BytesIO(file.read(size_of(path)))).load()
     except Exception as error:  # a pickle stream can raise anything
         raise malformed(path, "DCP metadata", f"{type(error).__name__}: {error}"[:500]) from error
     if not isinstance(found, metadata.Metadata) or not isinstance(found.storage_data, dict):
         raise malformed(path, "DCP metadata", type(found).__name__)
+    wrong = next(_wrong_fields(found), None)
+    if wrong is not None:
+        raise malformed(path, "DCP metadata whose fields have their types", wrong)
     return found
+
+
+def _wrong_fields(found: Any) -> Iterator[str]:
+    """Fields of another type than stock writes.  Their values stay unprinted: a pickle can nest them without end."""
+    for key, value in found.state_dict_metadata.items():
+        if not isinstance(key, str):
+            yield f"a key of type {type(key).__name__}"
+        if isinstance(value, metadata.TensorStorageMetadata):
+            sizes = [value.size, *(size for chunk in value.chunks for size in (chunk.offsets, chunk.sizes))]
+            if not all(map(_is_size, sizes)) or not isinstance(value.properties.dtype, torch.dtype):
+                yield f"{key[:200]}: sizes, offsets or dtype"
+        elif not isinstance(value, metadata.BytesStorageMetadata):
+            yield f"{key[:200]}: {type(value).__name__}"
+    for index, info in found.storage_data.items():
+        place = info.relative_path, info.offset, info.length
+        if not isinstance(index.fqn, str) or not (index.offset is None or _is_size(index.offset)):
+            yield "the index of a chunk"
+        elif tuple(map(type, place)) != (str, int, int):
+            yield f"{index.fqn[:200]}: the place of its bytes"
+    for key, path in (found.planner_data or {}).items():
+        if not isinstance(key, str) or not all(type(part) in (str, int) for part in path):
+            yield "the path of a key"
+
+
+def _is_size(size: Any) -> bool:
+    return isinstance(size, tuple) and all(type(number) is int and number >= 0 for number in size)
 
 
 def load_record(data: Bytes) -> Any:
     """A tensor or a value that `torch.save` wrote, through the `weights_only` loader.  It can raise anything."""
+    with zipfile.ZipFile(io.BytesIO(memoryview(data))) as record:
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in record.infolist()):
+            raise ValueError("a compressed record: torch.save writes none, and it could be larger than memory")
     with torch.serialization.safe_globals(_NUMPY):
         return torch.load(io.BytesIO(memoryview(data)), map_location="cpu", weights_only=True)
 

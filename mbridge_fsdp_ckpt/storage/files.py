@@ -6,9 +6,11 @@ A path is a `pathlib.Path`, or a `upath.UPath` of what fsspec reaches (`s3://...
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,7 +37,9 @@ def as_path(place: str | os.PathLike[str] | AnyPath) -> AnyPath:
     if isinstance(place, UPath):
         return place
     text = os.fspath(place).removeprefix("file://")
-    return UPath(text) if "://" in text else Path(text).absolute()
+    if "://" not in text:
+        return Path(text).absolute()
+    return UPath(text, use_listings_cache=False)  # other processes write there, too
 
 
 def is_local(path: AnyPath) -> bool:
@@ -53,17 +57,22 @@ def size_of(path: AnyPath) -> int:
     return int(path.stat().st_size)
 
 
-def check_file(directory: AnyPath, entry: FileEntry) -> AnyPath:
+def check_file(directory: AnyPath, entry: FileEntry, listed_in: str = "") -> AnyPath:
     """The path of a file that exists in the directory, as a plain file of its recorded size.
+
+    Args:
+        directory: The directory.
+        entry: The file's record.
+        listed_in: The file that has the record: where the two disagree, either may be the damaged one.
 
     Raises:
         DamagedCheckpointError: It is missing, a link, or of another size.
     """
-    path = directory / entry.name
+    path, as_listed = directory / entry.name, f", as {listed_in} has it" if listed_in else ""
     linked = _has_link(directory, entry.name)
     if linked or not path.is_file():
         raise DamagedCheckpointError(
-            expected=f"file {entry.name} of {entry.size} bytes",
+            expected=f"file {entry.name} of {entry.size} bytes{as_listed}",
             found="a symbolic link" if linked else "no such file",
             remedy="Use another checkpoint; its files must not be moved or linked.",
             key=str(path),
@@ -71,7 +80,7 @@ def check_file(directory: AnyPath, entry: FileEntry) -> AnyPath:
     size = size_of(path)
     if size != entry.size:
         raise DamagedCheckpointError(
-            expected=f"{entry.size} bytes",
+            expected=f"{entry.size} bytes{as_listed}",
             found=f"{size} bytes",
             remedy="The file was truncated or overwritten: use another checkpoint.",
             key=str(path),
@@ -91,17 +100,19 @@ def _has_link(directory: AnyPath, name: str) -> bool:
     return False
 
 
-def check_content(directory: AnyPath, entry: FileEntry, progress: Callable[[], None] = lambda: None) -> AnyPath:
+def check_content(
+    directory: AnyPath, entry: FileEntry, progress: Callable[[], None] = lambda: None, listed_in: str = ""
+) -> AnyPath:
     """Like `check_file`, and its bytes are those that were written.
 
     Raises:
         DamagedCheckpointError: They are not.
     """
-    path = check_file(directory, entry)
+    path = check_file(directory, entry, listed_in)
     found = file_checksum(path, progress)
     if found != entry.checksum:
         raise DamagedCheckpointError(
-            expected=entry.checksum,
+            expected=entry.checksum + (f", as {listed_in} has it" if listed_in else ""),
             found=found,
             remedy="The file was changed after it was written: use another checkpoint.",
             key=str(path),
@@ -127,8 +138,8 @@ def opened(path: AnyPath) -> Iterator[IO[bytes]]:
         with os.fdopen(descriptor, "rb") as file:
             yield file
     else:
-        with path.open("rb") as file:
-            yield cast("IO[bytes]", file)
+        with path.open("rb") as raw, io.BufferedReader(cast("io.RawIOBase", raw), _BLOCK) as buffered:
+            yield buffered  # fsspec's own readline takes no limit
 
 
 def read_range(path: AnyPath, offset: int, length: int) -> Bytes:
@@ -139,7 +150,7 @@ def read_range(path: AnyPath, offset: int, length: int) -> Bytes:
         OSError: The storage refused.
     """
     if not isinstance(path, Path):
-        content = path.fs.cat_file(path.path, offset, offset + length) if length else b""
+        content = _stored_range(path, offset, length) if length else b""
         _check_length(path, offset, length, len(content))
         return np.frombuffer(bytearray(content), dtype=np.uint8)
     data = np.empty(length, dtype=np.uint8)
@@ -154,6 +165,15 @@ def read_range(path: AnyPath, offset: int, length: int) -> Bytes:
     finally:
         os.close(descriptor)
     return data
+
+
+def _stored_range(path: UPath, offset: int, length: int) -> bytes:
+    if path.protocol != "msc":
+        content: bytes = path.fs.cat_file(path.path, start=offset, end=offset + length)
+        return content
+    with path.open("rb") as file:  # Multi-Storage Client's cat_file returns all of it
+        file.seek(offset)
+        return bytes(file.read(length))
 
 
 def _check_length(path: AnyPath, offset: int, length: int, found: int) -> None:
@@ -218,27 +238,31 @@ def read_bounded(path: AnyPath, limit: int) -> bytes:
     if size > limit:
         raise malformed(path, f"at most {limit} bytes", f"{size}")
     with opened(path) as file:
-        return file.read(limit)
+        return file.read(size)  # of the limit, Python would reserve the memory first
 
 
 def parse_json(path: AnyPath, data: bytes) -> Any:
-    """JSON without duplicate keys.
+    """JSON without duplicate keys, and without the NaN and Infinity that Python would take.
 
     Raises:
-        ManifestError: It is not.
+        ManifestError: It is not, or what it describes does not fit into memory.
     """
     try:
-        return json.loads(data, object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
+        return json.loads(data, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except (ValueError, RecursionError, MemoryError) as error:
         raise malformed(path, "JSON", f"{type(error).__name__}: {error}"[:300]) from error
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"duplicate key {next(name for name in names if names.count(name) > 1)!r}"[:200])
+        counts = Counter(name for name, _ in pairs)
+        raise ValueError(f"duplicate key {counts.most_common(1)[0][0]!r}"[:200])
     return found
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
 
 
 def malformed(path: AnyPath, expected: str, found: str) -> ManifestError:

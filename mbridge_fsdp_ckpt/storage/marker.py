@@ -32,6 +32,7 @@ class MarkerCommit:
     def __init__(self, target: AnyPath) -> None:
         self.directory = target
         self.suffix = f"-{uuid.uuid4().hex[:12]}"
+        self._uploaded: list[AnyPath] = []
         target.mkdir(parents=True, exist_ok=True)
 
     def finish(self, content: Content) -> None:
@@ -42,6 +43,7 @@ class MarkerCommit:
                 for file in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
                     self._upload(file, self.directory / file.relative_to(folder).as_posix())
                     content.progress()
+        content.last_call()
         replace_file(self.directory / MANIFEST_NAME, content.manifest(()))
         content.progress()
         if content.write_view is not None:
@@ -54,14 +56,17 @@ class MarkerCommit:
 
     def _upload(self, path: Path, target: AnyPath) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
+        self._uploaded.append(target)
         with path.open("rb") as source, target.open("wb") as file:
             shutil.copyfileobj(source, file)
 
     def abort(self) -> None:
         """See `content.Commit`."""
-        for path in _objects(self.directory):
-            if self.suffix in path.name:
-                path.unlink()
+        doomed = [path for path in _objects(self.directory) if self.suffix in path.name]
+        if not (self.directory / MANIFEST_NAME).exists():  # else an older checkpoint has files of these names
+            doomed += self._uploaded
+        for path in doomed:
+            path.unlink(missing_ok=True)
 
 
 def _objects(directory: AnyPath, without: str = "") -> list[AnyPath]:
@@ -79,9 +84,10 @@ def leftovers(root: AnyPath) -> list[AnyPath]:
 
 
 def remove(directory: AnyPath) -> None:
-    """Delete a checkpoint, the manifest first."""
-    if (directory / MANIFEST_NAME).exists():
-        (directory / MANIFEST_NAME).unlink()
+    """Delete a checkpoint: first what makes it one, for stock and for us."""
+    for name in (DCP_METADATA, MANIFEST_NAME):
+        if (directory / name).exists():
+            (directory / name).unlink()
     for path in directory.rglob("*"):
         if path.is_file():
             path.unlink()

@@ -11,8 +11,8 @@ import torch
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError
 from mbridge_fsdp_ckpt.geometry import Box
 from mbridge_fsdp_ckpt.storage.checksums import checksum
-from mbridge_fsdp_ckpt.storage.files import AnyPath, Bytes, check_content, check_file, read_range
-from mbridge_fsdp_ckpt.storage.manifest import read_manifest
+from mbridge_fsdp_ckpt.storage.files import AnyPath, Bytes, check_content, check_file, malformed, read_range
+from mbridge_fsdp_ckpt.storage.manifest import MANIFEST_NAME, read_manifest
 from mbridge_fsdp_ckpt.storage.schema import KeyEntry, TableHeader
 from mbridge_fsdp_ckpt.storage.source import RankRecord, StoredChunk
 from mbridge_fsdp_ckpt.storage.table import read_table, read_table_header
@@ -34,11 +34,15 @@ class SafeSource:
         self.sections = self._manifest.sections
         self.topology = self._manifest.topology
         self.values: Mapping[str, Any] = decode(self._manifest.values)
-        self._tables = [check_content(directory, entry) for entry in self._manifest.tables]
+        self._tables = [check_content(directory, entry, listed_in=MANIFEST_NAME) for entry in self._manifest.tables]
 
     @cached_property
     def _headers(self) -> list[TableHeader]:
-        return [read_table_header(path) for path in self._tables]
+        headers = [read_table_header(path) for path in self._tables]
+        for path, entry, header in zip(self._tables, self._manifest.tables, headers, strict=True):
+            if header.rank != entry.rank:
+                raise malformed(path, f"the table of rank {entry.rank}, as {MANIFEST_NAME} has it", f"{header.rank}")
+        return headers
 
     @cached_property
     def stateless(self) -> frozenset[str]:
@@ -66,7 +70,7 @@ class SafeSource:
                 if chunk.key not in found:
                     continue
                 if chunk.file not in files:
-                    files[chunk.file] = check_file(self.directory, header.files[chunk.file])
+                    files[chunk.file] = check_file(self.directory, header.files[chunk.file], path.name)
                 start = chunk.offset - chunk.frame[0]
                 stored = StoredChunk(chunk.key, chunk.box, files[chunk.file], *chunk.frame, chunk.checksum, start)
                 found[chunk.key].append(stored)
@@ -89,9 +93,9 @@ class SafeSource:
         """See `CheckpointSource`."""
         for entry in self._manifest.files:
             if content:
-                check_content(self.directory, entry, progress)
+                check_content(self.directory, entry, progress, MANIFEST_NAME)
             else:
-                check_file(self.directory, entry)
+                check_file(self.directory, entry, MANIFEST_NAME)
 
 
 def _check_record(chunk: StoredChunk, record: Bytes) -> None:

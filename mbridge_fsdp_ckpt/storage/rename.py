@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import os
 import shutil
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 from mbridge_fsdp_ckpt.storage.content import Content
@@ -24,6 +26,7 @@ from mbridge_fsdp_ckpt.storage.manifest import MANIFEST_NAME
 from mbridge_fsdp_ckpt.storage.schema import ExtraEntry
 
 STAGING, REPLACED, DELETED = ".staging-", ".replaced-", ".deleted-"
+_log = logging.getLogger(__name__)
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -50,6 +53,7 @@ class RenameCommit:
         content.progress()
         for folder in (path for path in self.directory.rglob("*") if path.is_dir()):
             sync_directory(folder)
+        content.last_call()
         put_in_place(self.directory, self._target)
 
     def _flushed_extra(self, content: Content) -> list[ExtraEntry]:
@@ -64,37 +68,63 @@ class RenameCommit:
         return found
 
     def abort(self) -> None:
-        """See `content.Commit`; the next save reports what could not be removed."""
-        shutil.rmtree(self.directory, ignore_errors=True)
+        """See `content.Commit`."""
+        if self.directory.exists():
+            discard(self.directory)
 
 
 def put_in_place(staging: Path, target: Path) -> None:
-    """Put a complete staging directory in the target's place and flush the change to disk."""
+    """Put a complete staging directory in the target's place and flush the change to disk.
+
+    Raises:
+        OSError: The file system refused; what was in place is in place again.
+    """
     sync_directory(staging)
     if not target.exists():
         staging.rename(target)
-        sync_directory(target.parent)
+        _sync_or_undo(target.parent, lambda: target.rename(staging))
         return
     if _exchange(staging, target):
-        sync_directory(target.parent)
-        shutil.rmtree(staging)  # now the old checkpoint
+        _sync_or_undo(target.parent, lambda: _exchange(staging, target))
+        discard(staging)  # now the old checkpoint
         return
     aside = target.parent / staging.name.replace(STAGING, REPLACED, 1)
     target.rename(aside)
-    staging.rename(target)
+    try:
+        staging.rename(target)
+    except OSError:
+        aside.rename(target)
+        raise
     sync_directory(target.parent)
-    shutil.rmtree(aside)
+    discard(aside)
+
+
+def _sync_or_undo(directory: Path, undo: Callable[[], object]) -> None:
+    try:
+        sync_directory(directory)
+    except OSError:
+        undo()
+        raise
+
+
+def discard(path: Path) -> bool:
+    """Delete a directory that nobody needs; one that cannot be deleted is left to the next save."""
+    try:
+        shutil.rmtree(path)
+    except OSError as error:
+        _log.warning("could not remove %s: %s", path, error)
+    return not path.exists()
 
 
 def recover(target: Path) -> bool:
     """Undo a commit that died between its two renames; True where the old checkpoint was moved back."""
     if target.exists() or not target.parent.is_dir():
         return False
-    aside = sorted(path for path in target.parent.glob(f"{REPLACED}*") if _target_name(path) == target.name)
+    aside = [path for path in target.parent.glob(f"{REPLACED}*") if _target_name(path) == target.name]
     if not aside:
         return False
     try:
-        aside[-1].rename(target)
+        max(aside, key=lambda path: path.stat().st_mtime).rename(target)
     except FileNotFoundError:  # another rank was first
         return target.exists()
     sync_directory(target.parent)

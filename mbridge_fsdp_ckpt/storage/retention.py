@@ -115,7 +115,9 @@ def being_read(directory: AnyPath) -> bool:
 
 
 def _is_stale(lease: AnyPath) -> bool:
+    """A store that tells no times keeps its readers' marks for living."""
     try:
-        return time.time() - lease.stat().st_mtime > STALE_S
+        touched = lease.stat().st_mtime
+        return touched > 0 and time.time() - touched > STALE_S
     except FileNotFoundError:  # its reader is done
         return True

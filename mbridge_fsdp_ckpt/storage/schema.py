@@ -14,17 +14,22 @@ from mbridge_fsdp_ckpt.storage.values import dtype_from_name
 FORMAT: Final = "fsdp_dtensor_safe"
 VERSION = (1, 0)
 MAX_INT = (1 << 63) - 1
+MAX_NAME_BYTES, MAX_PATH_LENGTH = 255, 1024
 
 Count = Annotated[int, Field(ge=0, le=MAX_INT, strict=True)]
 
 
 def _base_name(name: str) -> str:
+    if len(name.encode(errors="surrogatepass")) > MAX_NAME_BYTES:
+        raise ValueError(f"a file name must not be longer than {MAX_NAME_BYTES} bytes")
     if not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
         raise ValueError("a file name must be a base name inside the checkpoint directory")
     return name
 
 
 def _relative_name(name: str) -> str:
+    if len(name) > MAX_PATH_LENGTH:
+        raise ValueError(f"a path must not be longer than {MAX_PATH_LENGTH} characters")
     for part in name.split("/"):
         _base_name(part)
     return name
@@ -36,9 +41,15 @@ def _dtype(name: str) -> str:
 
 
 _PART = r"(?!\.{1,2}(/|$))[^/\\\u0000]+"
-BaseName = Annotated[str, AfterValidator(_base_name), Field(json_schema_extra={"pattern": f"^{_PART}$"})]
+BaseName = Annotated[
+    str,
+    AfterValidator(_base_name),
+    Field(json_schema_extra={"pattern": f"^{_PART}$", "maxLength": MAX_NAME_BYTES}),
+]
 RelativeName = Annotated[
-    str, AfterValidator(_relative_name), Field(json_schema_extra={"pattern": f"^{_PART}(/{_PART})*$"})
+    str,
+    AfterValidator(_relative_name),
+    Field(json_schema_extra={"pattern": f"^{_PART}(/{_PART})*$", "maxLength": MAX_PATH_LENGTH}),
 ]
 
 
@@ -77,6 +88,12 @@ class TableEntry(FileEntry):
     rank: Count
 
 
+def _one_a_rank(tables: tuple[TableEntry, ...]) -> tuple[TableEntry, ...]:
+    if len({entry.rank for entry in tables}) < len(tables) or len({entry.name for entry in tables}) < len(tables):
+        raise ValueError("each rank must have one table of its own")
+    return tables
+
+
 class Manifest(_Model):
     """The head."""
 
@@ -86,7 +103,7 @@ class Manifest(_Model):
     topology: dict[str, Count | str]
     sections: tuple[str, ...]
     keys: dict[str, KeyEntry]
-    tables: tuple[TableEntry, ...]
+    tables: Annotated[tuple[TableEntry, ...], AfterValidator(_one_a_rank)]
     files: tuple[ExtraEntry, ...] = ()
     values: Any
     checksum: str = ""

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 import torch
 
-from mbridge_fsdp_ckpt.errors import NotACheckpointError
+from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, NotACheckpointError
 from mbridge_fsdp_ckpt.geometry import Box
-from mbridge_fsdp_ckpt.storage.files import AnyPath, what_is_there
+from mbridge_fsdp_ckpt.storage.files import AnyPath, is_plain_file, read_bounded, what_is_there
 from mbridge_fsdp_ckpt.storage.manifest import MANIFEST_NAME
 from mbridge_fsdp_ckpt.storage.schema import KeyEntry
 
@@ -100,6 +100,7 @@ class CheckpointSource(Protocol):
 
 
 TRACKER = "latest_checkpointed_iteration.txt"
+_MAX_TRACKER_BYTES = 1 << 12
 
 
 def find_checkpoint(path: AnyPath) -> AnyPath:
@@ -107,11 +108,12 @@ def find_checkpoint(path: AnyPath) -> AnyPath:
 
     Raises:
         NotACheckpointError: There is neither.
+        ManifestError: The tracker is no small file.
     """
     tracker = path / TRACKER
-    if not tracker.is_file() or any((path / name).exists() for name in (MANIFEST_NAME, DCP_METADATA)):
+    if any((path / name).exists() for name in (MANIFEST_NAME, DCP_METADATA)) or not is_plain_file(tracker):
         return path
-    named = tracker.read_text().strip()[:100]
+    named = read_bounded(tracker, _MAX_TRACKER_BYTES).decode(errors="replace").strip()[:100]
     directory = path / (f"iter_{int(named):07d}" if named.isdecimal() else named)
     if (named != "release" and not named.isdecimal()) or not directory.is_dir():
         raise NotACheckpointError(
@@ -136,6 +138,7 @@ def open_checkpoint(directory: AnyPath) -> CheckpointSource:
     if (directory / MANIFEST_NAME).exists():
         return SafeSource(directory)
     if (directory / DCP_METADATA).exists():
+        _check_written_by_stock(directory)
         return DcpSource(directory)
     raise NotACheckpointError(
         expected=f"{MANIFEST_NAME} or {DCP_METADATA} in the directory",
@@ -143,3 +146,15 @@ def open_checkpoint(directory: AnyPath) -> CheckpointSource:
         remedy="Give an iteration directory (iter_0000010) of a complete checkpoint, or its root with a tracker file.",
         key=str(directory),
     )
+
+
+def _check_written_by_stock(directory: AnyPath) -> None:
+    """A lost manifest must not turn a checkpoint with checksums into one without."""
+    tables = sorted(path.name for path in directory.glob("chunks_*.jsonl"))
+    if tables:
+        raise DamagedCheckpointError(
+            expected=f"{MANIFEST_NAME} beside the chunk tables {', '.join(tables[:3])}",
+            found="no such file",
+            remedy="The save that wrote them did not end, or the manifest was deleted: use another checkpoint.",
+            key=str(directory / MANIFEST_NAME),
+        )

@@ -123,7 +123,7 @@ def _decode(data: Json, depth: int) -> Any:
         raise _malformed(f"one of {', '.join(_DECODERS)} alone", ", ".join(sorted(data))[:200])
     try:
         return _DECODERS[special[0]](data[special[0]], depth + 1)
-    except (ValueError, TypeError, KeyError, RuntimeError, binascii.Error) as error:
+    except (ValueError, TypeError, KeyError, RuntimeError, ArithmeticError, binascii.Error) as error:
         raise _malformed(f"a well-formed {special[0]}", f"{type(error).__name__}: {error}"[:500]) from error
 
 

@@ -9,9 +9,13 @@ MEGATRON_MODULES = (
     "megatron.core.distributed.fsdp.mcore_fsdp_adapter",
     "megatron.core.models.gpt.gpt_layer_specs",
     "megatron.core.optimizer",
+    "megatron.core.datasets.utils",
+    "megatron.core.models.mimo",
+    "fla.modules",
+    "mbridge_fsdp_ckpt.checkpoint",  # what cases would import one after another, a worker each
 )
 
-BRIDGE_MODULES = (*MEGATRON_MODULES, "megatron.bridge.training.pretrain")
+BRIDGE_MODULES = (*MEGATRON_MODULES, "megatron.bridge.training.pretrain", "mbridge_fsdp_ckpt.bridge.manager")
 
 
 def is_installed(module: str) -> bool:

@@ -28,9 +28,9 @@ __all__ = ["Died", "RankFailed", "RankPool", "RanksHung", "no_process_group"]
 START_LIMIT_S = 300.0
 """How long the imports may take: on a busy machine, those of Megatron-Bridge take a minute."""
 
-WORN_OUT_THREADS = 300
-"""Threads from which a worker is replaced.  gloo's groups keep theirs after they were destroyed: a Megatron case on
-four ranks leaves a hundred behind, and after some dozens of cases the machine does nothing but switch between them."""
+WORN_OUT_THREADS = 48
+"""Threads from which a worker ends after its case.  gloo's groups keep theirs after they were destroyed, and they poll:
+a Megatron case on four ranks leaves a hundred, which take a tenth of a core for as long as the worker lives."""
 
 
 class RankPool:
@@ -118,15 +118,15 @@ class RankPool:
                 self._workers[rank].serve(case)
             return running.results()
         finally:
-            self._discard(running.waiting | running.unusable)
+            living = {rank for rank in world if self._workers[rank].is_alive}
+            worn_out = {rank for rank in living if self._workers[rank].threads > WORN_OUT_THREADS}
+            self._discard(running.waiting | running.unusable | worn_out)
 
     def start(self, ranks: int | None = None) -> None:
         """Start the workers of the first `ranks` ranks that do not run; `run` does so where it must."""
         template = self._living_template()
         for rank in range(self.size if ranks is None else ranks):
-            if rank in self._workers and (
-                not self._workers[rank].is_alive or self._workers[rank].threads > WORN_OUT_THREADS
-            ):
+            if rank in self._workers and not self._workers[rank].is_alive:
                 self._discard([rank])
             if rank not in self._workers:
                 self._workers[rank] = template.fork(rank)

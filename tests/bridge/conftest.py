@@ -12,7 +12,7 @@ from mbridge_fsdp_ckpt.testing.ranks import RankPool
 from tests.patience import PatientPool
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def bridge_ranks() -> Iterator[RankPool]:
     """Up to four ranks that have imported Transformer Engine and Megatron-Bridge."""
     for package in ("transformer_engine", "megatron.bridge"):

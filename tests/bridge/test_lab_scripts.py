@@ -1,4 +1,4 @@
-"""The lab's scripts run unmodified, in every layout that their options allow.
+"""The lab's scripts run unmodified, in every layout that their options allow: all by `make test-soak`, else a sample.
 
 They lie beside the checkout, in ../shared/lab; where they don't, the tests skip.
 """
@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.soak import sampling
 
 LAB = Path(__file__).parents[3] / "shared" / "lab"
 PLUGIN = ("--plugin", "mbridge_fsdp_ckpt", "--format", "fsdp_dtensor_safe")
@@ -38,6 +40,8 @@ TRAINING = {
     "offload 0.5": (2, "--experts 4 --offload 0.5"),
     "no optimizer": (2, "--experts 4 --no-save-optim"),
 }
+
+CONVERSION = [(1, "--tp 1 --ep 1"), (4, "--tp 2 --ep 2"), (4, "--tp 1 --ep 4")]
 
 
 def start(ranks: int, script: str, *arguments: str) -> str:
@@ -71,7 +75,7 @@ def losses(output: str) -> dict[str, str]:
     return dict(LOSS.findall(output))
 
 
-@pytest.mark.parametrize("name", TRAINING)
+@pytest.mark.parametrize("name", sampling.drawn("lab training", list(TRAINING), share=4))
 def test_bridge_train(name: str, tmp_path: Path) -> None:
     ranks, options = TRAINING[name]
     arguments = ("--dir", str(tmp_path), "--iters", "3", "--save-every", "2", *PLUGIN, *options.split())
@@ -93,7 +97,7 @@ def test_pipeline_sizes_that_megatron_fsdp_refuses_stay_refused(tmp_path: Path) 
         start(2, "bridge_train.py", "--dir", str(tmp_path), "--pp", "2", "--layers", "4", *PLUGIN)
 
 
-@pytest.mark.parametrize(("ranks", "layout"), [(1, "--tp 1 --ep 1"), (4, "--tp 2 --ep 2"), (4, "--tp 1 --ep 4")])
+@pytest.mark.parametrize(("ranks", "layout"), sampling.drawn("lab conversion", CONVERSION))
 def test_bridge_convert(ranks: int, layout: str, tmp_path: Path) -> None:
     made = [sys.executable, str(LAB / "make_tiny_qwen35.py"), str(tmp_path / "hf")]
     subprocess.run(made, check=True, capture_output=True, timeout=HANG_S)

@@ -12,7 +12,7 @@ from mbridge_fsdp_ckpt.testing.ranks import RankPool
 from tests.patience import PatientPool
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def megatron_ranks() -> Iterator[RankPool]:
     """Up to four ranks that have imported Megatron-Core, and Transformer Engine where that is installed."""
     if not is_installed("megatron.core"):

@@ -104,7 +104,7 @@ def test_nothing_but_the_verdicts_stays_in_the_store(meeting: Meeting) -> None:
     outcomes([lambda a=a: a.meet("once", "x" * 1000, len) for a in ranks])
     assert not any(meeting.server.check([f"{ranks[0].name}/1/{rank}"]) for rank in range(4))
     assert meeting.server.check([f"{ranks[0].name}/1/verdict"])
-    assert meeting.server.num_keys() - before <= 3  # verdict, arrivals, signs of life
+    assert meeting.server.num_keys() - before <= 4  # verdict, outcome, arrivals, signs of life
 
 
 @pytest.mark.parametrize("size", [0, 1 << 10, 1 << 20, 4 << 20])
@@ -157,6 +157,57 @@ def test_a_rank_that_comes_after_the_limit_gets_the_same_error(meeting: Meeting)
     judge, late = meeting.ranks(2, time_limit=0.3)
     found = outcomes([lambda: judge.meet("plan", {}, len)]) + outcomes([lambda: late.meet("plan", {}, len)])
     assert "rank 1" in same_error(found, RankMissingError).found
+
+
+def test_a_judge_that_comes_after_the_limit_gets_the_same_error(
+    meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agreement, "_GRACE", 0.2)
+    late, *waiting = meeting.ranks(3, time_limit=0.3)
+    judged: list[Any] = []
+    found = outcomes([lambda a=a: a.meet("plan", {}, len) for a in waiting])
+    found += outcomes([lambda: late.meet("plan", {}, judged.append)])
+    assert "no sign of rank 0" in same_error(found, RankMissingError).found
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_nobody_commits_what_others_gave_up_and_nobody_gives_up_what_is_sealed(
+    meeting: Meeting, monkeypatch: pytest.MonkeyPatch, sealed: bool
+) -> None:
+    monkeypatch.setattr(agreement, "_GRACE", 1.0)
+    ranks = meeting.ranks(3, time_limit=1.0)
+    done: list[str] = []
+
+    def judge(messages: list[Any]) -> str:
+        time.sleep(1.0)
+        if sealed:
+            ranks[0].seal()
+        time.sleep(1.6)  # the others' limit, but not that of what is sealed, is over
+        ranks[0].seal()
+        done.append("committed")
+        return "committed"
+
+    found = outcomes([lambda a=a: a.meet("commit", {}, judge) for a in ranks])
+    if sealed:
+        assert found == ["committed"] * 3
+    else:
+        assert "no verdict of rank 0" in same_error(found, RankMissingError).found
+        assert done == []
+
+
+def test_a_judge_that_stalls_after_the_seal_is_named(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "_GRACE", 0.2)
+    judge, waiting = meeting.ranks(2, time_limit=0.3)
+
+    def stall(messages: list[Any]) -> None:
+        judge.seal()
+        time.sleep(2.0)
+
+    with ThreadPoolExecutor() as pool:
+        stalled = pool.submit(judge.meet, "commit", {}, stall)
+        with pytest.raises(RankMissingError, match="look whether the checkpoint is there"):
+            waiting.meet("commit", {}, len)
+        assert stalled.result() is None
 
 
 def test_many_missing_ranks_are_not_all_listed(meeting: Meeting) -> None:

@@ -6,12 +6,28 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
+from typer.testing import CliRunner, Result
 
+from mbridge_fsdp_ckpt.cli import app as frame
+from mbridge_fsdp_ckpt.cli import diff, families, inspect, prune, repair, verify
 from mbridge_fsdp_ckpt.families import default_registry
 from mbridge_fsdp_ckpt.storage.manifest import write_manifest
 from mbridge_fsdp_ckpt.storage.schema import FORMAT, VERSION, KeyEntry, Manifest
+
+SUBCOMMANDS = [diff, families, inspect, prune, repair, verify]
+
+SURFACE = {
+    "diff": ["--atol", "--json", "--key", "--no-values", "--rtol", "--values", "a", "b"],
+    "families": ["--json", "checkpoint"],
+    "inspect": ["--html", "--json", "--key", "--png", "checkpoint"],
+    "prune": ["--dry-run", "--json", "--keep", "--yes", "-y", "root"],
+    "repair": ["--dry-run", "--force", "--json", "--stock-view", "--yes", "-y", "root"],
+    "verify": ["--header", "--json", "--workers", "checkpoint"],
+}
 
 FUSED = {
     "model.mlp.linear_fc1.weight_w": ("gated_linear_unit/1", "w"),
@@ -35,6 +51,22 @@ def run(*arguments: str, columns: int = 80) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
 
+def call(*arguments: Any, columns: int = 80, answer: str | None = None) -> Result:
+    """The command in this process: quicker."""
+    result = CliRunner().invoke(
+        frame.app, [str(argument) for argument in arguments], env={"COLUMNS": str(columns)}, input=answer
+    )
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+def data(*arguments: Any, code: int = 0) -> Any:
+    """What it prints with --json."""
+    result = call(*arguments, "--json")
+    assert result.exit_code == code, result.output
+    return json.loads(result.stdout)
+
+
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """A run's root whose tracker names iteration 10."""
@@ -49,6 +81,31 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_the_surface_is_frozen() -> None:
+    """A change here breaks somebody's script: say so in the changelog."""
+    group: Any = get_command(frame.app)
+    found = {
+        name: sorted(
+            option
+            for parameter in command.params
+            for option in (*parameter.opts, *parameter.secondary_opts)
+            if option != "--help"
+        )
+        for name, command in group.commands.items()
+    }
+    assert found == SURFACE
+    assert len(SUBCOMMANDS) == len(SURFACE)
+
+
+@pytest.mark.parametrize("name", ["", *SURFACE])
+def test_help_fits_80_columns_and_tells_the_exit_codes(name: str) -> None:
+    shown = call(*[name] if name else [], "--help")
+    assert shown.exit_code == 0
+    assert all(len(line) <= 80 for line in shown.stdout.splitlines())
+    assert "Exit codes: 0 done; 1 a named error" in shown.stdout
+    assert "130 interrupted" in " ".join(shown.stdout.split())
+
+
 def test_families_lists_what_is_installed_with_its_class() -> None:
     found = run("families")
     assert (found.returncode, found.stderr) == (0, "")
@@ -58,14 +115,14 @@ def test_families_lists_what_is_installed_with_its_class() -> None:
     ]
     assert "".join(found.stdout.split()).count("mbridge_fsdp_ckpt.families.mamba.MambaFamily") == 1
     assert all(len(line) <= 80 for line in found.stdout.splitlines())
-    rows = json.loads(run("families", "--json").stdout)
+    rows = data("families")
     assert {row["family"]: row["version"] for row in rows} == dict.fromkeys(default_registry().names, 1)
 
 
 @pytest.mark.parametrize("inside", ["", "iter_0000010"])
 def test_families_of_a_checkpoint_are_the_parameters_that_each_split(root: Path, inside: str) -> None:
-    assert json.loads(run("families", str(root / inside), "--json").stdout) == CLAIMED
-    shown = run("families", str(root / inside), columns=200).stdout
+    assert data("families", root / inside) == CLAIMED
+    shown = call("families", root / inside, columns=200).stdout
     assert shown.split()[:3] == ["family", "parameter", "components"]
     for family, parameters in CLAIMED.items():
         (parameter, components), *_ = parameters.items()
@@ -76,23 +133,54 @@ def test_families_of_a_checkpoint_are_the_parameters_that_each_split(root: Path,
     ("content", "says"),
     [("11", "found '11'"), ("../elsewhere", "found '../elsewhere'"), ("", "found ''"), ("release", "found 'release'")],
 )
-def test_a_tracker_that_names_nothing_is_an_error_of_one_line(root: Path, content: str, says: str) -> None:
+@pytest.mark.parametrize("subcommand", ["families", "inspect", "verify"])
+def test_a_tracker_that_names_nothing_is_an_error_of_one_line(
+    root: Path, content: str, says: str, subcommand: str
+) -> None:
     (root / "latest_checkpointed_iteration.txt").write_text(content)
-    found = run("families", str(root))
-    assert (found.returncode, found.stdout) == (1, "")
+    found = call(subcommand, root)
+    assert (found.exit_code, found.stdout) == (1, "")
     assert found.stderr.startswith("NotACheckpointError: ")
     assert says in found.stderr
     assert len(found.stderr.splitlines()) == 1
 
 
-def test_a_directory_that_is_not_there_is_an_error(tmp_path: Path) -> None:
-    found = run("families", str(tmp_path / "nothing"))
-    assert found.returncode == 1
+@pytest.mark.parametrize("arguments", [("families",), ("inspect",), ("verify",), ("prune", "--keep", 1), ("repair",)])
+def test_a_directory_that_is_not_there_is_an_error(tmp_path: Path, arguments: tuple[Any, ...]) -> None:
+    found = call(*arguments, tmp_path / "nothing")
+    assert (found.exit_code, found.stdout) == (1, "")
     assert "no such directory" in found.stderr
 
 
-@pytest.mark.parametrize("arguments", [("famlies",), ("families", "--jason"), ("families", "a", "b")])
+def test_an_error_in_a_process_of_its_own_is_one_line_without_colour(tmp_path: Path) -> None:
+    found = run("verify", str(tmp_path / "nothing"))
+    assert (found.returncode, found.stdout) == (1, "")
+    assert len(found.stderr.splitlines()) == 1
+    assert "\x1b" not in found.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("famlies",),
+        ("families", "--jason"),
+        ("families", "a", "b"),
+        ("diff", "a"),
+        ("diff", "a", "b", "--rtol", "-1"),
+        ("diff", "a", "b", "--rtol", "nan"),
+        ("prune", "root"),
+        ("prune", "root", "--keep", "0"),
+        ("verify", "a", "--workers", "0"),
+    ],
+)
 def test_wrong_usage_ends_with_2(arguments: tuple[str, ...]) -> None:
-    found = run(*arguments)
-    assert (found.returncode, found.stdout) == (2, "")
+    found = call(*arguments)
+    assert (found.exit_code, found.stdout) == (2, "")
     assert "Usage" in found.stderr
+
+
+def test_what_the_storage_refuses_is_a_named_error(root: Path) -> None:
+    found = call("inspect", root, "--html", root / "no" / "such" / "page.html")
+    assert (found.exit_code, found.stdout) == (1, "")
+    assert found.stderr.startswith("StorageError: ")
+    assert "page.html" in found.stderr

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mbridge_fsdp_ckpt.geometry import Box, FlatRange, Shape, boxes_of, uncovered, whole
+from mbridge_fsdp_ckpt.geometry import Box, FlatRange, Shape, boxes_of, tiling_defect, whole
 
 Split = list[tuple[Shape, Shape, int, int]]
 
@@ -212,16 +212,24 @@ def test_no_cut_into_fewer_boxes_exists(case: tuple[FlatRange, Shape]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "boxes", "left"),
+    ("target", "boxes", "defect"),
     [
-        (Box((0, 0), (4, 3)), [], 12),
-        (Box((0, 0), (4, 3)), [Box((0, 0), (2, 3)), Box((2, 0), (2, 3))], 0),
-        (Box((1, 0), (2, 3)), [Box((0, 0), (2, 3))], 3),
-        (Box((0, 0), (4, 3)), [Box((9, 9), (2, 3))], 12),
-        (Box((0,), (4,)), [Box((0,), (3,)), Box((1,), (3,))], -2),
-        (Box((), ()), [Box((), ())], 0),
-        (Box((), ()), [], 1),
+        (Box((0, 0), (4, 3)), [], "12 elements uncovered"),
+        (Box((0, 0), (4, 3)), [Box((0, 0), (2, 3)), Box((2, 0), (2, 3))], ""),
+        (Box((1, 0), (2, 3)), [Box((0, 0), (2, 3))], "3 elements uncovered"),
+        (Box((1, 0), (2, 3)), [Box((0, 0), (9, 9))], ""),
+        (Box((0, 0), (4, 3)), [Box((9, 9), (2, 3))], "12 elements uncovered"),
+        (Box((0,), (4,)), [Box((0,), (3,)), Box((1,), (3,))], "2 elements covered twice"),
+        (
+            Box((0, 0), (4, 3)),
+            [Box((1, 0), (2, 3)), Box((2, 0), (2, 3))],
+            "some elements uncovered, as many covered twice",
+        ),
+        (Box((), ()), [Box((), ())], ""),
+        (Box((), ()), [], "1 elements uncovered"),
+        (Box((), ()), [Box((), ()), Box((), ())], "1 elements covered twice"),
+        (Box((0,), (0,)), [], ""),
     ],
 )
-def test_uncovered_counts_what_disjoint_boxes_leave(target: Box, boxes: list[Box], left: int) -> None:
-    assert uncovered(target, boxes) == left
+def test_what_keeps_boxes_from_tiling_is_told(target: Box, boxes: list[Box], defect: str) -> None:
+    assert tiling_defect(target, boxes) == defect

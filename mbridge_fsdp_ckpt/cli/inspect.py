@@ -1,0 +1,146 @@
+"""`inspect`: what a checkpoint holds, who wrote it, and how its shards lie."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from mbridge_fsdp_ckpt.cli.app import (
+    EXIT_CODES,
+    Checkpoint,
+    Json,
+    app,
+    print_facts,
+    print_json,
+    print_table,
+    say,
+    size_text,
+)
+from mbridge_fsdp_ckpt.cli.balance import balance
+from mbridge_fsdp_ckpt.cli.shard_map import ShardMap
+from mbridge_fsdp_ckpt.cli.survey import STOCK, Survey, key_bytes, survey, visit_chunks
+from mbridge_fsdp_ckpt.storage.files import as_path, replace_file
+from mbridge_fsdp_ckpt.storage.source import find_checkpoint
+
+_MODEL_KEYS = "model.*"
+
+
+@app.command(epilog=EXIT_CODES)
+def inspect(
+    checkpoint: Checkpoint,
+    png: Annotated[str | None, typer.Option(metavar="FILE", help="Draw a map of the shards; needs matplotlib.")] = None,
+    html: Annotated[str | None, typer.Option(metavar="FILE", help="Write the map as a page with tooltips.")] = None,
+    key: Annotated[
+        str | None, typer.Option(metavar="PATTERN", help=f"List keys like this, and draw them (default {_MODEL_KEYS}).")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show what a checkpoint holds: format, topology, sizes, families, and how the ranks share it."""
+    if png is not None:
+        from mbridge_fsdp_ckpt.cli.shard_png import require_matplotlib
+
+        require_matplotlib()  # before a long read
+    directory = find_checkpoint(as_path(checkpoint))
+    found = survey(directory)
+    shown = ShardMap.of(found, key or _MODEL_KEYS)
+    visit_chunks(directory, found, shown.visit)
+    listed = shown if key is not None else None
+    written = _draw(found, shown, png, html)
+    if as_json:
+        print_json(_as_data(found, listed, written))
+        return
+    _show(found, listed)
+    for path in written:
+        say(f"Wrote {path}")
+
+
+def _draw(found: Survey, shown: ShardMap, png: str | None, html: str | None) -> list[str]:
+    written = []
+    if png is not None:
+        from mbridge_fsdp_ckpt.cli.shard_png import draw_png
+
+        replace_file(as_path(png), draw_png(found, shown))
+        written.append(png)
+    if html is not None:
+        from mbridge_fsdp_ckpt.cli.shard_html import draw_html
+
+        replace_file(as_path(html), draw_html(found, shown).encode())
+        written.append(html)
+    return written
+
+
+def _as_data(found: Survey, listed: ShardMap | None, written: list[str]) -> dict[str, Any]:
+    shares = {rank: {"bytes": s.bytes, "chunks": s.chunks, "files": s.files} for rank, s in found.ranks.items()}
+    data: dict[str, Any] = {
+        "checkpoint": found.directory,
+        "format": found.format,
+        "version": list(found.version),
+        "writer": found.writer,
+        "topology": found.topology,
+        "sections": {
+            section: {"keys": found.section_keys(section), "bytes": found.section_bytes(section)}
+            for section in found.sections
+        },
+        "keys": len(found.keys),
+        "families": found.families,
+        "stock_view": found.stock_view,
+        "ranks": shares,
+        "max_over_mean": round(balance(found.ranks).ratio, 4),
+        "written": written,
+    }
+    if listed is not None:
+        data["matching"] = {
+            bar.key: {
+                "dtype": bar.entry.dtype,
+                "shape": list(bar.entry.shape),
+                "bytes": key_bytes(bar.entry),
+                "family": bar.entry.family,
+                "blocks": [block.text for block in bar.blocks],
+            }
+            for bar in listed.bars()
+        }
+        data["left_out"] = listed.matching - len(listed.selected)
+    return data
+
+
+def _show(found: Survey, listed: ShardMap | None) -> None:
+    say(found.directory, style="bold")
+    version = ".".join(map(str, found.version))
+    facts = [
+        ("format", f"{found.format} {version}".strip() + (" (stock: no checksums)" if found.format == STOCK else "")),
+        ("written by", ", ".join(f"{name} {version}" for name, version in found.writer.items())),
+        ("topology", ", ".join(f"{name}={size}" for name, size in found.topology.items())),
+        ("families", ", ".join(f"{name} ({count} keys)" for name, count in found.families.items()) or "none"),
+        ("stock's view", "" if found.format == STOCK else "yes" if found.stock_view else "no"),
+    ]
+    print_facts([fact for fact in facts if fact[1]])
+    say()
+    sections = [(s, str(found.section_keys(s)), size_text(found.section_bytes(s))) for s in found.sections]
+    total = ("total", str(len(found.keys)), size_text(sum(map(key_bytes, found.keys.values()))))
+    print_table(("section", "keys", "bytes"), [*sections, total], right=("keys", "bytes"))
+    say()
+    shares = balance(found.ranks)
+    rows = [(name, size_text(s.bytes), str(s.chunks), str(s.files)) for name, _, s in shares.rows]
+    print_table(("rank", "bytes", "chunks", "files"), rows, right=("bytes", "chunks", "files"))
+    for line in shares.summary:
+        say(line)
+    if found.format == STOCK:
+        say("Ranks are those of the file names: stock records no others.")
+    if listed is not None:
+        _show_keys(listed)
+
+
+def _show_keys(listed: ShardMap) -> None:
+    say()
+    if not listed.matching:
+        say(f"No key matches {listed.pattern}.")
+    for bar in listed.bars():
+        family = f"  {bar.entry.family}" if bar.entry.family else ""
+        shape = ", ".join(map(str, bar.entry.shape))
+        say(bar.key, style="bold")
+        say(f"  {bar.entry.dtype} [{shape}]  {size_text(key_bytes(bar.entry))}{family}")
+        for block in bar.blocks:
+            say(f"    {block.text}")
+    if listed.left_out():
+        say(listed.left_out())

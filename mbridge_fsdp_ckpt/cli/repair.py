@@ -1,0 +1,108 @@
+"""`repair`: tidies up after saves that died, and makes stock's view where it is missing."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from mbridge_fsdp_ckpt.cli.app import EXIT_CODES, DryRun, Json, Yes, app, confirm, print_json, say
+from mbridge_fsdp_ckpt.cli.repair_plan import Plan, Step, plan_repair
+from mbridge_fsdp_ckpt.cli.root import open_root
+from mbridge_fsdp_ckpt.cli.stock_view import missing_view, write_view
+from mbridge_fsdp_ckpt.storage.files import AnyPath, as_path
+from mbridge_fsdp_ckpt.storage.retention import reading
+from mbridge_fsdp_ckpt.storage.source import DCP_METADATA, find_checkpoint
+
+
+@app.command(epilog=EXIT_CODES)
+def repair(
+    root: Annotated[
+        str,
+        typer.Argument(help="The root of a run's checkpoints; with --stock-view, also an iteration directory."),
+    ],
+    stock_view: Annotated[
+        bool, typer.Option("--stock-view", help="Only make .metadata, so that stock can read the checkpoint.")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Delete leftovers that are younger than an hour, too: no save is running.")
+    ] = False,
+    dry_run: DryRun = False,
+    yes: Yes = False,
+    as_json: Json = False,
+) -> None:
+    """Move back checkpoints that dead saves put aside, rebuild the tracker, delete leftovers.
+
+    A committed checkpoint is never deleted, and a tracker that names a complete one is left alone.
+    """
+    if stock_view:
+        directory = find_checkpoint(as_path(root))
+        plan = _plan_view(directory)
+    else:
+        directory = open_root(root)
+        plan = plan_repair(directory, force=force)
+    if not as_json:
+        _show(directory, plan)
+    taken = [] if dry_run else _take(plan, yes)
+    if as_json:
+        print_json(_as_data(directory, plan, taken, dry_run))
+    else:
+        _conclude(plan, taken, dry_run)
+    if plan.broken:
+        raise typer.Exit(1)
+
+
+def _plan_view(directory: AnyPath) -> Plan:
+    head = missing_view(directory)
+    target = directory / DCP_METADATA
+    if head is None:
+        return Plan(left_alone=[(target, "stock's view is there")])
+
+    def take() -> None:
+        with reading(directory):
+            write_view(directory, head)
+
+    return Plan(steps=[Step("write", target, "stock's view, made from the manifest and the tables", take)])
+
+
+def _take(plan: Plan, yes: bool) -> list[Step]:
+    """Take the steps, those that delete last; nothing is changed before the question is answered."""
+    doomed = plan.deletes
+    if doomed:
+        confirm(f"Delete {len(doomed)} leftover{'s' if len(doomed) > 1 else ''}?", yes=yes)
+    taken = [step for step in plan.steps if step.action != "delete"] + doomed
+    for step in taken:
+        step.take()
+    return taken
+
+
+def _as_data(directory: AnyPath, plan: Plan, taken: list[Step], dry_run: bool) -> dict[str, Any]:
+    return {
+        "root": str(directory),
+        "dry_run": dry_run,
+        "steps": [
+            {"action": step.action, "path": str(step.path), "why": step.why, "done": step in taken}
+            for step in plan.steps
+        ],
+        "left_alone": [{"path": str(path), "why": why} for path, why in plan.left_alone],
+        "broken": [{"path": str(path), "why": why} for path, why in plan.broken],
+    }
+
+
+def _show(directory: AnyPath, plan: Plan) -> None:
+    say(str(directory), style="bold")
+    for step in plan.steps:
+        say(f"  {step.action:<10} {step.path.name}  ({step.why})")
+    for path, why in plan.left_alone:
+        say(f"  left alone {path.name}  ({why})")
+    for path, why in plan.broken:
+        say(f"  BROKEN     {path.name}  ({why})", style="red")
+
+
+def _conclude(plan: Plan, taken: list[Step], dry_run: bool) -> None:
+    if not plan.steps:
+        say("Nothing to do.")
+    elif dry_run:
+        say(f"{len(plan.steps)} to do; nothing was changed (--dry-run).")
+    else:
+        say(f"{len(taken)} done.")

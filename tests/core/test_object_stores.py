@@ -1,0 +1,158 @@
+"""Checkpoints in object stores: the S3 protocol, through fsspec and through Multi-Storage Client, on real ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from upath import UPath
+
+import mbridge_fsdp_ckpt
+from mbridge_fsdp_ckpt.errors import CheckpointError
+from mbridge_fsdp_ckpt.storage import commit
+from mbridge_fsdp_ckpt.storage.files import as_path
+from mbridge_fsdp_ckpt.storage.retention import iterations, prune, reading
+from mbridge_fsdp_ckpt.testing.models import Recipe
+from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from tests.core import cases, oracle
+from tests.soak.disk import Fault, holding
+
+RECIPE = Recipe(layers=1)
+BUCKET = "checkpoints"
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """An S3 server of this machine, and what clients need to find it."""
+    moto = pytest.importorskip("moto.server", reason="needs moto's S3 server")
+    for package in ("s3fs", "multistorageclient"):
+        pytest.importorskip(package)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=port, verbose=False)
+    server.start()
+    endpoint = f"http://127.0.0.1:{port}"
+    folder = tmp_path_factory.mktemp("store")
+    options = {"base_path": BUCKET, "region_name": "us-east-1", "endpoint_url": endpoint}
+    profile = {"storage_provider": {"type": "s3", "options": options}}
+    (folder / "msc.json").write_text(json.dumps({"profiles": {"run": profile, "disk": _on_disk(folder)}}))
+    found = {
+        "AWS_ACCESS_KEY_ID": "somebody",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": endpoint,
+        "MSC_CONFIG": str(folder / "msc.json"),
+        "NO_PROXY": "127.0.0.1",
+    }
+    before = dict(os.environ)
+    os.environ.update(found)
+    try:
+        UPath(f"s3://{BUCKET}").mkdir()
+        yield found
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        server.stop()
+
+
+def _on_disk(folder: Path) -> dict[str, Any]:
+    (folder / "posix").mkdir()
+    return {"storage_provider": {"type": "file", "options": {"base_path": str(folder / "posix")}}}
+
+
+def train_and_save(directory: str, environment: dict[str, str], steps: int, fault: Fault | None = None) -> Any:
+    os.environ.update(environment)
+    trainable = cases.prepared(RECIPE, steps=steps)
+    with holding(fault):
+        try:
+            mbridge_fsdp_ckpt.save(
+                directory, model=trainable.model, optimizer=trainable.optimizer, add_files=_add_a_file
+            )
+        except CheckpointError as error:
+            if fault is None:
+                raise
+            return str(error)
+    return oracle.live(trainable)
+
+
+def _add_a_file(folder: Path) -> None:
+    (folder / "assets").mkdir()
+    (folder / "assets" / "vocabulary.txt").write_text("a b c")
+
+
+def load(directory: str, environment: dict[str, str]) -> Any:
+    os.environ.update(environment)
+    trainable = cases.prepared(RECIPE, seed=999)
+    mbridge_fsdp_ckpt.load(directory, model=trainable.model, optimizer=trainable.optimizer)
+    return oracle.live(trainable)
+
+
+def names(directory: str) -> list[str]:
+    return sorted(path.name for path in as_path(directory).iterdir())
+
+
+@pytest.mark.parametrize("root", [f"s3://{BUCKET}/plain", "msc://run/through-msc", "msc://disk/through-msc"])
+def test_save_overwrite_and_load(root: str, environment: dict[str, str], megatron_ranks: RankPool) -> None:
+    directory = f"{root}/iter_0000001"
+    first = megatron_ranks.run(train_and_save, directory, environment, 1, ranks=2)[0]
+    assert megatron_ranks.run(load, directory, environment, ranks=2)[0] == first
+    before = names(directory)
+    second = megatron_ranks.run(train_and_save, directory, environment, 2, ranks=2)[0]
+    assert second != first
+    assert megatron_ranks.run(load, directory, environment, ranks=1)[0] == second
+    after = names(directory)
+    assert {"manifest.json", ".metadata", "assets"} <= set(after)
+    assert len(after) == len(before), "objects of the older save are gone"
+    assert len(set(after) & set(before)) == 3, "no object of the older save was written over, but the fixed names"
+    assert (as_path(directory) / "assets" / "vocabulary.txt").read_text() == "a b c"
+
+
+@pytest.mark.parametrize(
+    "call", ["saving:write_file", "storage.marker:replace_file", "storage.payload:PayloadWriter.close"]
+)
+def test_a_save_that_fails_leaves_the_older_one(
+    call: str, environment: dict[str, str], megatron_ranks: RankPool
+) -> None:
+    root = f"s3://{BUCKET}/failing-{call.rpartition(':')[2]}"
+    directory = f"{root}/iter_0000001"
+    old = megatron_ranks.run(train_and_save, directory, environment, 1, ranks=2)[0]
+    before = names(directory)
+    fault = Fault(f"mbridge_fsdp_ckpt.{call}", 0, 5)
+    texts = megatron_ranks.run(train_and_save, directory, environment, 2, fault, ranks=2)
+    assert len(set(texts)) == 1
+    assert "Input/output error" in texts[0]
+    assert names(directory) == before
+    assert megatron_ranks.run(load, directory, environment, ranks=2)[0] == old
+    megatron_ranks.run(train_and_save, f"{root}/iter_0000002", environment, 2, fault, ranks=2)
+    assert names(root) == ["iter_0000001"]
+
+
+def test_what_has_no_manifest_is_no_checkpoint(environment: dict[str, str], megatron_ranks: RankPool) -> None:
+    """A save that died before its manifest: ignored by readers, removed by the next save."""
+    root = f"s3://{BUCKET}/dead"
+    megatron_ranks.run(train_and_save, f"{root}/iter_0000001", environment, 1, ranks=2)
+    for name in ("manifest.json", ".metadata"):
+        (as_path(root) / "iter_0000001" / name).unlink()
+    [dead] = iterations(as_path(root))
+    assert not dead.complete
+    with pytest.raises(Exception, match="iter_0000001"):
+        megatron_ranks.run(load, f"{root}/iter_0000001", environment, ranks=2)
+    assert len(commit.leftovers(as_path(root))) == 5  # two tables, two payloads, the stock view's values
+    megatron_ranks.run(train_and_save, f"{root}/iter_0000002", environment, 1, ranks=2)
+    assert commit.leftovers(as_path(root)) == []
+
+
+def test_old_ones_are_pruned_unless_somebody_reads_them(environment: dict[str, str], megatron_ranks: RankPool) -> None:
+    root = as_path(f"s3://{BUCKET}/pruned")
+    for number in (1, 2, 3):
+        megatron_ranks.run(train_and_save, f"{root}/iter_000000{number}", environment, 1, ranks=1)
+    with reading(root / "iter_0000001"):
+        assert [iteration.number for iteration in prune(root, keep=1)] == [2]
+    assert [iteration.number for iteration in prune(root, keep=1)] == [1]
+    assert names(str(root)) == ["iter_0000003"]

@@ -1,0 +1,178 @@
+"""Attacks in JSON by someone who can sign: texts that are more than they seem, and typed values that lie."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from tests.soak import forge
+from tests.soak.forge import MANIFEST, TABLE
+
+Build = Callable[[Path], None]
+Made = Iterator[tuple[str, Build, str]]
+"""Name, what makes a good checkpoint hostile, and why it may be accepted."""
+
+DEPTHS = (70, 200, 900, 1_000, 3_000, 9_000, 30_000, 100_000)
+
+
+def texts() -> Made:
+    """JSON that is none, or that is more than it seems."""
+
+    def manifest(text: str, **parsed: Any) -> Build:
+        return partial(forge.sign_text, text=text, **parsed)
+
+    yield "duplicate field", manifest('"values":1,"values":2', values=2), ""
+    yield "a million keys, one twice", _million_keys, ""
+    for literal in ("NaN", "Infinity", "-Infinity"):
+        yield literal, manifest(f'"values":{{"x":{literal}}}', values={"x": float(literal)}), ""
+    yield (
+        "1e999",
+        manifest('"values":{"x":1e999}', values={"x": float("inf")}),
+        "an infinite value, which a value may be",
+    )
+    yield "an integer of a million digits", manifest('"values":' + "9" * 1_000_000, values=0), ""
+    yield from _nested_texts()
+    yield from _other_texts()
+    yield "a gigabyte manifest", partial(_sparse, MANIFEST), ""
+    yield "a manifest of 80 million lists", _many_lists, ""
+    yield "a gigabyte line in a table", _gigabyte_line, ""
+    yield "a value of 100 MB", _long_value, "its size is bounded by the manifest's"
+    yield "a key of 100 MB", _long_key, ""
+    yield "a row with a key of 50 MB", _long_row, ""
+    yield (
+        "lone surrogates",
+        forge.edit_manifest(partial(forge.put, path=("values",), value={"\ud800": "\udfff"})),
+        "text that JSON can hold; it is never a file name",
+    )
+
+
+def _nested_texts() -> Made:
+    for depth in DEPTHS:
+        opening, closing = "[" * depth, "]" * depth
+        for field in ("format", "version", "values", "keys", "unknown"):
+            reason = {"unknown": "readers ignore unknown fields", "values": "lists, not too deep"}.get(field, "")
+            reason = reason if depth < (200 if field == "values" else 3_000) else ""
+            yield f"{field} nested {depth} deep", partial(raw_field, field, opening + closing), reason
+        row = forge.TABLE_ROW_PREFIX + opening + closing + "]"
+        yield f"a row nested {depth} deep", partial(_table_line, row.encode()), ""
+
+
+def _other_texts() -> Made:
+    def raw(data: bytes, directory: Path) -> None:
+        (directory / MANIFEST).write_bytes(data)
+
+    for what, data in {
+        "invalid UTF-8": b'{"format":"\xff\xfe"}',
+        "a BOM": b"\xef\xbb\xbf{}",
+        "UTF-16": '{"format":"fsdp_dtensor_safe"}'.encode("utf-16"),
+        "UTF-32": '{"format":"fsdp_dtensor_safe"}'.encode("utf-32"),
+        "empty": b"",
+        "only a number": b"5",
+        "only null": b"null",
+        "only a list": b"[]",
+        "zeros": bytes(1000),
+    }.items():
+        yield f"manifest is {what}", partial(raw, data), ""
+        yield f"a table is {what}", partial(forge.replace_table, data=data), ""
+
+
+def _million_keys(directory: Path) -> None:
+    pairs = ",".join(f'"{i}":0' for i in range(1_000_000))
+    forge.sign_text(directory, f'"values":{{{pairs},"999999":0}}', values={})
+
+
+def _many_lists(directory: Path) -> None:
+    raw_field("values", "[" + "[]," * 80_000_000 + "0]", directory)
+
+
+def _long_value(directory: Path) -> None:
+    forge.edit_manifest(partial(forge.put, path=("values",), value={"x": "x" * 100_000_000}))(directory)
+
+
+def _long_key(directory: Path) -> None:
+    forge.edit_manifest(partial(forge.put, path=("keys",), value={"x" * 100_000_000: 5}))(directory)
+
+
+def _long_row(directory: Path) -> None:
+    forge.edit_row(0, "x" * 50_000_000)(directory)
+
+
+def raw_field(field: str, text: str, directory: Path) -> None:
+    """A field of the manifest as text, with the checksum right where Python can compute it."""
+    body = forge.read_manifest(directory)
+    try:
+        parsed = json.loads(text) if len(text) < 1_000_000 else None
+        forge.sign_text(directory, f'"{field}":{text}', **{field: parsed})
+    except RecursionError:
+        rest = ",".join(f"{json.dumps(k)}:{json.dumps(v)}" for k, v in body.items() if k != field)
+        (directory / MANIFEST).write_text(f'{{{rest},"{field}":{text}}}')
+
+
+def _table_line(line: bytes, directory: Path) -> None:
+    lines = (directory / TABLE).read_bytes().splitlines()
+    lines[1] = line
+    forge.replace_table(directory, b"\n".join(lines) + b"\n")
+
+
+def _sparse(name: str, directory: Path) -> None:
+    with (directory / name).open("r+b") as file:
+        file.truncate(1 << 30)
+
+
+def _gigabyte_line(directory: Path) -> None:
+    _sparse(TABLE, directory)
+    state = xxhash.xxh3_64()
+    with (directory / TABLE).open("rb") as file:
+        while block := file.read(1 << 22):
+            state.update(block)
+    body = forge.read_manifest(directory)
+    body["tables"][0].update(size=1 << 30, checksum=f"xxh3_64:{state.hexdigest()}")
+    forge.sign(directory, body)
+
+
+def typed_values() -> Made:
+    """Values whose types are lies."""
+    tensor = {"dtype": "float32", "shape": [1], "data": base64.b64encode(bytes(4)).decode()}
+    lies: dict[str, Any] = {
+        "a tensor of 2**60 elements": {"$tensor": {**tensor, "shape": [1 << 60]}},
+        "a tensor of overflowing shape": {"$tensor": {**tensor, "shape": [1 << 62, 1 << 62]}},
+        "no elements of overflowing shape": {"$tensor": {**tensor, "shape": [0, 1 << 62, 1 << 62], "data": ""}},
+        "no elements of 2**64 rows": {"$tensor": {**tensor, "shape": [0, 1 << 64], "data": ""}},
+        "a negative shape": {"$tensor": {**tensor, "shape": [-1]}},
+        "a shape of floats": {"$tensor": {**tensor, "shape": [1.0]}},
+        "a tensor that is no base64": {"$tensor": {**tensor, "data": "*"}},
+        "a tensor of 10 MB for one element": {"$tensor": {**tensor, "data": "A" * 10_000_000}},
+        "a quantized tensor": {"$tensor": {**tensor, "dtype": "qint32"}},
+        "a tensor of no dtype": {"$tensor": {**tensor, "dtype": "load"}},
+        "an array of bfloat16": {"$ndarray": {**tensor, "dtype": "bfloat16", "shape": [2]}},
+        "unhashable keys": {"$dict": [[[1], 2]]},
+        "keys that are mappings": {"$dict": [[{}, 2]]},
+        "pairs of three": {"$dict": [[1, 2, 3]]},
+        "a mapping that is none": {"$dict": 5},
+        "an unknown type": {"$code": "exit()"},
+        "two types": {"$tuple": [], "$float": "nan"},
+        "a float of 400 digits": {"$float": 10**400},
+        "a float that is text": {"$float": "x"},
+        "a float that is a list": {"$float": []},
+        "bytes that are no text": {"$bytes": 5},
+        "a dtype that is a list": {"$dtype": [1]},
+        "a dtype that is a module": {"$dtype": "os"},
+        "nested tuples": _nested(300),
+    }
+    for what, value in lies.items():
+        reason = "as many bytes as recorded, and nothing that a load compares" if what == "a quantized tensor" else ""
+        yield what, forge.edit_manifest(partial(forge.put, path=("values",), value={"x": value})), reason
+        yield f"{what}, of a rank", forge.edit_table(partial(forge.put, path=(0, "values"), value=value)), reason
+
+
+def _nested(depth: int) -> Any:
+    value: Any = 0
+    for _ in range(depth):
+        value = {"$tuple": [value]}
+    return value

@@ -1,0 +1,107 @@
+"""Every field of the manifest and of a table's header with a value of every wrong type: found by walking the models."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, get_args, get_origin
+
+from pydantic import BaseModel
+
+from mbridge_fsdp_ckpt.storage.schema import Manifest, TableHeader
+from tests.soak import forge
+from tests.soak.attacks_safe import after, with_extra_files
+from tests.soak.hostile import Attack
+
+Path = tuple[str | int, ...]
+FIRST = "*"
+"""In a path, the first key of an object."""
+
+WRONG: dict[str, Any] = {
+    "null": None,
+    "true": True,
+    "1.5": 1.5,
+    "whole float": 1.0,
+    "1e308": 1e308,
+    "negative": -1,
+    "2**64": 1 << 64,
+    "text": "x",
+    "no text": "",
+    "surrogate": "\ud800",
+    "number": 7,
+    "list": [],
+    "list of lists": [[1]],
+    "list of objects": [{}],
+    "object": {},
+    "object of null": {"x": None},
+    "typed value": {"$tuple": []},
+}
+
+_KEY = {
+    "family": "null, text, no text, surrogate",
+    "component": "text, no text, surrogate",
+    "unpadded_rows": "null, number",
+}
+HARMLESS: dict[str, str] = {
+    "manifest.writer": "object",
+    "manifest.topology": "object",
+    "manifest.sections": "list",
+    "manifest.files": "list",
+    "manifest.values": ", ".join(WRONG),
+    **{f"manifest.keys.*.{field}": right for field, right in _KEY.items()},
+    "header.coordinates": "object",
+    "header.files.0.checksum": "text, no text, surrogate",  # for tools: a load goes by the records' checksums
+    "header.keys": "object",
+    "header.keys.*.shape": "list",  # the manifest's counts
+    **{f"header.keys.*.{field}": right for field, right in _KEY.items()},
+    "header.parameter_groups": "list",
+    "header.parameter_groups.0.parameters": "list",
+    "header.parameter_groups.0.hyperparameters": "object, object of null, typed value",
+    "header.stateless": "list",
+    "header.values": ", ".join(WRONG),
+    "header.extra_state": ", ".join(WRONG),
+}
+"""Field -> the values that are right for it, by docs/format.md, or that nothing goes by."""
+
+
+def fields(model: type[BaseModel], prefix: Path = ()) -> Iterator[Path]:
+    """Paths of all fields of a model, and of the models inside it."""
+    for name, info in model.model_fields.items():
+        yield (*prefix, name)
+        for step, inner in _models_in(info.annotation):
+            yield from fields(inner, (*prefix, name, *step))
+
+
+def _models_in(annotation: Any) -> Iterator[tuple[Path, type[BaseModel]]]:
+    if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
+        yield (), annotation
+    steps: dict[Any, Path] = {tuple: (0,), dict: (FIRST,)}
+    step = steps.get(get_origin(annotation), ())
+    for argument in get_args(annotation):
+        for rest, model in _models_in(argument):
+            yield (*step, *rest), model
+
+
+def _put(body: Any, path: Path, value: Any) -> None:
+    for part in path[:-1]:
+        body = body[next(iter(body))] if part == FIRST else body[part]
+    body[path[-1]] = value
+
+
+def attacks() -> Iterator[tuple[str, Attack]]:
+    """All of them, by name."""
+    for title, model in (("manifest", Manifest), ("header", TableHeader)):
+        for path in fields(model):
+            if path == ("checksum",):
+                continue  # whoever signs replaces it
+            field = f"{title}.{'.'.join(map(str, path))}"
+            for what, value in WRONG.items():
+                change = partial(_put, path=path, value=value)
+                in_header = partial(_put, path=(0, *path), value=value)
+                edit = forge.edit_manifest(change) if model is Manifest else forge.edit_table(in_header)
+                reason = "of the field's type" if what in HARMLESS.get(field, "").split(", ") else ""
+                yield (
+                    f"types: {what} as {field}",
+                    Attack(f"types, {title}", partial(after, with_extra_files, edit), reason),
+                )

@@ -1,0 +1,187 @@
+"""What ranks do in the kill matrix: a save during which one of them is killed, and the resume after it."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch.distributed as dist
+
+import mbridge_fsdp_ckpt
+from mbridge_fsdp_ckpt.errors import CheckpointError
+from mbridge_fsdp_ckpt.storage import rename
+from mbridge_fsdp_ckpt.storage.files import replace_file
+from mbridge_fsdp_ckpt.storage.retention import prune
+from mbridge_fsdp_ckpt.storage.source import TRACKER, find_checkpoint
+from mbridge_fsdp_ckpt.testing.models import Recipe
+from tests.core import cases, oracle
+
+RECIPE = Recipe(layers=1)
+OLD, NEW = 1, 2
+"""Training steps of the two states; the older one stands when the killed save begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step of a save or its commit, at which a rank can be killed.
+
+    Args:
+        name: Module and function.
+        ranks: Who takes it.
+        times: How often it is taken, at least.
+        fresh: Whether a save into a fresh directory takes it.
+        exchanges: Whether it belongs to file systems that exchange directories; the others rename twice.
+    """
+
+    name: str
+    ranks: tuple[int, ...] = (0,)
+    times: int = 1
+    fresh: bool = True
+    exchanges: bool = True
+
+
+EVERYBODY = (0, 1)
+STEPS = (
+    Step("saving:prepare", EVERYBODY),
+    Step("agreement:Agreement.meet", EVERYBODY, times=2),
+    Step("saving:Job.judge_plans"),
+    Step("storage.commit:remove_leftovers"),
+    Step("storage.commit:begin"),
+    Step("saving:write", EVERYBODY),
+    Step("storage.payload:PayloadWriter.add", EVERYBODY, times=3),
+    Step("storage.payload:PayloadWriter.close", EVERYBODY),
+    Step("saving:write_file", EVERYBODY),
+    Step("storage.files:os.fsync", EVERYBODY, times=2),
+    Step("saving:Job.judge_written"),
+    Step("saving:write_dcp_view"),
+    Step("storage.rename:write_file"),
+    Step("agreement:Agreement.seal"),
+    Step("storage.rename:put_in_place"),
+    Step("storage.rename:sync_directory", times=2),
+    Step("storage.rename:_exchange", fresh=False),
+    Step("storage.rename:shutil.rmtree", fresh=False),
+    Step("pathlib:Path.rename", times=2, fresh=False, exchanges=False),
+    Step("storage.rename:sync_directory", times=2, fresh=False, exchanges=False),
+    Step("storage.rename:shutil.rmtree", fresh=False, exchanges=False),
+    Step("saving:Job.clean_up", EVERYBODY),
+    Step("pathlib:Path.replace", times=2),  # .metadata, then the tracker
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """Where a rank dies by its own hand.
+
+    Args:
+        step: Module and function.
+        time: At which of its calls, from 1.
+        after: After the call rather than before it.
+        rank: Which rank.
+    """
+
+    step: str
+    time: int
+    after: bool
+    rank: int
+
+
+def iteration(root: str | Path, number: int) -> Path:
+    """The directory of an iteration."""
+    return Path(root) / f"iter_{number:07d}"
+
+
+def publish(root: Path, number: int) -> None:
+    """What follows a commit in a training loop: the tracker, then the old checkpoints."""
+    if dist.get_rank() == 0:
+        replace_file(root / TRACKER, str(number).encode())
+        prune(root, keep=2, also_keep=number)
+
+
+def save_state(root: str, number: int, steps: int) -> Any:
+    """Train, save, publish; what was live."""
+    trainable = cases.prepared(RECIPE, steps=steps)
+    mbridge_fsdp_ckpt.save(iteration(root, number), model=trainable.model, optimizer=trainable.optimizer)
+    publish(Path(root), number)
+    return oracle.live(trainable)
+
+
+def save_and_die(root: str, number: int, signs: str, death: Death | None, exchanges: bool) -> str:
+    """Save the newer state as iteration `number`; somebody is killed meanwhile.  What a survivor saw."""
+    trainable = cases.prepared(RECIPE, steps=NEW)
+    settings = mbridge_fsdp_ckpt.Settings(time_limit=5.0)
+    dist.barrier()
+    with signed(Path(signs)), _mortal(death), _without_exchange(exchanges):
+        try:
+            mbridge_fsdp_ckpt.save(
+                iteration(root, number), model=trainable.model, optimizer=trainable.optimizer, settings=settings
+            )
+        except CheckpointError as error:
+            return type(error).__name__
+        publish(Path(root), number)
+    return "saved"
+
+
+@contextmanager
+def signed(signs: Path) -> Iterator[None]:
+    """Tell the process that kills when this rank begins and when it is through."""
+    (signs / f"began-{dist.get_rank()}").touch()
+    yield
+    (signs / f"ended-{dist.get_rank()}").touch()
+
+
+def resume(root: str) -> dict[str, Any]:
+    """What the tracker names, loaded into a model initialised otherwise; then the next save of the run."""
+    trainable = cases.prepared(RECIPE, seed=999)
+    directory = find_checkpoint(Path(root))
+    mbridge_fsdp_ckpt.load(directory, model=trainable.model, optimizer=trainable.optimizer)
+    found = oracle.live(trainable)
+    mbridge_fsdp_ckpt.save(iteration(root, 3), model=trainable.model, optimizer=trainable.optimizer)
+    return {"from": directory.name, "live": found}
+
+
+@contextmanager
+def _mortal(death: Death | None) -> Iterator[None]:
+    """Kill this process at the step, if it is the one to die."""
+    if death is None or death.rank != dist.get_rank():
+        yield
+        return
+    module, _, path = death.step.partition(":")
+    owner: Any = importlib.import_module(module if module == "pathlib" else f"mbridge_fsdp_ckpt.{module}")
+    *holders, name = path.split(".")
+    for holder in holders:
+        owner = getattr(owner, holder)
+    with patch.object(owner, name, _killing(getattr(owner, name), death)):
+        yield
+
+
+def _killing(function: Callable[..., Any], death: Death) -> Callable[..., Any]:
+    calls = itertools.count(1)
+
+    def killing(*args: Any, **kwargs: Any) -> Any:
+        fatal = next(calls) == death.time
+        if fatal and not death.after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = function(*args, **kwargs)
+        if fatal:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    return killing
+
+
+@contextmanager
+def _without_exchange(exchanges: bool) -> Iterator[None]:
+    """As on a file system that cannot exchange two directories."""
+    if exchanges:
+        yield
+    else:
+        with patch.object(rename, "_exchange", lambda one, other: False):
+            yield

@@ -1,0 +1,94 @@
+"""How many cases of a matrix run, and where the result of a full run is kept.
+
+`make test` runs a tenth of each matrix, drawn anew each time; `make test-soak` (MBRIDGE_SOAK=1) runs all of it and
+writes docs/soak/<name>.json.  MBRIDGE_SOAK_SEED repeats a draw.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import random
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parents[2] / "docs" / "soak"
+FULL = os.environ.get("MBRIDGE_SOAK") == "1"
+SHARE = 10  # one in so many cases runs by default
+
+Outcomes = dict[str, dict[str, int]]
+"""For each kind of case, how many ended in which way."""
+
+
+@cache
+def seed() -> int:
+    """The seed of this run: given, or drawn once a process."""
+    return int(os.environ.get("MBRIDGE_SOAK_SEED") or random.SystemRandom().randrange(1 << 32))
+
+
+def rng(name: str) -> random.Random:
+    """Random numbers of one matrix: the same for the same seed, whichever other matrices ran before."""
+    return random.Random(f"{name} {seed()}")
+
+
+def drawn[T](name: str, matrix: Sequence[T], share: int = SHARE) -> list[T]:
+    """The cases of a matrix that run now, in the matrix's order: all, or a fresh tenth, or one in `share`."""
+    if FULL:
+        return list(matrix)
+    count = max(1, len(matrix) // share)
+    return [matrix[i] for i in sorted(rng(f"{name} draw").sample(range(len(matrix)), count))]
+
+
+def how_to_repeat() -> str:
+    """For the output of every matrix and every message of a failure."""
+    return f"MBRIDGE_SOAK_SEED={seed()}{' MBRIDGE_SOAK=1' if FULL else ''} repeats this draw"
+
+
+def tally(pairs: Iterable[tuple[str, str]]) -> Outcomes:
+    """Counts of (kind, outcome)."""
+    counts = Counter(pairs)
+    found: Outcomes = {}
+    for kind, outcome in sorted(counts):
+        found.setdefault(kind, {})[outcome] = counts[kind, outcome]
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a matrix found.
+
+    Args:
+        seconds: How long it took.
+        outcomes: See `Outcomes`.
+        facts: What else the report shows, such as the largest memory.
+    """
+
+    seconds: float
+    outcomes: Outcomes
+    facts: Mapping[str, str | int | float] = field(default_factory=dict)
+
+
+def record(name: str, result: Result) -> None:
+    """Keep the result of a full run; a sample leaves nothing."""
+    if not FULL:
+        return
+    body: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "seed": seed(),
+        "versions": {
+            "python": platform.python_version(),
+            **{package: version(package) for package in ("mbridge-fsdp-ckpt", "megatron-core", "torch")},
+        },
+        "seconds": round(result.seconds, 1),
+        "outcomes": result.outcomes,
+        "facts": dict(result.facts),
+    }
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps(body, indent=1) + "\n")

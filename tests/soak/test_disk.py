@@ -1,0 +1,169 @@
+"""Storage that is full, broken, read-only or slow: one clear error on all ranks, and the last checkpoint intact."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mbridge_fsdp_ckpt.testing.modules import MEGATRON_MODULES, is_installed
+from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from tests.soak import disk, sampling
+from tests.soak.disk import Fault
+
+RANKS, LIMIT_S = 2, 20.0
+EVERYBODY = (0, 1)
+PACKAGE = "mbridge_fsdp_ckpt.storage"
+
+CALLS: tuple[tuple[str, tuple[int, ...], int], ...] = (
+    ("pathlib:Path.mkdir", (0,), 2),
+    ("pathlib:Path.open", EVERYBODY, 2),
+    (f"{PACKAGE}.payload:PayloadWriter.write", EVERYBODY, 1),
+    (f"{PACKAGE}.payload:PayloadWriter.write", EVERYBODY, 500),
+    (f"{PACKAGE}.payload:os.fsync", EVERYBODY, 1),
+    (f"{PACKAGE}.files:os.fsync", EVERYBODY, 2),
+    ("mbridge_fsdp_ckpt.saving:write_file", EVERYBODY, 1),
+    ("mbridge_fsdp_ckpt.saving:write_dcp_view", (0,), 1),
+    (f"{PACKAGE}.files:replace_file", (0,), 1),
+    (f"{PACKAGE}.rename:write_file", (0,), 1),
+    (f"{PACKAGE}.rename:sync_directory", (0,), 1),
+    (f"{PACKAGE}.rename:sync_directory", (0,), 2),
+    (f"{PACKAGE}.rename:_exchange", (0,), 1),
+)
+ERRORS = (errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(RANKS, preload=[m for m in MEGATRON_MODULES if is_installed(m.partition(".")[0])]) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def old(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    root = tmp_path_factory.mktemp("old")
+    return root, pool.run(disk.save_old, str(root / "iter_0000001"))[0]
+
+
+def faults() -> list[tuple[Fault, bool]]:
+    """Every call that can fail, with every error, on every rank that makes it, overwriting and fresh."""
+    found = []
+    for (call, ranks, number), error, overwrites in itertools.product(CALLS, ERRORS, (True, False)):
+        if overwrites or not call.endswith("_exchange"):
+            found += [(Fault(call, rank, error, number), overwrites) for rank in ranks]
+    return found
+
+
+def test_a_call_that_fails_is_one_error_everywhere(pool: RankPool, old: tuple[Path, Any], tmp_path: Path) -> None:
+    begin, outcomes = time.monotonic(), []
+    for number, (fault, overwrites) in enumerate(sampling.drawn("disk", faults())):
+        root = tmp_path / str(number)
+        shutil.copytree(old[0], root)
+        seen = run_save(pool, root, fault, overwrites)
+        context = f"{fault}, {'overwriting' if overwrites else 'fresh'}; {sampling.how_to_repeat()}"
+        text = check_same_error(seen, "StorageError", context)
+        assert os.strerror(fault.error or 0) in text, context
+        assert (seen[0]["error"]["rank"], seen[0]["error"]["host"]) == (fault.rank, socket.gethostname()), context
+        check_survival(pool, root, old[1], context)
+        outcomes.append((errno.errorcode[fault.error or 0], "the same StorageError on all ranks"))
+        shutil.rmtree(root)
+    found = sampling.tally(outcomes)
+    print(f"disk: {found}; {sampling.how_to_repeat()}")
+    sampling.record("disk", sampling.Result(time.monotonic() - begin, found))
+
+
+def run_save(pool: RankPool, root: Path, fault: Fault | None, overwrites: bool, limit: float = LIMIT_S) -> Any:
+    return pool.run(disk.save_on, str(root / f"iter_000000{1 if overwrites else 2}"), fault, limit)
+
+
+def check_same_error(seen: list[dict[str, Any]], name: str, context: str = "") -> str:
+    assert all(rank["error"] is not None for rank in seen), f"the save went through: {context}"
+    assert {rank["error"]["name"] for rank in seen} == {name}, (seen, context)
+    assert len({rank["error"]["text"] for rank in seen}) == 1, (seen, context)
+    assert all(rank["unchanged"] for rank in seen), context
+    return str(seen[0]["error"]["text"])
+
+
+def check_survival(pool: RankPool, root: Path, state: Any, context: str = "") -> None:
+    """The old checkpoint is whole, and the next save leaves nothing behind."""
+    found = pool.run(disk.load_then_save, str(root / "iter_0000001"), str(root / "iter_0000003"))[0]
+    assert found == state, context
+    assert sorted(path.name for path in root.iterdir()) == ["iter_0000001", "iter_0000003"], context
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_fails_no_save(
+    pool: RankPool, old: tuple[Path, Any], tmp_path: Path
+) -> None:
+    root = Path(shutil.copytree(old[0], tmp_path / "root"))
+    seen = run_save(pool, root, Fault(f"{PACKAGE}.rename:shutil.rmtree", 0, errno.EIO), overwrites=True)
+    assert [rank["error"] for rank in seen] == [None] * RANKS
+    assert len(list(root.iterdir())) == 2, "the old one is still there"
+    pool.run(disk.load_then_save, str(root / "iter_0000001"), str(root / "iter_0000003"))
+    assert sorted(path.name for path in root.iterdir()) == ["iter_0000001", "iter_0000003"]
+
+
+def test_a_slow_disk_that_gets_on_fails_nobody(pool: RankPool, old: tuple[Path, Any], tmp_path: Path) -> None:
+    """Every chunk is a sign of life: the save takes longer than the limit."""
+    root = Path(shutil.copytree(old[0], tmp_path / "root"))
+    fault = Fault(f"{PACKAGE}.payload:PayloadWriter.add", 1, seconds=0.15)
+    seen = run_save(pool, root, fault, overwrites=False, limit=3.0)
+    assert [rank["error"] for rank in seen] == [None] * RANKS
+    assert min(rank["seconds"] for rank in seen) > 3.0
+
+
+@pytest.mark.parametrize("rank", EVERYBODY)
+def test_a_disk_that_stalls_is_one_error_everywhere(
+    rank: int, pool: RankPool, old: tuple[Path, Any], tmp_path: Path
+) -> None:
+    root = Path(shutil.copytree(old[0], tmp_path / "root"))
+    grace = 16.0 if rank == 0 else 0.0  # how much longer others wait for rank 0, which is to judge
+    fault = Fault(f"{PACKAGE}.payload:PayloadWriter.close", rank, seconds=4.0 + grace)
+    seen = run_save(pool, root, fault, overwrites=True, limit=2.0)
+    text = check_same_error(seen, "RankMissingError")
+    assert f"no sign of rank {rank} on {socket.gethostname()}" in text
+    assert "'commit'" in text
+    check_survival(pool, root, old[1])
+
+
+@contextmanager
+def mounted(place: Path, options: str) -> Iterator[None]:
+    """A tmpfs; skips the test where this process may not mount."""
+    place.mkdir(exist_ok=True)
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", place], capture_output=True, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"mounting is not allowed here: {done.stderr.decode().strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", place], check=True)
+
+
+def test_a_file_system_that_is_really_full(pool: RankPool, old: tuple[Path, Any], tmp_path: Path) -> None:
+    size = sum(path.stat().st_size for path in old[0].rglob("*") if path.is_file())
+    with mounted(tmp_path / "small", f"size={size * 3 // 2}"):
+        root = Path(shutil.copytree(old[0], tmp_path / "small" / "root"))
+        text = check_same_error(run_save(pool, root, None, overwrites=True), "StorageError")
+        assert os.strerror(errno.ENOSPC) in text
+        found = pool.run(disk.load_then_save, str(root / "iter_0000001"), str(tmp_path / "elsewhere"))[0]
+        assert found == old[1]
+        assert [path.name for path in root.iterdir()] == ["iter_0000001"]
+
+
+def test_a_file_system_that_is_really_read_only(pool: RankPool, old: tuple[Path, Any], tmp_path: Path) -> None:
+    with mounted(tmp_path / "frozen", "size=64m"):
+        root = Path(shutil.copytree(old[0], tmp_path / "frozen" / "root"))
+        subprocess.run(["mount", "-o", "remount,ro", tmp_path / "frozen"], check=True)
+        text = check_same_error(run_save(pool, root, None, overwrites=True), "StorageError")
+        assert os.strerror(errno.EROFS) in text
+        found = pool.run(disk.load_then_save, str(root / "iter_0000001"), str(tmp_path / "elsewhere"))[0]
+        assert found == old[1]

@@ -1,0 +1,127 @@
+"""A checkpoint made to harm: no code runs, no file outside is opened, memory and time are bounded, errors named."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mbridge_fsdp_ckpt.storage.schema import Manifest, TableHeader
+from tests.soak import attacks_types, sampling
+from tests.soak.attacks import ATTACKS
+from tests.soak.attacks_stock import CALLS, OPCODES
+from tests.soak.hostile import CANARY, CPU_SECONDS, Seen, forked, watch
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
+PROCESSES = 2
+SECONDS = 5.0
+"""Of processor time that one attack may take."""
+
+UNTOUCHED = [name for name, attack in ATTACKS.items() if attack.kind == "untouched"]
+UNREAD = "JSON: a gigabyte manifest"
+
+
+def attempted(names: list[str], folder: Path) -> dict[str, Seen]:
+    """What the attacks achieved."""
+    command = [sys.executable, "-m", "tests.soak.hostile"]
+    runs = []
+    for number in range(PROCESSES):
+        own = folder / str(number)
+        own.mkdir()
+        (own / "names").write_text(json.dumps(names[number::PROCESSES]))
+        with (own / "names").open() as wanted, (own / "seen").open("w") as seen, (own / "log").open("w") as log:
+            runs.append((own, subprocess.Popen([*command, str(own)], stdin=wanted, stdout=seen, stderr=log)))
+    found: dict[str, Seen] = {}
+    for own, process in runs:
+        assert process.wait() == 0, (own / "log").read_text()[-2000:]
+        for line in (own / "seen").read_text().splitlines():
+            said = json.loads(line)
+            found[said["name"]] = Seen(**{**said, "outside": tuple(said["outside"])})
+    return found
+
+
+def verdict(seen: Seen) -> str:
+    """The outcome; "missed: ..." where the attack achieved something."""
+    said = seen.verdict(ATTACKS[seen.name])
+    return "missed: time" if seen.seconds > SECONDS and not said.startswith("missed") else said
+
+
+def test_no_attack_achieves_anything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drawn = sampling.drawn("hostile", list(ATTACKS))
+    names = list(dict.fromkeys([*UNTOUCHED, UNREAD, *drawn]))
+    began = time.monotonic()
+    found = attempted(names, tmp_path)
+    with capsys.disabled():
+        print(f"\n{len(found)} attacks; {sampling.how_to_repeat()}")
+    assert list(found.keys() ^ set(names)) == []
+    verdicts = {name: verdict(seen) for name, seen in found.items()}
+    sampling.record("hostile", _result(verdicts, found.values(), time.monotonic() - began))
+    missed = {name: (said, found[name]) for name, said in verdicts.items() if said.startswith("missed")}
+    assert missed == {}, sampling.how_to_repeat()
+    assert {name: verdicts[name] for name in UNTOUCHED} == dict.fromkeys(UNTOUCHED, "accepted")
+    unread = found[UNREAD]
+    assert (unread.outcome, unread.memory < 1 << 25, unread.seconds < 0.5) == ("ManifestError", True, True), unread
+
+
+def _result(verdicts: dict[str, str], found: Iterable[Seen], seconds: float) -> sampling.Result:
+    ended = list(found)
+    reasons = {ATTACKS[name].harmless for name, said in verdicts.items() if said == "accepted"}
+    facts: dict[str, str | int | float] = {
+        "largest resident memory of one attack, MiB": max(seen.memory for seen in ended) >> 20,
+        "most processor time of one attack, s": round(max(seen.seconds for seen in ended), 1),
+        "limit of processor time, s": CPU_SECONDS,
+        "accepted because": "; ".join(sorted(reasons)),
+    }
+    outcomes = sampling.tally((ATTACKS[name].kind, said) for name, said in verdicts.items())
+    return sampling.Result(seconds, outcomes, facts)
+
+
+def test_every_field_is_attacked() -> None:
+    """The walk over the models finds what docs/format.md lists."""
+    manifest = {".".join(map(str, path)) for path in attacks_types.fields(Manifest)}
+    assert {"format", "keys.*.shape", "tables.0.name", "tables.0.rank", "files.0.checksum", "values"} <= manifest
+    header = {".".join(map(str, path)) for path in attacks_types.fields(TableHeader)}
+    assert {"files.0.size", "keys.*.dtype", "parameter_groups.0.hyperparameters", "extra_state", "chunks"} <= header
+
+
+@pytest.mark.parametrize("opcode", ["GLOBAL REDUCE", "STACK_GLOBAL REDUCE", "INST", "OBJ", "BUILD"])
+@pytest.mark.parametrize("call", ["os.system", "posix.system", "builtins.exec", "builtins.eval"])
+def test_code_runs_where_nothing_protects(opcode: str, call: str, tmp_path: Path) -> None:
+    """What the attacks do to Python's own unpickler: without this, that no canary is found would prove nothing."""
+
+    def unpickle() -> None:
+        os.chdir(tmp_path)
+        pickle.loads(OPCODES[opcode](*CALLS[call]))
+
+    forked(unpickle)
+    assert (tmp_path / CANARY).exists()
+
+
+@pytest.mark.parametrize(("flags", "seen"), [(os.O_RDONLY, True), (os.O_RDONLY | os.O_NOFOLLOW, False)])
+def test_a_file_outside_is_seen_through_a_link(flags: int, seen: bool, tmp_path: Path) -> None:
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    (tmp_path / "secret").touch()
+    (inside / "link").symlink_to(tmp_path / "secret")
+
+    def opens() -> list[str]:
+        opened: list[str] = []
+        watch(inside, opened)
+        try:
+            os.close(os.open(inside / "link", flags))
+        except OSError:
+            opened += ["refused"]
+        return opened
+
+    status, opened = forked(opens)
+    assert status == 0
+    expected: list[Any] = [str(tmp_path / "secret")] if seen else ["refused"]
+    assert opened == expected

@@ -1,0 +1,264 @@
+"""`diff`: what differs is named and counted, however the two are laid out."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import checkpoint as dcp
+
+from mbridge_fsdp_ckpt.cli import compare
+from mbridge_fsdp_ckpt.geometry import Box, whole
+from mbridge_fsdp_ckpt.storage.files import file_checksum
+from mbridge_fsdp_ckpt.storage.manifest import read_manifest, write_manifest
+from mbridge_fsdp_ckpt.storage.payload import PayloadWriter
+from mbridge_fsdp_ckpt.storage.schema import (
+    FORMAT,
+    VERSION,
+    KeyEntry,
+    Manifest,
+    ParameterGroup,
+    TableEntry,
+    TableHeader,
+)
+from mbridge_fsdp_ckpt.storage.table import table_bytes
+from mbridge_fsdp_ckpt.storage.values import encode
+from tests.unit.test_cli import call, data
+
+NAME = "module.weight"
+WEIGHT, AVERAGE, STEP = "model.weight", f"optimizer.state.{NAME}.exp_avg", f"optimizer.state.{NAME}.step"
+VALUES = {"iteration": 10, "opt_param_scheduler": {"max_lr": 1e-4, "steps": (1, 2)}}
+GROUP = {"lr": 0.1, "betas": (0.9, 0.95)}
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    return {
+        WEIGHT: torch.arange(70, dtype=torch.bfloat16).reshape(7, 10),
+        AVERAGE: torch.linspace(-1, 1, 70).reshape(7, 10),
+        STEP: torch.tensor(7.0),
+    }
+
+
+def build(
+    directory: Path,
+    state: dict[str, torch.Tensor],
+    *,
+    ranks: int = 1,
+    columns: bool = False,
+    values: Any = None,
+    group: Any = None,
+) -> Path:
+    """A checkpoint whose tensors are cut into as many blocks as there are ranks: of rows, or of columns."""
+    directory.mkdir(parents=True)
+    keys = {key: KeyEntry(dtype=str(t.dtype).removeprefix("torch."), shape=tuple(t.shape)) for key, t in state.items()}
+    tables = []
+    for rank in range(ranks):
+        writer = PayloadWriter(directory / f"__{rank}_0.distcp")
+        chunks = []
+        for key, tensor in state.items():
+            box = _box(tuple(tensor.shape), rank, ranks, int(columns))
+            if box is not None:
+                block = tensor[box.slices_in(whole(tuple(tensor.shape)))]
+                chunks.append(writer.add(key, block.reshape(-1), box))
+        groups = (ParameterGroup(parameters=(NAME,), hyperparameters=encode(group or GROUP)),)  # type: ignore[arg-type]
+        header = TableHeader(
+            rank=rank,
+            coordinates={"rank": rank},
+            files=(writer.close(),),
+            keys={chunk.key: keys[chunk.key] for chunk in chunks if not any(chunk.box.offset)},
+            parameter_groups=groups,
+            chunks=len(chunks),
+        )
+        path = directory / f"chunks_{rank:05d}.jsonl"
+        path.write_bytes(table_bytes(header, chunks))
+        tables.append(TableEntry(name=path.name, size=path.stat().st_size, checksum=file_checksum(path), rank=rank))
+    head = Manifest(
+        format=FORMAT,
+        version=VERSION,
+        writer={},
+        topology={"world": ranks},
+        sections=("model", "optimizer"),
+        keys=keys,
+        tables=tuple(tables),
+        values=encode(VALUES if values is None else values),
+    )
+    write_manifest(directory / "manifest.json", head)
+    return directory
+
+
+def _box(shape: tuple[int, ...], rank: int, ranks: int, along: int) -> Box | None:
+    if not shape:
+        return Box((), ()) if rank == 0 else None
+    low, high = shape[along] * rank // ranks, shape[along] * (rank + 1) // ranks
+    offset, size = [0] * len(shape), list(shape)
+    offset[along], size[along] = low, high - low
+    return Box(tuple(offset), tuple(size)) if high > low else None
+
+
+@pytest.fixture
+def a(tmp_path: Path) -> Path:
+    return build(tmp_path / "a" / "iter_0000010", tensors(), ranks=2)
+
+
+@pytest.mark.parametrize(("ranks", "columns"), [(1, False), (3, False), (7, False), (4, True), (10, True)])
+@pytest.mark.parametrize("rows", [1, 500_000])
+def test_another_layout_is_no_difference(
+    a: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, columns: bool, rows: int
+) -> None:
+    monkeypatch.setattr(compare, "_ROWS", rows)
+    monkeypatch.setattr(compare, "_ELEMENTS", 3)
+    b = build(tmp_path / "b", tensors(), ranks=ranks, columns=columns)
+    found = data("diff", a, b)
+    assert found == {
+        "a": str(a),
+        "b": str(b),
+        "equal": True,
+        "only_in_a": [],
+        "only_in_b": [],
+        "structure": {},
+        "tensors": {},
+        "values": {},
+        "tensors_compared": 3,
+        "notes": [],
+    }
+
+
+@pytest.mark.parametrize("columns", [False, True])
+def test_unequal_elements_are_counted(a: Path, tmp_path: Path, columns: bool) -> None:
+    other = tensors()
+    other[WEIGHT][6, 9] = 72  # was 69
+    other[WEIGHT][0, 1] = 0.5  # was 1
+    other[STEP] = torch.tensor(8.0)
+    b = build(tmp_path / "b", other, ranks=3, columns=columns)
+    found = data("diff", a, b, code=1)
+    assert not found["equal"]
+    assert found["tensors"] == {
+        WEIGHT: {"unequal": 2, "elements": 70, "max_abs_difference": 3.0},
+        STEP: {"unequal": 1, "elements": 1, "max_abs_difference": 1.0},
+    }
+    shown = call("diff", a, b)
+    assert shown.exit_code == 1
+    assert shown.stdout.splitlines()[-1] == "Different."
+    assert f"\n  {WEIGHT}\n    2 of 70, max |a - b| 3\n" in shown.stdout
+
+
+NAN = math.nan
+
+
+@pytest.mark.parametrize(
+    ("rtol", "atol", "unequal"), [(0, 0, 3), (0, 0.1, 2), (0, 1, 1), (0.1, 0, 1), (0.5, 0, 1), (0, 10, 0), (2, 0, 0)]
+)
+def test_a_tolerance_is_that_of_allclose(tmp_path: Path, rtol: float, atol: float, unequal: int) -> None:
+    """|a - b| <= atol + rtol * |b|: 0.05 of 1, 0.5 of 10, 5 of 5; a NaN on both sides is equal."""
+    one = {"model.x": torch.tensor([1.0, 10.0, 0.0, NAN, 3.0])}
+    other = {"model.x": torch.tensor([1.05, 10.5, 5.0, NAN, 3.0])}
+    arguments = build(tmp_path / "a", one), build(tmp_path / "b", other), "--rtol", rtol, "--atol", atol
+    found = data("diff", *arguments, code=1 if unequal else 0)
+    assert sum(entry["unequal"] for entry in found["tensors"].values()) == unequal
+
+
+def test_keys_shapes_and_dtypes(a: Path, tmp_path: Path) -> None:
+    other = tensors() | {"model.new": torch.ones(2), WEIGHT: torch.zeros(7, 11), STEP: torch.tensor(7.0).double()}
+    del other[AVERAGE]
+    b = build(tmp_path / "b", other)
+    for options in ([], ["--no-values"]):
+        found = data("diff", a, b, *options, code=1)
+        assert (found["only_in_a"], found["only_in_b"]) == ([AVERAGE], ["model.new"])
+        assert found["structure"] == {
+            WEIGHT: {"a": "bfloat16 [7, 10]", "b": "float32 [7, 11]"},
+            STEP: {"a": "float32 []", "b": "float64 []"},
+        }
+        assert found["tensors"] == {}
+
+
+def test_other_state_is_compared_by_name(a: Path, tmp_path: Path) -> None:
+    values = {"iteration": 20, "opt_param_scheduler": {"max_lr": 1e-4, "steps": [1, 2]}, "new": None}
+    b = build(tmp_path / "b", tensors(), values=values, group={"lr": 0.2, "betas": (0.9, 0.95)})
+    found = data("diff", a, b, code=1)
+    assert found["values"] == {
+        "hyperparameters.module.weight.lr": {"a": "0.1", "b": "0.2"},
+        "values.iteration": {"a": "10", "b": "20"},
+        "values.new": {"a": "(absent)", "b": "None"},
+    }
+    assert data("diff", a, b, "--no-values")["equal"]
+
+
+def test_a_pattern_leaves_the_rest_out(a: Path, tmp_path: Path) -> None:
+    other = tensors() | {AVERAGE: torch.zeros(7, 10)}
+    b = build(tmp_path / "b", other, values={"iteration": 20})
+    assert data("diff", a, b, "--key", "model.*")["tensors_compared"] == 1
+    assert list(data("diff", a, b, "--key", "*.exp_avg", code=1)["tensors"]) == [AVERAGE]
+    assert list(data("diff", a, b, "--key", "values.iteration", code=1)["values"]) == ["values.iteration"]
+
+
+@pytest.fixture
+def stock(tmp_path: Path) -> Path:
+    found = tensors()
+    state = {
+        "model": {"weight": found[WEIGHT]},
+        "optimizer": {
+            "state": {NAME: {"exp_avg": found[AVERAGE], "step": found[STEP]}},
+            "param_to_group_meta": {NAME: GROUP},
+        },
+        "iteration": 10,
+        "opt_param_scheduler": {"max_lr": 1e-4, "steps": (1, 2)},
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, checkpoint_id=tmp_path / "stock", no_dist=True)
+    return tmp_path / "stock"
+
+
+def test_stock_and_safe_may_be_compared(a: Path, stock: Path, tmp_path: Path) -> None:
+    for one, other in ((stock, a), (a, stock), (stock, stock)):
+        found = data("diff", one, other)
+        assert (found["equal"], found["tensors_compared"], found["notes"]) == (True, 3, [])
+    values = VALUES | {"train_state": {"step": 10}, "iteration": 11}
+    b = build(tmp_path / "b", tensors() | {STEP: torch.tensor(9.0)}, values=values, group=GROUP | {"lr": 0.2})
+    found = data("diff", stock, b, code=1)
+    assert list(found["tensors"]) == [STEP]
+    assert list(found["values"]) == ["hyperparameters.module.weight.lr", "values.iteration"]
+    assert found["notes"] == ["values that one of the formats does not have were not compared: train_state"]
+
+
+def test_damaged_bytes_are_a_named_error_not_a_difference(a: Path, tmp_path: Path) -> None:
+    b = build(tmp_path / "b", tensors(), ranks=3)
+    path = b / "__1_0.distcp"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    shown = call("diff", a, b)
+    assert (shown.exit_code, shown.stdout) == (1, "")
+    assert shown.stderr.startswith("DamagedCheckpointError: ")
+    assert str(path) in shown.stderr
+
+
+def test_chunks_that_do_not_cover_are_a_named_error(a: Path, tmp_path: Path) -> None:
+    b = build(tmp_path / "b", tensors(), ranks=3)
+    head = read_manifest(b)
+    write_manifest(b / "manifest.json", head.model_copy(update={"tables": head.tables[:2]}))
+    shown = call("diff", a, b)
+    assert shown.exit_code == 1
+    assert shown.stderr.startswith(f"ManifestError: [{AVERAGE}]") or shown.stderr.startswith("ManifestError: [model")
+    assert "uncovered" in shown.stderr
+
+
+def test_memory_holds_one_chunk_of_each_side(a: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each chunk is read once where rows were cut differently: the one that was read last is remembered."""
+    from mbridge_fsdp_ckpt.storage.reader import SafeSource
+
+    b = build(tmp_path / "b", tensors(), ranks=3)
+    read: list[tuple[str, str, Any]] = []
+    original = SafeSource.read
+
+    def counted(self: SafeSource, chunk: Any, **options: Any) -> torch.Tensor:
+        read.append((self.directory.name, chunk.key, chunk.box))
+        return original(self, chunk, **options)
+
+    monkeypatch.setattr(SafeSource, "read", counted)
+    assert data("diff", a, b)["equal"]
+    assert len(read) == len(set(read)) == 2 * 2 + 1 + 2 * 3 + 1

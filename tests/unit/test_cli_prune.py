@@ -1,0 +1,195 @@
+"""`prune`: what goes, what stays whatever it is asked, and that it asks."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from upath import UPath
+
+from mbridge_fsdp_ckpt.cli import app as frame
+from mbridge_fsdp_ckpt.cli import prune as command
+from mbridge_fsdp_ckpt.storage.retention import reading
+from tests.unit import handmade
+from tests.unit.test_cli import call, data, run
+
+NUMBERS = (10, 20, 30, 40)
+
+
+def iteration(root: Any, number: int, head: str = "manifest.json", size: int = 1000) -> Any:
+    directory = root / f"iter_{number:07d}"
+    directory.mkdir(parents=True)
+    (directory / "__0_0.distcp").write_bytes(bytes(size))
+    if head:
+        (directory / head).write_bytes(b"")
+    return directory
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for number in NUMBERS:
+        iteration(tmp_path, number)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("40")
+    return tmp_path
+
+
+def left(root: Any) -> list[int]:
+    return sorted(int(path.name[5:]) for path in root.glob("iter_*"))
+
+
+def test_the_newest_stay(root: Path) -> None:
+    found = data("prune", root, "--keep", 2, "--yes")
+    assert found == {
+        "root": str(root),
+        "dry_run": False,
+        "prunable": {"iter_0000010": 1000, "iter_0000020": 1000},
+        "removed": ["iter_0000010", "iter_0000020"],
+        "freed_bytes": 2000,
+        "kept": {"iter_0000030": "among the newest 2", "iter_0000040": "the tracker names it"},
+    }
+    assert left(root) == [30, 40]
+    assert sorted(path.name for path in root.iterdir()) == [
+        "iter_0000030",
+        "iter_0000040",
+        "latest_checkpointed_iteration.txt",
+    ]
+
+
+def test_shown_it_says_what_goes_what_stays_and_what_is_freed(root: Path) -> None:
+    shown = call("prune", root, "--keep", 3, "-y")
+    assert shown.exit_code == 0
+    assert shown.stdout.splitlines() == [
+        str(root),
+        "  remove  iter_0000010  1.0 kB",
+        "  keep    iter_0000020  among the newest 3",
+        "  keep    iter_0000030  among the newest 3",
+        "  keep    iter_0000040  the tracker names it",
+        "Freed 1.0 kB.",
+    ]
+
+
+def test_a_dry_run_removes_nothing(root: Path) -> None:
+    shown = call("prune", root, "--keep", 1, "--dry-run")
+    assert shown.exit_code == 0
+    assert shown.stdout.splitlines()[-1] == "Would free 3.0 kB."
+    assert data("prune", root, "--keep", 1, "--dry-run")["removed"] == []
+    assert left(root) == [10, 20, 30, 40]
+
+
+@pytest.mark.parametrize("keep", [4, 5, 100])
+def test_where_nothing_is_to_go_nobody_is_asked(root: Path, keep: int) -> None:
+    shown = call("prune", root, "--keep", keep)
+    assert shown.exit_code == 0
+    assert "Nothing to remove." in shown.stdout
+    assert left(root) == [10, 20, 30, 40]
+
+
+def test_what_the_tracker_names_stays_whatever_its_age(root: Path) -> None:
+    (root / "latest_checkpointed_iteration.txt").write_text("10\n")
+    assert data("prune", root, "--keep", 1, "--yes")["removed"] == ["iter_0000020", "iter_0000030"]
+    assert left(root) == [10, 40]
+
+
+def test_incomplete_directories_stay_and_don_t_count(root: Path) -> None:
+    iteration(root, 5, head="")
+    iteration(root, 50, head="")
+    found = data("prune", root, "--keep", 1, "--yes")
+    assert found["kept"]["iter_0000050"] == "incomplete: no head, or being written"
+    assert left(root) == [5, 40, 50]
+
+
+def test_stock_checkpoints_count(root: Path) -> None:
+    iteration(root, 50, head=".metadata")
+    assert data("prune", root, "--keep", 1, "--yes")["removed"] == ["iter_0000010", "iter_0000020", "iter_0000030"]
+    assert left(root) == [40, 50]
+
+
+def test_what_is_being_read_stays(root: Path) -> None:
+    with reading(root / "iter_0000010"):
+        found = data("prune", root, "--keep", 1, "--yes")
+    assert found["kept"]["iter_0000010"] == "being read"
+    assert left(root) == [10, 40]
+
+
+def test_a_reader_that_died_keeps_nothing(root: Path) -> None:
+    mark = root / ".reading-iter_0000010-0123456789ab"
+    mark.touch()
+    os.utime(mark, (time.time() - 4000,) * 2)
+    assert data("prune", root, "--keep", 3, "--yes")["removed"] == ["iter_0000010"]
+
+
+def test_a_root_without_tracker_may_be_pruned(root: Path) -> None:
+    (root / "latest_checkpointed_iteration.txt").unlink()
+    assert data("prune", root, "--keep", 1, "--yes")["removed"] == ["iter_0000010", "iter_0000020", "iter_0000030"]
+
+
+@pytest.mark.parametrize("content", ["", "ten", "\u0661\u0660", "-1", "10 20"])
+def test_an_illegible_tracker_stops_everything(root: Path, content: str) -> None:
+    (root / "latest_checkpointed_iteration.txt").write_text(content)
+    shown = call("prune", root, "--keep", 1, "--yes")
+    assert (shown.exit_code, shown.stdout) == (1, "")
+    assert shown.stderr.startswith("NotACheckpointError: ")
+    assert "mbridge_fsdp_ckpt repair" in shown.stderr
+    assert left(root) == [10, 20, 30, 40]
+
+
+def test_without_a_terminal_and_without_yes_it_refuses(root: Path) -> None:
+    shown = call("prune", root, "--keep", 1)
+    assert shown.exit_code == 2
+    assert "Add --yes" in " ".join(shown.stderr.replace("│", " ").split())
+    assert left(root) == [10, 20, 30, 40]
+
+
+def test_in_a_pipe_it_refuses(root: Path) -> None:
+    found = run("prune", str(root), "--keep", "1")
+    assert found.returncode == 2
+    assert "Add --yes" in " ".join(found.stderr.replace("│", " ").split())
+    assert "\x1b" not in found.stdout + found.stderr
+    assert left(root) == [10, 20, 30, 40]
+
+
+@pytest.mark.parametrize(("answer", "code", "stay"), [("y\n", 0, [40]), ("n\n", 1, [10, 20, 30, 40]), ("\n", 1, None)])
+def test_on_a_terminal_it_asks(
+    root: Path, monkeypatch: pytest.MonkeyPatch, answer: str, code: int, stay: list[int] | None
+) -> None:
+    monkeypatch.setattr(frame, "is_interactive", lambda: True)
+    shown = call("prune", root, "--keep", 1, answer=answer)
+    assert shown.exit_code == code
+    assert "Remove 3 checkpoints (3.0 kB)?" in shown.output
+    assert left(root) == (stay or [10, 20, 30, 40])
+
+
+def test_what_came_to_be_read_while_it_asked_stays(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def confirm(question: str, *, yes: bool) -> None:
+        (root / ".reading-iter_0000020-0123456789ab").touch()
+        iteration(root, 50)
+        (root / "latest_checkpointed_iteration.txt").write_text("30")
+
+    monkeypatch.setattr(command, "confirm", confirm)
+    assert data("prune", root, "--keep", 1, "--yes")["removed"] == ["iter_0000010"]
+    assert left(root) == [20, 30, 40, 50]
+
+
+def test_an_iteration_directory_is_no_root(root: Path) -> None:
+    shown = call("prune", root / "iter_0000010", "--keep", 1, "--yes")
+    assert shown.exit_code == 2
+    assert "give the root" in " ".join(shown.stderr.replace("│", " ").split())
+
+
+def test_a_removal_leaves_no_half(root: Path) -> None:
+    """What is removed is renamed first: iterations() never sees a half."""
+    handmade.make(root / "iter_0000001")
+    assert data("prune", root, "--keep", 4, "--yes")["removed"] == ["iter_0000001"]
+    assert list(root.glob(".deleted-*")) == []
+
+
+def test_an_object_store_is_pruned_as_well() -> None:
+    root = UPath("memory://prune")
+    for number in NUMBERS:
+        iteration(root, number)
+    (root / "latest_checkpointed_iteration.txt").write_text("20")
+    assert data("prune", str(root), "--keep", 1, "--yes")["removed"] == ["iter_0000010", "iter_0000030"]
+    assert [number for number in NUMBERS if (root / f"iter_{number:07d}" / "manifest.json").exists()] == [20, 40]

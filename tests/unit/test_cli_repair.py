@@ -1,0 +1,310 @@
+"""`repair`: what a death leaves is put right, and nothing that is complete or alive is touched."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from upath import UPath
+
+from mbridge_fsdp_ckpt.cli import app as frame
+from mbridge_fsdp_ckpt.storage.checksums import checksum
+from mbridge_fsdp_ckpt.storage.manifest import read_manifest, write_manifest
+from mbridge_fsdp_ckpt.storage.schema import ExtraEntry
+from tests.unit import handmade
+from tests.unit.handmade import payload
+from tests.unit.test_cli import call, data, run
+
+TRACKER, STATE = "latest_checkpointed_iteration.txt", "latest_train_state.pt"
+TOKEN = "0123456789ab"
+
+
+def make(root: Path, number: int, state: bytes | None = None) -> Path:
+    directory = handmade.make(root / f"iter_{number:07d}")
+    if state is not None:
+        (directory / "train_state.pt").write_bytes(state)
+        entry = ExtraEntry(name="train_state.pt", size=len(state), checksum=checksum(state))
+        write_manifest(directory / "manifest.json", read_manifest(directory).model_copy(update={"files": (entry,)}))
+    return directory
+
+
+def age(path: Path, seconds: float = 4000) -> Path:
+    """Nobody has touched it for that long."""
+    for place in (path, *path.rglob("*")):
+        os.utime(place, (time.time() - seconds,) * 2)
+    return path
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Two checkpoints; the tracker names the newer one."""
+    make(tmp_path, 10, b"state 10")
+    make(tmp_path, 20, b"state 20")
+    (tmp_path / TRACKER).write_text("20")
+    (tmp_path / STATE).write_bytes(b"state 20")
+    return tmp_path
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+WHOLE = ["iter_0000010", "iter_0000020", TRACKER, STATE]
+
+
+def done(found: Any) -> list[tuple[str, str]]:
+    assert all(step["done"] for step in found["steps"])
+    return [(step["action"], Path(step["path"]).name) for step in found["steps"]]
+
+
+def test_a_root_in_order_is_left_alone(root: Path) -> None:
+    assert data("repair", root) == {
+        "root": str(root),
+        "dry_run": False,
+        "steps": [],
+        "left_alone": [],
+        "broken": [],
+    }
+    assert call("repair", root).stdout.splitlines() == [str(root), "Nothing to do."]
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (None, "missing"),
+        ("", "illegible: ''"),
+        ("ten", "illegible: 'ten'"),
+        ("../iter_0000010", "illegible: '../iter_0000010'"),
+        ("30", "names iter_0000030, which is not there"),
+        ("40", "names iter_0000040, which is not complete"),
+        ("release", "names release, which is not complete"),
+    ],
+)
+def test_the_tracker_is_rebuilt(root: Path, content: str | None, why: str) -> None:
+    (root / "iter_0000040").mkdir()
+    (root / STATE).write_bytes(b"state of something else")
+    (root / TRACKER).unlink()
+    if content is not None:
+        (root / TRACKER).write_text(content)
+    found = data("repair", root)
+    assert done(found) == [("write", STATE), ("write", TRACKER)]
+    assert found["steps"][1]["why"] == f"{why}; iter_0000020 is the newest complete and readable checkpoint"
+    assert (root / TRACKER).read_bytes() == b"20"
+    assert (root / STATE).read_bytes() == b"state 20"
+    assert data("repair", root)["steps"] == []
+
+
+def test_a_tracker_that_names_something_complete_is_never_changed(root: Path) -> None:
+    for number in (10, 20):
+        (root / TRACKER).write_text(f"{number}\n")
+        assert data("repair", root)["steps"] == []
+        assert (root / TRACKER).read_text() == f"{number}\n"
+
+
+def test_a_release_is_something_complete(root: Path) -> None:
+    handmade.make(root / "release")
+    (root / TRACKER).write_text("release")
+    assert data("repair", root)["steps"] == []
+
+
+def test_a_complete_checkpoint_that_is_damaged_is_not_named(root: Path) -> None:
+    (root / "iter_0000020" / payload(1)).unlink()
+    (root / TRACKER).unlink()
+    found = data("repair", root)
+    assert (root / TRACKER).read_text() == "10"
+    assert (root / STATE).read_bytes() == b"state 10"
+    [left] = found["left_alone"]
+    assert left["path"] == str(root / "iter_0000020")
+    assert payload(1) in left["why"]
+
+
+def test_a_tracker_that_names_something_damaged_is_left_alone_and_said(root: Path) -> None:
+    (root / "iter_0000020" / payload(1)).unlink()
+    found = data("repair", root)
+    assert found["steps"] == []
+    assert "iteration 20, which is complete but not readable" in found["left_alone"][0]["why"]
+
+
+def test_without_a_readable_checkpoint_it_ends_with_1(root: Path) -> None:
+    for number in (10, 20):
+        (root / f"iter_{number:07d}" / payload(1)).unlink()
+    (root / TRACKER).write_text("30")
+    found = data("repair", root, code=1)
+    assert found["broken"] == [
+        {
+            "path": str(root / TRACKER),
+            "why": "names iter_0000030, which is not there, and no checkpoint is readable",
+        }
+    ]
+    assert (root / TRACKER).read_text() == "30"
+
+
+def test_an_empty_root_needs_no_tracker(tmp_path: Path) -> None:
+    assert data("repair", tmp_path)["steps"] == []
+    (tmp_path / TRACKER).write_text("10")
+    assert "no complete checkpoint to name" in data("repair", tmp_path, code=1)["broken"][0]["why"]
+
+
+def test_bridges_other_tracker_is_said_to_be_doubtful_where_it_cannot_be_rebuilt(root: Path) -> None:
+    make(root, 30)
+    (root / TRACKER).unlink()
+    found = data("repair", root)
+    assert done(found) == [("write", TRACKER)]
+    assert found["left_alone"] == [
+        {"path": str(root / STATE), "why": "may belong to another iteration: iter_0000030 has no train_state.pt"}
+    ]
+    assert (root / STATE).read_bytes() == b"state 20"
+
+
+def test_a_damaged_train_state_is_not_copied(root: Path) -> None:
+    (root / "iter_0000020" / "train_state.pt").write_bytes(b"state 21")
+    (root / TRACKER).unlink()
+    shown = call("repair", root)
+    assert shown.exit_code == 1
+    assert shown.stderr.startswith("DamagedCheckpointError: ")
+    assert not (root / TRACKER).exists()
+
+
+def test_an_old_checkpoint_is_moved_back(root: Path) -> None:
+    (root / "iter_0000020").rename(root / f".replaced-iter_0000020-{TOKEN}")
+    found = data("repair", root)
+    assert done(found) == [("move back", f".replaced-iter_0000020-{TOKEN}")]
+    assert names(root) == WHOLE
+
+
+def test_an_old_checkpoint_that_comes_back_may_be_named(root: Path) -> None:
+    (root / "iter_0000020").rename(root / f".replaced-iter_0000020-{TOKEN}")
+    (root / TRACKER).write_text("garbage")
+    (root / STATE).unlink()
+    found = data("repair", root)
+    assert done(found) == [("move back", f".replaced-iter_0000020-{TOKEN}"), ("write", STATE), ("write", TRACKER)]
+    assert (root / TRACKER).read_text() == "20"
+    assert (root / STATE).read_bytes() == b"state 20"
+
+
+@pytest.mark.parametrize("kind", ["staging", "deleted", "replaced"])
+def test_what_dead_saves_left_is_deleted(root: Path, kind: str) -> None:
+    leftover = handmade.make(root / f".{kind}-iter_0000020-{TOKEN}")
+    age(leftover)
+    found = data("repair", root, "--yes")
+    assert done(found) == [("delete", leftover.name)]
+    assert names(root) == WHOLE
+
+
+def test_what_may_be_alive_is_left_alone(root: Path) -> None:
+    """One file that was written just now is enough."""
+    leftover = age(handmade.make(root / f".staging-iter_0000030-{TOKEN}"))
+    os.utime(leftover / payload(0))
+    found = data("repair", root, "--yes")
+    assert found["steps"] == []
+    assert found["left_alone"] == [
+        {"path": str(leftover), "why": "touched within the last hour: a save may be in progress (--force)"}
+    ]
+    assert data("repair", root, "--yes", "--force")["steps"][0]["done"]
+    assert names(root) == WHOLE
+
+
+@pytest.mark.parametrize(("seconds", "goes"), [(3500, False), (3700, True)])
+def test_an_hour_is_the_limit(root: Path, seconds: float, goes: bool) -> None:
+    age(handmade.make(root / f".staging-iter_0000030-{TOKEN}"), seconds)
+    assert bool(data("repair", root, "--yes")["steps"]) is goes
+
+
+def test_marks_of_dead_readers_are_deleted_and_those_of_living_ones_never(root: Path) -> None:
+    dead, alive = root / f".reading-iter_0000010-{TOKEN}", root / f".reading-iter_0000020-{TOKEN}"
+    dead.touch()
+    alive.touch()
+    age(dead)
+    found = data("repair", root, "--yes", "--force")
+    assert done(found) == [("delete", dead.name)]
+    assert found["left_alone"] == [{"path": str(alive), "why": "somebody reads that checkpoint"}]
+    assert alive.exists()
+
+
+def test_objects_of_dead_saves_by_marker_are_deleted(root: Path) -> None:
+    dead = root / "iter_0000030"
+    dead.mkdir()
+    for name in (f"__0_0-{TOKEN}.distcp", f"chunks_00000-{TOKEN}.jsonl", "notes.txt"):
+        (dead / name).write_bytes(b"x")
+    age(dead)
+    found = data("repair", root, "--yes")
+    assert done(found) == [("delete", f"__0_0-{TOKEN}.distcp"), ("delete", f"chunks_00000-{TOKEN}.jsonl")]
+    assert names(dead) == ["notes.txt"]
+
+
+def test_an_old_object_beside_a_new_one_is_left_alone(root: Path) -> None:
+    dead = root / "iter_0000030"
+    dead.mkdir()
+    for rank in (0, 1):
+        (dead / f"__{rank}_0-{TOKEN}.distcp").write_bytes(b"x")
+    age(dead)
+    os.utime(dead / f"__1_0-{TOKEN}.distcp")
+    found = data("repair", root, "--yes")
+    assert (found["steps"], len(found["left_alone"])) == ([], 2)
+
+
+def test_nothing_committed_is_ever_deleted(root: Path) -> None:
+    (root / "iter_0000010" / payload(0)).unlink()
+    (root / "iter_0000020" / "manifest.json").write_bytes(b"")
+    before = sorted(path for path in root.rglob("*"))
+    data("repair", age(root), "--yes", "--force")
+    assert sorted(path for path in root.rglob("*")) == before
+
+
+def test_a_dry_run_changes_nothing(root: Path) -> None:
+    age(handmade.make(root / f".staging-iter_0000030-{TOKEN}"))
+    (root / TRACKER).write_text("x")
+    before = names(root)
+    shown = call("repair", root, "--dry-run")
+    assert shown.exit_code == 0
+    assert shown.stdout.splitlines()[-1] == "3 to do; nothing was changed (--dry-run)."
+    assert (names(root), (root / TRACKER).read_text()) == (before, "x")
+
+
+def test_without_a_terminal_and_without_yes_nothing_is_changed(root: Path) -> None:
+    age(handmade.make(root / f".staging-iter_0000030-{TOKEN}"))
+    (root / TRACKER).write_text("x")
+    for code in (call("repair", root).exit_code, run("repair", str(root)).returncode):
+        assert code == 2
+        assert (root / TRACKER).read_text() == "x"
+        assert f".staging-iter_0000030-{TOKEN}" in names(root)
+
+
+@pytest.mark.parametrize(("answer", "code"), [("y\n", 0), ("n\n", 1)])
+def test_on_a_terminal_it_asks(root: Path, monkeypatch: pytest.MonkeyPatch, answer: str, code: int) -> None:
+    monkeypatch.setattr(frame, "is_interactive", lambda: True)
+    leftover = age(handmade.make(root / f".staging-iter_0000030-{TOKEN}"))
+    shown = call("repair", root, answer=answer)
+    assert shown.exit_code == code
+    assert "Delete 1 leftover?" in shown.output
+    assert leftover.exists() is bool(code)
+
+
+def test_shown_it_says_what_was_done_and_what_was_left(root: Path) -> None:
+    age(handmade.make(root / f".staging-iter_0000030-{TOKEN}"))
+    handmade.make(root / f".staging-iter_0000040-{TOKEN}")
+    lines = call("repair", root, "--yes").stdout.splitlines()
+    assert lines[1].startswith(f"  delete     .staging-iter_0000030-{TOKEN}  (left by a save or a removal that died, ")
+    assert lines[2].startswith(f"  left alone .staging-iter_0000040-{TOKEN}  (touched within the last hour")
+    assert lines[3] == "1 done."
+
+
+def test_an_iteration_directory_is_no_root(root: Path) -> None:
+    assert call("repair", root / "iter_0000020").exit_code == 2
+
+
+def test_an_object_store_is_repaired_as_well(root: Path) -> None:
+    """This one does not tell how old its objects are: they may be young."""
+    store = UPath("memory://repair")
+    for path in (root / "iter_0000020").iterdir():
+        (store / "iter_0000020" / path.name).write_bytes(path.read_bytes())
+    (store / "iter_0000030" / f"__0_0-{TOKEN}.distcp").write_bytes(b"x")
+    found = data("repair", str(store), "--yes")
+    assert [step["action"] for step in found["steps"]] == ["write", "write"]
+    assert [left["path"] for left in found["left_alone"]] == [f"{store}/iter_0000030/__0_0-{TOKEN}.distcp"]
+    assert (store / TRACKER).read_text() == "20"
+    assert (store / STATE).read_bytes() == b"state 20"
+    assert done(data("repair", str(store), "--yes", "--force")) == [("delete", f"__0_0-{TOKEN}.distcp")]

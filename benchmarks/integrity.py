@@ -1,0 +1,159 @@
+"""What integrity costs: `python -m benchmarks.integrity`.
+
+One model on two real ranks, in one run: saves with and without checksums in turn, and loads with `verify="full"` and
+`verify="header"` in turn, from the page cache and from the disk.  Medians of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch.distributed as dist
+from rich.console import Console
+
+import mbridge_fsdp_ckpt
+from benchmarks.machine import machine, versions
+from mbridge_fsdp_ckpt.storage import payload
+from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
+from mbridge_fsdp_ckpt.testing.models import Recipe, build
+from mbridge_fsdp_ckpt.testing.modules import MEGATRON_MODULES, is_installed
+from mbridge_fsdp_ckpt.testing.ranks import RankPool
+
+RESULTS = Path(__file__).parent / "results" / "integrity"
+RANKS = 2
+LIMITS = {"save": 0.10, "load, cached": 0.15, "load, from disk": 0.15}
+Times = dict[str, list[float]]
+
+
+class NoHasher:
+    """In place of the hasher, to see what a save takes without."""
+
+    def update(self, data: Any) -> None:
+        """Nothing."""
+
+    def result(self) -> str:
+        """As long as a checksum."""
+        return "xxh3_64:0000000000000000"
+
+
+def measure(folder: str, recipe: Recipe, repeats: int) -> Times:
+    """On every rank: its seconds of each save and load, the first of each kind left out."""
+    replace_cuda_only_kernels()
+    trainable = build(recipe)
+    trainable.step(0)
+    arguments: dict[str, Any] = {"model": trainable.model, "optimizer": trainable.optimizer}
+    times: Times = {}
+
+    def timed(name: str, action: Any, number: int) -> None:
+        dist.barrier()
+        begin = time.perf_counter()
+        action()
+        if number:
+            times.setdefault(name, []).append(time.perf_counter() - begin)
+
+    with_sums, without = Path(folder) / "with", Path(folder) / "without"
+    for number in range(repeats + 1):
+        timed("save, checksums", lambda: mbridge_fsdp_ckpt.save(with_sums, **arguments), number)
+        with patch.object(payload, "Hasher", NoHasher):
+            timed("save, no checksums", lambda: mbridge_fsdp_ckpt.save(without, **arguments), number)
+    for number in range(repeats + 1):
+        for verify in ("full", "header"):
+            settings = mbridge_fsdp_ckpt.Settings(verify=verify)
+            for place in ("cached", "from disk"):
+                _prepare_cache(with_sums, cached=place == "cached")
+                name = f"load, {place}, {verify}"
+                timed(name, lambda s=settings: mbridge_fsdp_ckpt.load(with_sums, settings=s, **arguments), number)
+    return times
+
+
+def _prepare_cache(directory: Path, *, cached: bool) -> None:
+    """Rank 0 reads the files, or drops them from the page cache; the others wait."""
+    if dist.get_rank() == 0:
+        for path in directory.iterdir():
+            with path.open("rb") as file:
+                if cached:
+                    while file.read(1 << 24):
+                        pass
+                else:
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    dist.barrier()
+
+
+@contextmanager
+def scratch(place: Path) -> Iterator[Path]:
+    """A folder that is removed."""
+    folder = Path(tempfile.mkdtemp(dir=place))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+def compare(times: list[Times]) -> dict[str, dict[str, float]]:
+    """Medians over repeats of the slowest rank, and the overhead."""
+    medians = {
+        name: statistics.median(map(max, zip(*(rank[name] for rank in times), strict=True))) for name in times[0]
+    }
+    pairs = {
+        "save": ("save, checksums", "save, no checksums"),
+        **{f"load, {place}": (f"load, {place}, full", f"load, {place}, header") for place in ("cached", "from disk")},
+    }
+    return {
+        what: {"with": medians[one], "without": medians[other], "overhead": medians[one] / medians[other] - 1}
+        for what, (one, other) in pairs.items()
+    }
+
+
+def report(about: dict[str, str], found: dict[str, dict[str, float]], size: int) -> str:
+    """A page."""
+    lines = [f"# What integrity costs\n\n{__doc__.split(chr(10), 2)[2].strip()}\n"]
+    lines += [f"- {name}: {value}" for name, value in about.items()]
+    lines += [
+        f"- checkpoint: {size / 1e6:.0f} MB\n",
+        "| | with, s | without, s | overhead | limit |",
+        "| --- " * 5 + "|",
+    ]
+    for what, row in found.items():
+        values = f"{row['with']:.3f} | {row['without']:.3f} | {row['overhead']:+.1%} | {LIMITS[what]:.0%}"
+        lines.append(f"| {what} | {values} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.integrity", description=__doc__)
+    parser.add_argument("--repeats", type=int, default=7, help="of each kind of save and load (default: 7)")
+    parser.add_argument("--hidden", type=int, default=512, help="the model's width (default: 512)")
+    parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="where checkpoints go")
+    arguments = parser.parse_args()
+    recipe = Recipe(layers=4, hidden=arguments.hidden, ffn=4 * arguments.hidden, experts=4, vocabulary=64)
+    modules = [module for module in MEGATRON_MODULES if is_installed(module.partition(".")[0])]
+    with scratch(arguments.scratch) as folder, RankPool(RANKS, preload=modules, time_limit=3000) as pool:
+        times = pool.run(measure, str(folder), recipe, arguments.repeats)
+        size = sum(path.stat().st_size for path in (folder / "with").iterdir())
+    about = {
+        "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        "repeats": str(arguments.repeats),
+        **machine(arguments.scratch),
+        **versions(),
+    }
+    page = report(about, compare(times), size)
+    Console(highlight=False).print(page)
+    RESULTS.with_suffix(".md").write_text(page)
+    RESULTS.with_suffix(".json").write_text(json.dumps({"about": about, "times": times, "size": size}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""What ranks do in the tests of a load's checks: what the caller accepts, and how much is verified."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import torch.distributed as dist
+
+import mbridge_fsdp_ckpt
+from mbridge_fsdp_ckpt.errors import CheckpointError
+from mbridge_fsdp_ckpt.storage import files, reader
+from mbridge_fsdp_ckpt.testing.models import Recipe
+from tests.core import cases, failures, oracle
+
+RECIPE = Recipe(layers=1)
+
+
+def load_unacceptable(directory: str, refusing: int) -> dict[str, Any]:
+    """A load whose caller finds fault with the values, on one rank."""
+    trainable = cases.prepared(RECIPE, steps=1, seed=7)
+    placed: list[int] = []
+
+    def accept(loaded: mbridge_fsdp_ckpt.Loaded) -> Any:
+        if dist.get_rank() == refusing:
+            raise ValueError(f"no schedule of iteration {loaded.values['iteration']}")
+        return lambda: placed.append(1)
+
+    seen = failures.seen(
+        trainable,
+        lambda: mbridge_fsdp_ckpt.load(directory, model=trainable.model, optimizer=trainable.optimizer, accept=accept),
+    )
+    return {**seen, "placed": placed}
+
+
+def load_accepted(directory: str) -> dict[str, Any]:
+    """What the caller sees, and when its own state is put in place."""
+    trainable = cases.prepared(RECIPE, seed=7)
+    before = oracle.live(trainable)
+    order: list[Any] = []
+
+    def accept(loaded: mbridge_fsdp_ckpt.Loaded) -> Any:
+        order.append(("accept", loaded.values["iteration"], oracle.live(trainable) == before))
+        return lambda: order.append(("in place", oracle.live(trainable) == before))
+
+    mbridge_fsdp_ckpt.load(directory, model=trainable.model, optimizer=trainable.optimizer, accept=accept)
+    return {"order": order, "live": oracle.live(trainable)}
+
+
+def load_verifying(directory: str, verify: Any) -> dict[str, Any]:
+    """A load; how many bytes of payload it read, and what it loaded or raised."""
+    trainable = cases.prepared(RECIPE, steps=1, seed=7)
+    settings = mbridge_fsdp_ckpt.Settings(verify=verify)
+    read: list[int] = []
+    original = files.read_range
+
+    def counted(path: Any, offset: int, length: int) -> Any:
+        read.append(length)
+        return original(path, offset, length)
+
+    before = oracle.live(trainable)
+    error = ""
+    with patch.object(reader, "read_range", counted):
+        try:
+            mbridge_fsdp_ckpt.load(directory, model=trainable.model, optimizer=trainable.optimizer, settings=settings)
+        except CheckpointError as caught:
+            error = str(caught)
+    live = oracle.live(trainable)
+    return {"error": error, "read": sum(read), "live": live, "unchanged": live == before}

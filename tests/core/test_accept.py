@@ -1,0 +1,71 @@
+"""What a load checks before anything changes: the caller's own state, and as much of the bytes as was asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from tests.core import accepting, cases
+
+
+@pytest.fixture
+def saved(megatron_ranks: RankPool, tmp_path: Path) -> tuple[Path, Any]:
+    directory = tmp_path / "iter_0000002"
+    return directory, megatron_ranks.run(cases.train_and_save, str(directory), accepting.RECIPE, ranks=2)[0]["live"]
+
+
+@pytest.mark.parametrize("refusing", [0, 1])
+def test_what_one_rank_does_not_accept_fails_all_and_changes_nothing(
+    refusing: int, saved: tuple[Path, Any], megatron_ranks: RankPool
+) -> None:
+    results = megatron_ranks.run(accepting.load_unacceptable, str(saved[0]), refusing, ranks=2)
+    assert {result["error"] for result in results} == {"RankFailedError"}
+    assert len({result["text"] for result in results}) == 1
+    assert "no schedule of iteration 2" in results[0]["text"]
+    assert f"rank {refusing} on " in results[0]["text"]
+    assert all(result["unchanged"] and result["placed"] == [] for result in results)
+
+
+def test_the_callers_state_is_checked_before_and_put_in_place_after(
+    saved: tuple[Path, Any], megatron_ranks: RankPool
+) -> None:
+    for result in megatron_ranks.run(accepting.load_accepted, str(saved[0]), ranks=2):
+        assert result["order"] == [("accept", 2, True), ("in place", False)]
+        assert _weights(result["live"]) == _weights(saved[1])
+
+
+def _weights(live: Any) -> Any:
+    return {key: value for key, value in live.items() if key.startswith("model.")}
+
+
+def test_a_load_reads_once_or_twice(saved: tuple[Path, Any], megatron_ranks: RankPool) -> None:
+    full, header = (megatron_ranks.run(accepting.load_verifying, str(saved[0]), v, ranks=2) for v in ("full", "header"))
+    assert [result["error"] for result in (*full, *header)] == [""] * 4
+    assert all(result["live"] == saved[1] for result in (*full, *header))
+    for twice, once in zip(full, header, strict=True):
+        assert 2 * once["read"] <= twice["read"] < 2.2 * once["read"], "a few scalars are verified and not needed"
+
+
+@pytest.mark.parametrize("verify", ["full", "header"])
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "missing", "table flipped", "manifest flipped"])
+def test_how_much_is_seen(damage: str, verify: str, saved: tuple[Path, Any], megatron_ranks: RankPool) -> None:
+    directory, live = saved
+    what = {"table": "chunks_00001.jsonl", "manifest": "manifest.json"}.get(damage.split()[0], "__1_0.distcp")
+    path = directory / what
+    content = bytearray(path.read_bytes())
+    if damage == "missing":
+        path.unlink()
+    elif damage == "truncated":
+        path.write_bytes(content[:-1])
+    else:
+        content[content.find(b"/data/0") + 200 if what.endswith("distcp") else len(content) // 2] ^= 1
+        path.write_bytes(content)
+    results = megatron_ranks.run(accepting.load_verifying, str(directory), verify, ranks=2)
+    if (damage, verify) == ("flipped", "header"):
+        assert [result["error"] for result in results] == ["", ""], "contents go unseen, as documented"
+        assert results[0]["live"] != live
+    else:
+        assert all(what in result["error"] and result["unchanged"] for result in results)

@@ -1,0 +1,121 @@
+"""Old checkpoints: the newest stay, and none goes while somebody reads it."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from mbridge_fsdp_ckpt.storage import retention
+from mbridge_fsdp_ckpt.storage.retention import Iteration, being_read, iterations, prunable, prune, reading
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Iterations 10 to 50, of which 30 never got a head and 40 is stock's."""
+    for number in (10, 20, 30, 40, 50):
+        directory = tmp_path / f"iter_{number:07d}"
+        directory.mkdir()
+        (directory / "__0_0.distcp").write_bytes(b"x" * number)
+    for number in (10, 20, 50):
+        (tmp_path / f"iter_{number:07d}" / "manifest.json").write_text("{}")
+    (tmp_path / "iter_0000040" / ".metadata").write_bytes(b"")
+    for name in ("tensorboard", "iter_", "iter_x", ".staging-iter_0000060-0123456789ab"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "iter_0000070").write_text("a file")
+    return tmp_path
+
+
+def numbers(found: list[Iteration]) -> list[int]:
+    return [iteration.number for iteration in found]
+
+
+def left(root: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in root.glob("iter_00000?0") if path.is_dir())
+
+
+def test_iterations_are_found_oldest_first(root: Path) -> None:
+    found = iterations(root)
+    assert [(i.number, i.complete) for i in found] == [(10, True), (20, True), (30, False), (40, True), (50, True)]
+
+
+@pytest.mark.parametrize(
+    ("keep", "also_keep", "expected"),
+    [
+        (1, None, [10, 20, 40]),
+        (2, None, [10, 20]),
+        (4, None, []),
+        (99, None, []),
+        (1, 20, [10, 40]),
+        (1, 50, [10, 20, 40]),
+        (1, 30, [10, 20, 40]),
+    ],
+)
+def test_the_newest_stay(root: Path, keep: int, also_keep: int | None, expected: list[int]) -> None:
+    assert numbers(prunable(root, keep, also_keep)) == expected
+    assert left(root) == [10, 20, 30, 40, 50], "asking removes nothing"
+    assert numbers(prune(root, keep, also_keep)) == expected
+    assert left(root) == [n for n in (10, 20, 30, 40, 50) if n not in expected]
+
+
+def test_what_somebody_reads_stays_until_it_is_read(root: Path) -> None:
+    with reading(root / "iter_0000010"), reading(root / "iter_0000010"), reading(root / "iter_0000040"):
+        assert being_read(root / "iter_0000010")
+        assert not being_read(root / "iter_0000020")
+        assert numbers(prune(root, 1)) == [20]
+    assert not being_read(root / "iter_0000010")
+    assert list(root.glob(".reading-*")) == []
+    assert numbers(prune(root, 1)) == [10, 40]
+
+
+def test_a_reader_that_died_protects_for_an_hour(root: Path) -> None:
+    mark = root / ".reading-iter_0000010-0123456789ab"
+    mark.touch()
+    assert numbers(prune(root, 2)) == [20]
+    past = time.time() - retention.STALE_S - 5
+    os.utime(mark, (past, past))
+    assert not being_read(root / "iter_0000010")
+    assert numbers(prune(root, 2)) == [10]
+    assert not mark.exists()
+
+
+def test_a_reader_gives_signs_of_life(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with reading(root / "iter_0000010") as alive:
+        [mark] = root.glob(".reading-*")
+        past = time.time() - retention.STALE_S - 5
+        os.utime(mark, (past, past))
+        alive()
+        assert not being_read(root / "iter_0000010"), "not more often than needed"
+        monkeypatch.setattr(retention, "STALE_S", 0.0)
+        alive()
+        monkeypatch.undo()
+        assert being_read(root / "iter_0000010")
+
+
+def test_a_reader_that_may_not_write_reads_without_protection(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(self: Path, *arguments: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "touch", refused)
+    with reading(root / "iter_0000010") as alive:
+        alive()
+        assert not being_read(root / "iter_0000010")
+
+
+def test_nothing_is_marked_where_there_is_nothing(root: Path) -> None:
+    with reading(root / "iter_0000099"), reading(root / "iter_0000010", enabled=False):
+        assert list(root.glob(".reading-*")) == []
+
+
+def test_no_half_of_a_removed_checkpoint_can_be_taken_for_one(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def dies(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shutil.rmtree", dies)
+    with pytest.raises(KeyboardInterrupt):
+        prune(root, 3)
+    monkeypatch.undo()
+    assert left(root) == [20, 30, 40, 50]
+    assert [path.name for path in root.glob(".deleted-iter_0000010-*")] != []

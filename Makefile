@@ -20,8 +20,8 @@ test-soak: full ## Every case of the matrices that the tests sample; writes docs
 	$(RUN) MBRIDGE_SOAK=1 python -m pytest tests/soak tests/bridge/test_lab_scripts.py --timeout 3600 -s $(ARGS)
 	$(RUN) python -m tests.soak.report
 
-test-quick: dev ## The tests that need neither the real stack nor patience
-	$(RUN) python -m pytest -m "not bridge and not gpu and not slow" $(ARGS)
+test-quick: full ## Every unit test, and of each family one pair of layouts: less than five minutes
+	$(RUN) python -m pytest -m quick $(ARGS)
 
 bench: full ## Run the benchmarks
 	$(RUN) python -m benchmarks $(ARGS)

@@ -172,11 +172,11 @@ def _load(
             named = loading.disputed(opened, answer["disputed"])
             answer = agreement.meet("unexpected keys", named, loading.judge_unexpected(opened, settings))
         filled = _attempt(agreement, "filling tensors", lambda: _fill(prepared, agreement))
-        agreement.meet(
-            "completion of the load",
-            _interrupted(filled) if isinstance(filled, CheckpointError) else None,
-            lambda messages: None,
-        )
+        try:
+            message = filled if isinstance(filled, CheckpointError) else None
+            agreement.meet("completion of the load", message, lambda messages: None)
+        except CheckpointError as error:
+            raise _interrupted(error) from error
     filling.refresh(opened)
     loaded: Loaded = prepared[1]
     return replace(loaded, skipped=(*loaded.skipped, *answer["unread"]))
@@ -208,7 +208,7 @@ def _message(prepared: Any, announce: Callable[[Any], Any]) -> Any:
 
 def _interrupted(error: CheckpointError) -> CheckpointError:
     return LoadInterruptedError(
-        expected="the bytes that were verified a moment ago",
+        expected="all ranks to fill what they had verified",
         found=str(error),
         remedy="Model and optimizer are partly loaded: end this process and load again.",
         rank=error.rank,

@@ -1,3 +1,18 @@
-"""Fixtures for all tests."""
+"""Fixtures and markers for all tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
 
 pytest_plugins = ["mbridge_fsdp_ckpt.testing.pytest_plugin"]
+
+_UNIT = Path(__file__).parent / "unit"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests without processes are quick."""
+    for item in items:
+        if _UNIT in item.path.parents:
+            item.add_marker(pytest.mark.quick)

@@ -11,6 +11,8 @@ import pytest
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
 from tests.core import cases, failures, oracle
 
+pytestmark = pytest.mark.quick
+
 
 def same_on_all(results: list[dict[str, Any]], error: str) -> str:
     """All ranks saw the same error and nothing changed; its text."""

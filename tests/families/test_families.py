@@ -159,6 +159,7 @@ def other_pairs(families: dict[str, Family]) -> list[tuple[str, str]]:
     return [(name, where) for name, family in families.items() for where in list(family.loaded_in)[1:]]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("model", FAMILIES, ids=first_pairs(FAMILIES))
 def test_a_family_loads_in_another_layout(model: str, shelf: Shelf) -> None:
     check_first(model, FAMILIES[model], shelf)

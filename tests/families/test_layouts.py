@@ -50,6 +50,7 @@ def test_every_layout(name: str, shelf: Shelf) -> None:
     shelf.check("everything", SAVED_IN, LAYOUTS[name])
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", OF_OTHER_MODELS)
 def test_tied_embeddings(name: str, shelf: Shelf) -> None:
     shelf.check("tied", TIED_SAVED_IN, OF_OTHER_MODELS[name])

@@ -16,7 +16,7 @@ from tests.unit import test_json_schema
 
 __all__ = ["megatron_ranks"]
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
+pytestmark = pytest.mark.timeout(3000)
 CASES = 2_000
 
 

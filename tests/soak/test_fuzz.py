@@ -18,7 +18,6 @@ from mbridge_fsdp_ckpt.errors import CheckpointError
 from tests.soak import attacks_stock, damage, forge, hostile, sampling
 from tests.unit import handmade
 
-pytestmark = pytest.mark.slow
 EXAMPLES = 300
 BOUND = 64 << 20  # bytes; the checkpoints have some thousands
 

@@ -20,7 +20,7 @@ from tests.soak.attacks import ATTACKS
 from tests.soak.attacks_stock import CALLS, OPCODES
 from tests.soak.hostile import CANARY, CPU_SECONDS, Seen, forked, watch
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
+pytestmark = pytest.mark.timeout(3000)
 PROCESSES = 2
 SECONDS = 5.0
 """Of processor time that one attack may take."""

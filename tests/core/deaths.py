@@ -1,0 +1,88 @@
+"""What ranks do in the tests of ranks that raise, die or stall in the middle of a save or load."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+from unittest.mock import patch
+
+import torch.distributed as dist
+
+import mbridge_fsdp_ckpt
+from mbridge_fsdp_ckpt import agreement
+from mbridge_fsdp_ckpt.errors import CheckpointError
+from mbridge_fsdp_ckpt.testing.models import Recipe
+from tests.core import cases, oracle
+
+RECIPE = Recipe(layers=1)
+LIMIT_S, GRACE_S = 1.5, 1.0
+STALL_S = 2 * (LIMIT_S + GRACE_S) + 1.0
+
+Ending = Literal["raises", "dies", "stalls"]
+
+
+def save(directory: str, victim: int, step: str, ending: Ending) -> dict[str, Any]:
+    """A save in which the victim does not get through the step."""
+    trainable = cases.prepared(RECIPE, steps=1)
+    dist.barrier()
+    with _ended(victim, step, ending):
+        return _seen(trainable, lambda settings, **what: mbridge_fsdp_ckpt.save(directory, settings=settings, **what))
+
+
+def load(directory: str, victim: int, step: str, ending: Ending) -> dict[str, Any]:
+    """A load in which the victim does not get through the step."""
+    trainable = cases.prepared(RECIPE, steps=1, seed=7)
+    dist.barrier()
+    with _ended(victim, step, ending):
+        return _seen(trainable, lambda settings, **what: mbridge_fsdp_ckpt.load(directory, settings=settings, **what))
+
+
+def _seen(trainable: Any, action: Any) -> dict[str, Any]:
+    before, begin = _own(trainable), time.monotonic()
+    settings = mbridge_fsdp_ckpt.Settings(time_limit=LIMIT_S)
+    try:
+        action(settings, model=trainable.model, optimizer=trainable.optimizer)
+    except CheckpointError as error:
+        seconds = time.monotonic() - begin
+        wire = error.to_wire()
+        return {**wire, "text": str(error), "seconds": seconds, "unchanged": _own(trainable) == before}
+    raise AssertionError("no error was raised")
+
+
+def _own(trainable: Any) -> list[Any]:
+    """Digests of this rank's own blocks: survivors cannot gather any more."""
+    module = trainable.model.module
+    tensors = [p._local_tensor for p in module.state_dict(keep_vars=True).values() if hasattr(p, "_local_tensor")]
+    for state in trainable.optimizer.optimizer.state.values():
+        tensors += [getattr(value, "_local_tensor", value) for value in state.values() if hasattr(value, "shape")]
+    return [oracle.digest(tensor) for tensor in tensors]
+
+
+@contextmanager
+def _ended(victim: int, step: str, ending: Ending) -> Iterator[None]:
+    with patch.object(agreement, "_GRACE", GRACE_S):
+        if dist.get_rank() != victim:
+            yield
+            return
+        module, _, path = step.partition(":")
+        owner: Any = importlib.import_module(f"mbridge_fsdp_ckpt.{module}")
+        *holders, name = path.split(".")
+        for holder in holders:
+            owner = getattr(owner, holder)
+        original = getattr(owner, name)
+
+        def last(*arguments: Any, **named: Any) -> Any:
+            if ending == "raises":
+                raise RuntimeError("this rank cannot go on")
+            if ending == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(STALL_S)
+            return original(*arguments, **named)
+
+        with patch.object(owner, name, last):
+            yield

@@ -1,0 +1,91 @@
+"""A rank that raises, dies or stalls anywhere in a save or load is one named error on all others, in time."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mbridge_fsdp_ckpt.testing.modules import MEGATRON_MODULES, is_installed
+from mbridge_fsdp_ckpt.testing.pytest_plugin import RANKS
+from mbridge_fsdp_ckpt.testing.ranks import Died, RankPool
+from tests.core import cases, deaths
+
+WORLD = 4
+HOST = socket.gethostname()
+SAVE_STEPS = {"planning": "saving:prepare", "writing": "saving:write", "commit": "storage.payload:PayloadWriter.close"}
+LOAD_STEPS = {"reading": "loading:prepare", "verifying": "loading:check_coverage", "filling": "filling:_install"}
+ENDINGS = ("raises", "dies", "stalls")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Any:
+    """Ranks that may die: no patience with those."""
+    if not is_installed("megatron.core"):
+        pytest.skip("needs megatron.core, which is not installed")
+    modules = [module for module in MEGATRON_MODULES if is_installed(module.partition(".")[0])]
+    with RankPool(RANKS, preload=modules) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def saved(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("saved") / "iter_0000002"
+    pool.run(cases.train_and_save, str(directory), deaths.RECIPE, ranks=WORLD)
+    return directory
+
+
+def survivors(results: list[Any], victim: int, ending: str) -> list[dict[str, Any]]:
+    """What the others saw: the same, and in time; a rank that stalls sees it when it comes back."""
+    others = [result for rank, result in enumerate(results) if rank != victim]
+    assert not any(isinstance(result, Died) for result in others)
+    assert isinstance(results[victim], Died) == (ending == "dies")
+    for other in others:
+        assert other["seconds"] < 2 * (deaths.LIMIT_S + deaths.GRACE_S) + 10.0
+    alive = [result for result in results if not isinstance(result, Died)]
+    assert len({result["text"] for result in alive}) == 1, [result["text"] for result in alive]
+    return alive
+
+
+def check_error(alive: list[dict[str, Any]], victim: int, ending: str) -> None:
+    text = alive[0]["text"]
+    assert f"rank {victim} on {HOST}" in text
+    if ending == "raises":
+        assert "this rank cannot go on" in text
+        assert "to succeed" in text, "the phase"
+    else:
+        assert "no sign of rank" in text
+        assert "within 1.5 s" in text
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("step", SAVE_STEPS)
+def test_in_a_save(step: str, victim: int, ending: Any, pool: RankPool, saved: Path, tmp_path: Path) -> None:
+    target = tmp_path / "iter_0000003"
+    arguments = str(target), victim, SAVE_STEPS[step], ending
+    results = pool.run(deaths.save, *arguments, ranks=WORLD, may_die={victim} if ending == "dies" else ())
+    alive = survivors(results, victim, ending)
+    check_error(alive, victim, ending)
+    assert {result["error"] for result in alive} == {"RankFailedError" if ending == "raises" else "RankMissingError"}
+    assert all(result["unchanged"] for result in alive)
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("step", LOAD_STEPS)
+def test_in_a_load(step: str, victim: int, ending: Any, pool: RankPool, saved: Path) -> None:
+    arguments = str(saved), victim, LOAD_STEPS[step], ending
+    results = pool.run(deaths.load, *arguments, ranks=WORLD, may_die={victim} if ending == "dies" else ())
+    alive = survivors(results, victim, ending)
+    check_error(alive, victim, ending)
+    if step == "filling":
+        assert {result["error"] for result in alive} == {"LoadInterruptedError"}, "live tensors had changed"
+    else:
+        assert {result["error"] for result in alive} == {
+            "RankFailedError" if ending == "raises" else "RankMissingError"
+        }
+        assert all(result["unchanged"] for result in alive)

@@ -1,0 +1,76 @@
+"""What stock's view costs rank 0 at a commit: `python -m benchmarks.stock_view`.
+
+Chunk tables of many ranks, made up, and the real `write_dcp_view` over them in a process of its own: seconds, bytes
+of `.metadata`, and the memory it takes.  This is what the limit of `dcp_metadata="auto"` goes by.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import tempfile
+import time
+from datetime import UTC, datetime
+from multiprocessing import get_context
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.machine import machine, versions
+from mbridge_fsdp_ckpt.geometry import Box
+from mbridge_fsdp_ckpt.settings import AUTO_DCP_RANKS
+from mbridge_fsdp_ckpt.storage.dcp_writer import write_dcp_view
+from mbridge_fsdp_ckpt.storage.schema import FileEntry, KeyEntry, TableHeader
+from mbridge_fsdp_ckpt.storage.table import Chunk, table_bytes
+
+RESULTS = Path(__file__).parent / "results" / "stock_view"
+CHUNKS_A_RANK = 1_000
+RANKS = (8, 64, 512, 2_048)
+Figures = dict[str, float]
+
+
+def measure(ranks: int) -> Figures:
+    """Write the view of `ranks` tables; each rank holds a block of rows of every key."""
+    keys = {f"model.layers.{n}.weight": KeyEntry(dtype="float32", shape=(ranks, 8)) for n in range(CHUNKS_A_RANK)}
+    with tempfile.TemporaryDirectory() as folder:
+        tables = [_table(Path(folder), rank, keys) for rank in range(ranks)]
+        before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+        write_dcp_view(Path(folder), keys, tables, {"iteration": 1})
+        seconds = time.perf_counter() - begin
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        size = (Path(folder) / ".metadata").stat().st_size
+    return {"ranks": ranks, "chunks": ranks * CHUNKS_A_RANK, "seconds": seconds, "bytes": size, "memory": memory * 1024}
+
+
+def _table(folder: Path, rank: int, keys: dict[str, KeyEntry]) -> Path:
+    chunks = [
+        Chunk(key, 0, 1000 * n, 32, Box((rank, 0), (1, 8)), "xxh3_64:0", (1000 * n, 1000)) for n, key in enumerate(keys)
+    ]
+    file = FileEntry(name=f"__{rank}_0.distcp", size=1000 * len(chunks), checksum="xxh3_64:0")
+    header = TableHeader(rank=rank, coordinates={}, files=(file,), keys={}, chunks=len(chunks))
+    path = folder / f"chunks_{rank:05d}.jsonl"
+    path.write_bytes(table_bytes(header, chunks))
+    return path
+
+
+def main() -> None:
+    """Measure, print, write."""
+    found = []
+    for ranks in RANKS:
+        with get_context("spawn").Pool(1) as pool:  # the memory of one is not another's
+            found.append(pool.apply(measure, (ranks,)))
+    about = {"date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", **machine(Path(tempfile.gettempdir())), **versions()}
+    lines = ["# What stock's view costs rank 0 at a commit\n", *(f"- {name}: {value}" for name, value in about.items())]
+    lines += [f"- {CHUNKS_A_RANK} chunks a rank; `auto` writes the view up to {AUTO_DCP_RANKS} ranks\n"]
+    lines += ["| ranks | chunks | seconds | .metadata, MB | memory, MB |", "| ---: " * 5 + "|"]
+    for row in found:
+        numbers = f"{row['seconds']:.1f} | {row['bytes'] / 1e6:.1f} | {row['memory'] / 1e6:.0f}"
+        lines.append(f"| {row['ranks']:.0f} | {row['chunks']:.0f} | {numbers} |")
+    page = "\n".join(lines) + "\n"
+    Console(highlight=False).print(page)
+    RESULTS.with_suffix(".md").write_text(page)
+    RESULTS.with_suffix(".json").write_text(json.dumps({"about": about, "figures": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -68,6 +68,7 @@ class Agreement:
     on_beat: Callable[[], None] = lambda: None
     _meetings: int = field(default=0)
     _last_beat: float = field(default=0.0)
+    _sealed: bool = field(default=False)
 
     def meet(self, phase: str, message: Any, judge: Judge) -> Any:
         """Bring a message; get what `judge`, called on rank 0 with all messages by rank, returns.
@@ -81,7 +82,7 @@ class Agreement:
             CheckpointError: The same on every rank: what a rank brought or the judge raised, or `RankMissingError`
                 naming the ranks that did not arrive.
         """
-        self._meetings += 1
+        self._meetings, self._sealed = self._meetings + 1, False
         wire = _to_wire(message, phase, self.rank)
         if self.store is None:
             verdict = _judged([wire], judge, phase)
@@ -101,6 +102,17 @@ class Agreement:
             outcome = self._settle(f"{self.name}/{self._meetings}", _SEALED)
             if outcome != _SEALED:
                 raise CheckpointError.from_wire(json.loads(outcome))
+        self._sealed = True
+
+    def was_sealed(self) -> bool:
+        """Whether the last meeting was sealed, as far as this rank can tell: what it was about may be done."""
+        if self._sealed or self.store is None:
+            return self._sealed
+        key = f"{self.name}/{self._meetings}/outcome"
+        try:
+            return bool(self.store.check([key])) and self.store.get(key).decode() == _SEALED
+        except (dist.DistError, ConnectionError, OSError):
+            return True  # nobody knows
 
     def _settle(self, prefix: str, outcome: str) -> str:
         """Write the meeting's outcome unless there is one; returns the one that holds."""

@@ -98,7 +98,8 @@ def save(
         try:
             agreement.meet("commit", written, job.judge_written)
         except CheckpointError:
-            saving.take_back(answer, agreement.rank)
+            if not agreement.was_sealed():
+                saving.take_back(answer, agreement.rank)
             raise
     finally:
         job.clean_up()

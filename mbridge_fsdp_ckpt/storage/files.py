@@ -9,6 +9,7 @@ import errno
 import io
 import json
 import os
+import re
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -25,6 +26,9 @@ from mbridge_fsdp_ckpt.storage.schema import FileEntry
 
 AnyPath = Path | UPath
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}\.new")
+"""Name of a file that is about to replace another."""
 
 _BLOCK = 1 << 22
 _REMEDY = "The checkpoint is damaged or was edited: use another one."
@@ -206,7 +210,7 @@ def replace_file(path: AnyPath, data: bytes) -> None:
     if not isinstance(path, Path):
         path.write_bytes(data)
         return
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.new")
     try:
         write_file(temporary, data)
         temporary.replace(path)

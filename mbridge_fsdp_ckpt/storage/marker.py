@@ -12,6 +12,7 @@ a checkpoint.  Files that the caller adds have fixed names: they are replaced be
 
 from __future__ import annotations
 
+import logging
 import re
 import shutil
 import uuid
@@ -23,6 +24,7 @@ from mbridge_fsdp_ckpt.storage.files import AnyPath, replace_file
 from mbridge_fsdp_ckpt.storage.manifest import MANIFEST_NAME
 from mbridge_fsdp_ckpt.storage.source import DCP_METADATA
 
+_log = logging.getLogger(__name__)
 _OURS = re.compile(r"(?:__\d+_\d+|chunks_\d+)(-[0-9a-f]{12})\.(?:distcp|jsonl)")
 
 
@@ -33,6 +35,7 @@ class MarkerCommit:
         self.directory = target
         self.suffix = f"-{uuid.uuid4().hex[:12]}"
         self._uploaded: list[AnyPath] = []
+        self._committed = False
         target.mkdir(parents=True, exist_ok=True)
 
     def finish(self, content: Content) -> None:
@@ -45,6 +48,13 @@ class MarkerCommit:
                     content.progress()
         content.last_call()
         replace_file(self.directory / MANIFEST_NAME, content.manifest(()))
+        self._committed = True
+        try:
+            self._tidy_up(content)
+        except OSError as error:  # the checkpoint is there: no failure of the save
+            _log.warning("stock's view or older objects in %s were left as they are: %s", self.directory, error)
+
+    def _tidy_up(self, content: Content) -> None:
         content.progress()
         if content.write_view is not None:
             content.write_view(self.directory)
@@ -62,6 +72,8 @@ class MarkerCommit:
 
     def abort(self) -> None:
         """See `content.Commit`."""
+        if self._committed:
+            return
         doomed = [path for path in _objects(self.directory) if self.suffix in path.name]
         if not (self.directory / MANIFEST_NAME).exists():  # else an older checkpoint has files of these names
             doomed += self._uploaded

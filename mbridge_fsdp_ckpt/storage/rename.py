@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mbridge_fsdp_ckpt.storage.content import Content
-from mbridge_fsdp_ckpt.storage.files import AnyPath, file_checksum, size_of, sync_directory, write_file
+from mbridge_fsdp_ckpt.storage.files import TEMPORARY, AnyPath, file_checksum, size_of, sync_directory, write_file
 from mbridge_fsdp_ckpt.storage.manifest import MANIFEST_NAME
 from mbridge_fsdp_ckpt.storage.schema import ExtraEntry
 
@@ -137,6 +137,7 @@ def leftovers(root: Path) -> list[AnyPath]:
         return []
     stale = [path for mark in (STAGING, DELETED) for path in root.glob(f"{mark}*") if path.is_dir()]
     stale += [path for path in root.glob(f"{REPLACED}*") if (root / _target_name(path)).exists()]
+    stale += [path for path in root.glob(".*") if TEMPORARY.fullmatch(path.name) and path.is_file()]
     return [*sorted(stale)]
 
 

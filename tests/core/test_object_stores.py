@@ -133,6 +133,16 @@ def test_a_save_that_fails_leaves_the_older_one(
     assert names(root) == ["iter_0000001"]
 
 
+@pytest.mark.parametrize("call", ["saving:write_dcp_view", "storage.marker:_objects"])
+def test_a_save_that_cannot_tidy_up_is_a_save(call: str, environment: dict[str, str], megatron_ranks: RankPool) -> None:
+    directory = f"s3://{BUCKET}/untidy-{call.rpartition(':')[2]}/iter_0000001"
+    megatron_ranks.run(train_and_save, directory, environment, 1, ranks=2)
+    fault = Fault(f"mbridge_fsdp_ckpt.{call}", 0, 5)
+    new = megatron_ranks.run(train_and_save, directory, environment, 2, fault, ranks=2)[0]
+    assert not isinstance(new, str), new
+    assert megatron_ranks.run(load, directory, environment, ranks=2)[0] == new
+
+
 def test_what_has_no_manifest_is_no_checkpoint(environment: dict[str, str], megatron_ranks: RankPool) -> None:
     """A save that died before its manifest: ignored by readers, removed by the next save."""
     root = f"s3://{BUCKET}/dead"

@@ -18,12 +18,13 @@ from typing import Any
 import pytest
 
 from mbridge_fsdp_ckpt.testing.modules import MEGATRON_MODULES, is_installed
-from mbridge_fsdp_ckpt.testing.ranks import Died, RankPool
+from mbridge_fsdp_ckpt.testing.ranks import Died, RankFailed, RankPool, RanksHung
 from tests.soak import kill, sampling
 from tests.soak.kill import NEW, OLD, Death
 
 RANKS = 2
 MOMENTS = 300
+ATTEMPTS = 3
 SURVIVORS_S = 0.3  # how long those who live go on before the job's end takes them, too
 
 
@@ -124,17 +125,10 @@ def _kind(trial: Trial) -> str:
 
 def run_one(trial: Trial, pool: RankPool, prepared: Prepared, root: Path) -> str:
     """Returns which state the resume found, and what the ranks saw of the save."""
-    shutil.copytree(prepared.root, root)
-    signs = root.parent / f"{root.name}.signs"
-    signs.mkdir()
-    number = OLD if trial.overwrites else NEW
-    pool.start()
-    killer = threading.Thread(target=_kill, args=(trial, pool.processes, signs, prepared.save_s))
-    killer.start()
-    results = pool.run(
-        kill.save_and_die, str(root), number, str(signs), trial.death, trial.exchanges, may_die=range(RANKS)
-    )
-    killer.join()
+    results = None
+    for _ in range(ATTEMPTS):
+        results = results or save_and_kill(trial, pool, prepared, root)
+    assert results is not None, f"gloo failed in the training before the save, {ATTEMPTS} times: {trial}"
     context = f"{trial}; {sampling.how_to_repeat()}; left: {sorted(path.name for path in root.iterdir())}"
     resumed = pool.run(kill.resume, str(root))[0]
     state = next((name for name, live in prepared.states.items() if live == resumed["live"]), None)
@@ -148,17 +142,46 @@ def run_one(trial: Trial, pool: RankPool, prepared: Prepared, root: Path) -> str
     return f"{state} state, {'killed' if killed else 'through before its moment'}"
 
 
-def _kill(trial: Trial, processes: dict[int, int], signs: Path, save_s: float) -> None:
+def save_and_kill(trial: Trial, pool: RankPool, prepared: Prepared, root: Path) -> list[Any] | None:
+    """What the ranks say of the save; None where gloo failed before it began, as it does now and then."""
+    shutil.rmtree(root, ignore_errors=True)
+    shutil.copytree(prepared.root, root)
+    signs = root.parent / f"{root.name}.signs"
+    shutil.rmtree(signs, ignore_errors=True)
+    signs.mkdir()
+    number, over = OLD if trial.overwrites else NEW, threading.Event()
+    pool.start()
+    killer = threading.Thread(target=_kill, args=(trial, pool.processes, signs, prepared.save_s, over))
+    killer.start()
+    arguments = str(root), number, str(signs), trial.death, trial.exchanges
+    try:
+        results = pool.run(kill.save_and_die, *arguments, may_die=range(RANKS))
+    except (RankFailed, RanksHung):
+        if _began(signs):
+            raise
+        return None
+    finally:
+        over.set()
+        killer.join()
+    return results if _began(signs) else None
+
+
+def _began(signs: Path) -> bool:
+    return len(list(signs.glob("began-*"))) == RANKS
+
+
+def _kill(trial: Trial, processes: dict[int, int], signs: Path, save_s: float, over: threading.Event) -> None:
     """Kill the victim at its moment, then, as a launcher does, everybody else."""
     victim = processes[trial.victim]
-    _wait(lambda: len(list(signs.glob("began-*"))) == RANKS)
-    if trial.moment is not None:
+    _wait(lambda: _began(signs) or over.is_set())
+    if trial.moment is not None and not over.is_set():
         time.sleep(trial.moment * save_s)
         _end(victim)
-    _wait(lambda: not _lives(victim) or (signs / f"ended-{trial.victim}").exists())
-    time.sleep(SURVIVORS_S)
-    for process in processes.values():
-        _end(process)
+    _wait(lambda: not _lives(victim) or (signs / f"ended-{trial.victim}").exists() or over.is_set())
+    if not over.is_set():
+        time.sleep(SURVIVORS_S)
+        for process in processes.values():
+            _end(process)
 
 
 def _wait(until: Callable[[], bool]) -> None:

@@ -193,6 +193,7 @@ def test_nobody_commits_what_others_gave_up_and_nobody_gives_up_what_is_sealed(
     else:
         assert "no verdict of rank 0" in same_error(found, RankMissingError).found
         assert done == []
+        assert [a.was_sealed() for a in ranks] == [False] * 3
 
 
 def test_a_judge_that_stalls_after_the_seal_is_named(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,6 +208,7 @@ def test_a_judge_that_stalls_after_the_seal_is_named(meeting: Meeting, monkeypat
         stalled = pool.submit(judge.meet, "commit", {}, stall)
         with pytest.raises(RankMissingError, match="look whether the checkpoint is there"):
             waiting.meet("commit", {}, len)
+        assert waiting.was_sealed(), "what the judge does must not be undone"
         assert stalled.result() is None
 
 

@@ -202,12 +202,17 @@ def test_another_rank_may_recover_first(target: Path, monkeypatch: pytest.Monkey
     assert content(target) == "old"
 
 
-def test_leftovers_are_directories_of_dead_saves_and_nothing_else(tmp_path: Path) -> None:
+def test_leftovers_are_what_dead_saves_leave_and_nothing_else(tmp_path: Path) -> None:
     for name in ("iter_0000010", "iter_0000020", ".hidden", ".staging-iter_0000030-a", ".replaced-iter_0000010-b"):
         fill(tmp_path / name, name)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("20")
     (tmp_path / ".staging-file").write_text("a file of somebody's")
-    assert [path.name for path in commit.leftovers(tmp_path)] == [".replaced-iter_0000010-b", ".staging-iter_0000030-a"]
+    (tmp_path / ".latest_checkpointed_iteration.txt.0123456789ab.new").write_text("30")
+    assert [path.name for path in commit.leftovers(tmp_path)] == [
+        ".latest_checkpointed_iteration.txt.0123456789ab.new",
+        ".replaced-iter_0000010-b",
+        ".staging-iter_0000030-a",
+    ]
     commit.remove_leftovers(tmp_path)
     assert commit.leftovers(tmp_path) == []
     assert len(names(tmp_path)) == 5

@@ -41,7 +41,7 @@ def fill(opened: Opened, agreement: Agreement) -> None:
     filled: Counter[tuple[str, int]] = Counter()
     with torch.no_grad():
         for chunk in in_file_order(opened.chunks, needed):
-            data = opened.source.read(chunk, verify=opened.verified)
+            data = opened.take(chunk)
             for number, (piece, flat) in enumerate(targets[chunk.key]):
                 filled[chunk.key, number] += _copy(data, chunk.box, piece, flat)
             agreement.beat()

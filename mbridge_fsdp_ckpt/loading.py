@@ -14,7 +14,7 @@ from mbridge_fsdp_ckpt.agreement import Agreement
 from mbridge_fsdp_ckpt.errors import ConfigurationError, KeyMismatchError, PlanDisagreementError
 from mbridge_fsdp_ckpt.extra_state import Restoration
 from mbridge_fsdp_ckpt.families import default_registry
-from mbridge_fsdp_ckpt.geometry import PRIME
+from mbridge_fsdp_ckpt.geometry import PRIME, Box
 from mbridge_fsdp_ckpt.inventory import KeyFilter, OptimizerPart, Planned, optimizer_parts, plan_model
 from mbridge_fsdp_ckpt.matching import (
     MODEL_PREFIX,
@@ -54,6 +54,12 @@ class Opened:
     scaling: list[Restoration] = field(default_factory=list)
     asked: set[str] = field(default_factory=set)
     skipped: list[str] = field(default_factory=list)
+    kept: dict[StoredChunk, torch.Tensor] = field(default_factory=dict)
+
+    def take(self, chunk: StoredChunk) -> torch.Tensor:
+        """A chunk's elements: those that were kept when it was verified, or read again."""
+        kept = self.kept.pop(chunk, None)
+        return self.source.read(chunk, verify=self.verified) if kept is None else kept
 
 
 def prepare(
@@ -101,10 +107,18 @@ def prepare(
     if agreement.rank == 0:
         source.check_files(content=opened.verified, progress=agreement.beat)
     if opened.verified:
-        for chunk in in_file_order(opened.chunks, match.needed):
-            source.read(chunk)
-            agreement.beat()
+        _verify(opened, match.needed, settings.read_budget(), agreement)
     return opened
+
+
+def _verify(opened: Opened, needed: dict[str, list[Box]], budget: int, agreement: Agreement) -> None:
+    """Read what this rank needs; the first `budget` bytes stay in memory."""
+    for chunk in in_file_order(opened.chunks, needed):
+        data = opened.source.read(chunk)
+        if chunk.length <= budget:
+            budget -= chunk.length
+            opened.kept[chunk] = data
+        agreement.beat()
 
 
 def _check_families(source: CheckpointSource, settings: Settings) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any, Literal
 
 from mbridge_fsdp_ckpt.agreement import DEFAULT_TIME_LIMIT
@@ -25,6 +27,8 @@ class Settings:
             up to 512 ranks.  This package reads neither.
         verify: What a load checks before it changes anything: "full" also hashes every byte that this rank reads,
             "header" checks structure and sizes, and reads once.
+        read_buffer: Bytes of verified payload that each rank may keep on the host until all ranks agree to go on; what
+            does not fit is read again then. None: a quarter of the host's available memory, shared among its ranks.
         commit: How a save is committed: "rename" on file systems, "marker" in object stores; "auto" goes by the path.
             Say "marker" for a mounted file system whose renames are not atomic.
         allow_missing: Patterns (`fnmatch`) of keys that a load may not find.
@@ -39,6 +43,7 @@ class Settings:
     time_limit: float = DEFAULT_TIME_LIMIT
     dcp_metadata: Literal["auto", "always", "never"] = "auto"
     verify: Literal["full", "header"] = "full"
+    read_buffer: int | None = None
     commit: CommitMethod = "auto"
     allow_missing: tuple[str, ...] = ()
     allow_unexpected: tuple[str, ...] = ()
@@ -48,10 +53,20 @@ class Settings:
         _check_choice("dcp_metadata", self.dcp_metadata, DCP_METADATA_CHOICES)
         _check_choice("verify", self.verify, VERIFY_CHOICES)
         _check_choice("commit", self.commit, COMMIT_METHODS)
+        if self.read_buffer is not None and self.read_buffer < 0:
+            raise ConfigurationError(
+                expected="read_buffer in bytes, 0 for none", found=str(self.read_buffer), remedy="Leave it out."
+            )
 
     def writes_dcp_metadata(self, world_size: int) -> bool:
         """Whether a save of this many ranks writes stock's view."""
         return self.dcp_metadata == "always" or (self.dcp_metadata == "auto" and world_size <= AUTO_DCP_RANKS)
+
+    def read_budget(self) -> int:
+        """Bytes that this rank may keep."""
+        if self.read_buffer is not None:
+            return self.read_buffer
+        return _available_memory() // 4 // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
     def may_be_missing(self, key: str) -> bool:
         """Whether the user allows a key to be absent."""
@@ -60,6 +75,14 @@ class Settings:
     def may_be_unexpected(self, key: str) -> bool:
         """Whether the user allows a key of the checkpoint to stay unread."""
         return any(fnmatchcase(key, pattern) for pattern in self.allow_unexpected)
+
+
+def _available_memory() -> int:
+    """Bytes of the host's memory that can be had without swapping (Linux `MemAvailable`)."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

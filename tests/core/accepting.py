@@ -47,10 +47,10 @@ def load_accepted(directory: str) -> dict[str, Any]:
     return {"order": order, "live": oracle.live(trainable)}
 
 
-def load_verifying(directory: str, verify: Any) -> dict[str, Any]:
+def load_verifying(directory: str, verify: Any, buffer: int | None = None) -> dict[str, Any]:
     """A load; how many bytes of payload it read, and what it loaded or raised."""
     trainable = cases.prepared(RECIPE, steps=1, seed=7)
-    settings = mbridge_fsdp_ckpt.Settings(verify=verify)
+    settings = mbridge_fsdp_ckpt.Settings(verify=verify, read_buffer=buffer)
     read: list[int] = []
     original = files.read_range
 

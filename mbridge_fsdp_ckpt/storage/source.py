@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +13,7 @@ from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, NotACheckpointError
 from mbridge_fsdp_ckpt.geometry import Box
 from mbridge_fsdp_ckpt.storage.files import AnyPath, is_plain_file, read_bounded, what_is_there
 from mbridge_fsdp_ckpt.storage.manifest import MANIFEST_NAME
+from mbridge_fsdp_ckpt.storage.rename import recover
 from mbridge_fsdp_ckpt.storage.schema import KeyEntry
 
 DCP_METADATA = ".metadata"
@@ -106,6 +108,8 @@ _MAX_TRACKER_BYTES = 1 << 12
 def find_checkpoint(path: AnyPath) -> AnyPath:
     """The iteration directory: the path itself, or the one that the tracker file of a run's root names.
 
+    If a save died between its two renames, the directory that the tracker names is moved back first.
+
     Raises:
         NotACheckpointError: There is neither.
         ManifestError: The tracker is no small file.
@@ -115,7 +119,10 @@ def find_checkpoint(path: AnyPath) -> AnyPath:
         return path
     named = read_bounded(tracker, _MAX_TRACKER_BYTES).decode(errors="replace").strip()[:100]
     directory = path / (f"iter_{int(named):07d}" if named.isdecimal() else named)
-    if (named != "release" and not named.isdecimal()) or not directory.is_dir():
+    known = named == "release" or named.isdecimal()
+    if known and isinstance(directory, Path):
+        recover(directory)
+    if not known or not directory.is_dir():
         raise NotACheckpointError(
             expected=f"{TRACKER} to name an iteration directory beside it",
             found=repr(named),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from mbridge_fsdp_ckpt.storage import commit, files, rename
+from mbridge_fsdp_ckpt.storage.source import TRACKER, find_checkpoint
 
 
 class Death(BaseException):
@@ -259,3 +260,10 @@ def test_only_a_file_system_without_directory_syncs_may_fail_one(
     else:
         with pytest.raises(OSError, match="refused"):
             files.sync_directory(tmp_path)
+
+
+def test_what_the_tracker_names_is_moved_back_where_a_save_died_between_its_renames(tmp_path: Path) -> None:
+    (tmp_path / TRACKER).write_text("10")
+    fill(tmp_path / ".replaced-iter_0000010-0123456789ab", "old")
+    assert find_checkpoint(tmp_path) == tmp_path / "iter_0000010"
+    assert content(tmp_path / "iter_0000010") == "old"

@@ -1,0 +1,77 @@
+"""Choices that a user may make, and those that are refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mbridge_fsdp_ckpt.errors import ConfigurationError
+from mbridge_fsdp_ckpt.settings import AUTO_DCP_RANKS, Settings
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("dcp_metadata", "sometimes"),
+        ("dcp_metadata", None),
+        ("verify", "none"),
+        ("verify", True),
+        ("commit", "copy"),
+        ("read_buffer", -1),
+    ],
+)
+def test_an_unknown_choice_is_refused_by_name(name: str, value: Any) -> None:
+    choice: dict[str, Any] = {name: value}
+    with pytest.raises(ConfigurationError, match=name) as caught:
+        Settings(**choice)
+    assert repr(value) in caught.value.found
+
+
+@pytest.mark.parametrize(
+    ("choice", "ranks", "written"),
+    [
+        ("auto", 1, True),
+        ("auto", AUTO_DCP_RANKS, True),
+        ("auto", AUTO_DCP_RANKS + 1, False),
+        ("always", 100_000, True),
+        ("never", 1, False),
+    ],
+)
+def test_when_stocks_view_is_written(choice: Any, ranks: int, written: bool) -> None:
+    assert Settings(dcp_metadata=choice).writes_dcp_metadata(ranks) is written
+
+
+def test_the_read_buffer_is_a_quarter_of_what_is_free_shared_by_the_hosts_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from mbridge_fsdp_ckpt import settings
+
+    monkeypatch.setattr(settings, "_available_memory", lambda: 64_000)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert Settings().read_budget() == 16_000
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert Settings().read_budget() == 2_000
+    assert Settings(read_buffer=5).read_budget() == 5
+    assert Settings(read_buffer=0).read_budget() == 0
+
+
+def test_free_memory_is_read_from_the_kernel() -> None:
+    from mbridge_fsdp_ckpt.settings import _available_memory
+
+    assert 1 << 26 < _available_memory() < 1 << 50
+
+
+@pytest.mark.parametrize(
+    ("patterns", "key", "matches"),
+    [
+        ((), "model.a", False),
+        (("model.*",), "model.a", True),
+        (("model.*",), "Model.a", False),
+        (("*.b",), "c.b", True),
+    ],
+)
+def test_patterns_of_keys(patterns: tuple[str, ...], key: str, matches: bool) -> None:
+    settings = Settings(allow_missing=patterns, allow_unexpected=patterns)
+    assert settings.may_be_missing(key) is matches
+    assert settings.may_be_unexpected(key) is matches

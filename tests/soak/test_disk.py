@@ -34,7 +34,7 @@ CALLS: tuple[tuple[str, tuple[int, ...], int], ...] = (
     (f"{PACKAGE}.files:os.fsync", EVERYBODY, 2),
     ("mbridge_fsdp_ckpt.saving:write_file", EVERYBODY, 1),
     ("mbridge_fsdp_ckpt.saving:write_dcp_view", (0,), 1),
-    (f"{PACKAGE}.files:replace_file", (0,), 1),
+    (f"{PACKAGE}.dcp_writer:replace_file", (0,), 1),
     (f"{PACKAGE}.rename:write_file", (0,), 1),
     (f"{PACKAGE}.rename:sync_directory", (0,), 1),
     (f"{PACKAGE}.rename:sync_directory", (0,), 2),

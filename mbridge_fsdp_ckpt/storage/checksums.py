@@ -6,6 +6,9 @@ from collections.abc import Buffer
 
 import xxhash
 
+HASHED_AT_ONCE = 1 << 18
+"""Bytes that are hashed as soon as they were read or written: still in the processor's cache, where it costs least."""
+
 _PREFIX = "xxh3_64:"
 
 

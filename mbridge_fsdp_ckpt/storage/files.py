@@ -21,7 +21,7 @@ import numpy as np
 from upath import UPath
 
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, ManifestError
-from mbridge_fsdp_ckpt.storage.checksums import Hasher
+from mbridge_fsdp_ckpt.storage.checksums import HASHED_AT_ONCE, Hasher
 from mbridge_fsdp_ckpt.storage.schema import FileEntry
 
 AnyPath = Path | UPath
@@ -146,8 +146,8 @@ def opened(path: AnyPath) -> Iterator[IO[bytes]]:
             yield buffered  # fsspec's own readline takes no limit
 
 
-def read_range(path: AnyPath, offset: int, length: int) -> Bytes:
-    """Bytes [offset, offset + length) of a file.
+def read_range(path: AnyPath, offset: int, length: int, hasher: Hasher | None = None) -> Bytes:
+    """Bytes [offset, offset + length) of a file, hashed on the way.
 
     Raises:
         DamagedCheckpointError: The file ends too early.
@@ -156,15 +156,20 @@ def read_range(path: AnyPath, offset: int, length: int) -> Bytes:
     if not isinstance(path, Path):
         content = _stored_range(path, offset, length) if length else b""
         _check_length(path, offset, length, len(content))
+        if hasher is not None:
+            hasher.update(content)
         return np.frombuffer(bytearray(content), dtype=np.uint8)
     data = np.empty(length, dtype=np.uint8)
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         filled, view = 0, memoryview(data)
         while filled < length:
-            count = os.preadv(descriptor, [view[filled:]], offset + filled)
+            end = length if hasher is None else filled + HASHED_AT_ONCE
+            count = os.preadv(descriptor, [view[filled:end]], offset + filled)
             if count == 0:
                 _check_length(path, offset, length, filled)
+            if hasher is not None:
+                hasher.update(view[filled : filled + count])
             filled += count
     finally:
         os.close(descriptor)

@@ -18,7 +18,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from mbridge_fsdp_ckpt.errors import InternalError
 from mbridge_fsdp_ckpt.geometry import Box
-from mbridge_fsdp_ckpt.storage.checksums import Hasher
+from mbridge_fsdp_ckpt.storage.checksums import HASHED_AT_ONCE, Hasher
 from mbridge_fsdp_ckpt.storage.files import AnyPath, is_local
 from mbridge_fsdp_ckpt.storage.schema import FileEntry
 from mbridge_fsdp_ckpt.storage.table import Chunk
@@ -47,9 +47,11 @@ class PayloadWriter:
         view = memoryview(data).cast("B")
         if view.nbytes and _place(view) == self._awaited:
             self._found = self._position
-        self._file.write(view)
-        self._hasher.update(view)
-        self._record.update(view)
+        for start in range(0, view.nbytes, HASHED_AT_ONCE):
+            block = view[start : start + HASHED_AT_ONCE]
+            self._file.write(block)
+            self._hasher.update(block)
+            self._record.update(block)
         self._position += view.nbytes
         return view.nbytes
 

@@ -10,7 +10,7 @@ import torch
 
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError
 from mbridge_fsdp_ckpt.geometry import Box
-from mbridge_fsdp_ckpt.storage.checksums import checksum
+from mbridge_fsdp_ckpt.storage.checksums import Hasher
 from mbridge_fsdp_ckpt.storage.files import AnyPath, Bytes, check_content, check_file, malformed, read_range
 from mbridge_fsdp_ckpt.storage.manifest import MANIFEST_NAME, read_manifest
 from mbridge_fsdp_ckpt.storage.schema import KeyEntry, TableHeader
@@ -79,9 +79,10 @@ class SafeSource:
     def read(self, chunk: StoredChunk, *, verify: bool = True) -> torch.Tensor:
         """See `CheckpointSource`."""
         dtype = dtype_from_name(self.keys[chunk.key].dtype)
-        record = read_range(chunk.path, chunk.offset, chunk.length)
-        if verify:
-            _check_record(chunk, record)
+        hasher = Hasher() if verify else None
+        record = read_range(chunk.path, chunk.offset, chunk.length, hasher)
+        if hasher is not None:
+            _check_record(chunk, hasher.result())
         return elements(record[chunk.start : chunk.start + chunk.box.volume * dtype.itemsize], dtype, chunk.box)
 
     def ranks(self) -> Iterator[RankRecord]:
@@ -98,8 +99,7 @@ class SafeSource:
                 check_file(self.directory, entry, MANIFEST_NAME)
 
 
-def _check_record(chunk: StoredChunk, record: Bytes) -> None:
-    found = checksum(record)
+def _check_record(chunk: StoredChunk, found: str) -> None:
     if found != chunk.checksum:
         raise DamagedCheckpointError(
             expected=f"{chunk.checksum} of {chunk.key} {chunk.box}",

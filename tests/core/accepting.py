@@ -54,9 +54,9 @@ def load_verifying(directory: str, verify: Any, buffer: int | None = None) -> di
     read: list[int] = []
     original = files.read_range
 
-    def counted(path: Any, offset: int, length: int) -> Any:
+    def counted(path: Any, offset: int, length: int, *hasher: Any) -> Any:
         read.append(length)
-        return original(path, offset, length)
+        return original(path, offset, length, *hasher)
 
     before = oracle.live(trainable)
     error = ""

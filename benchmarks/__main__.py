@@ -7,13 +7,12 @@ import shlex
 import sys
 import tempfile
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 
 from rich.console import Console
 
 from benchmarks.cases import Suite, run_suite
-from benchmarks.machine import machine, versions
+from benchmarks.machine import circumstances
 from benchmarks.report import Results, show, write
 
 _RESULTS = Path(__file__).parent / "results"
@@ -25,13 +24,8 @@ def main() -> None:
     progress = Console(stderr=True, highlight=False)
     began = time.monotonic()
     scratch = arguments.scratch or Path(tempfile.gettempdir())
-    about = {
-        "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
-        "repeats": str(arguments.repeats),
-        **machine(scratch),
-        **versions(),
-    }
+    command = shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
+    about = circumstances(scratch, command=command, repeats=str(arguments.repeats))
 
     def say(text: str) -> None:
         progress.print(f"{time.monotonic() - began:6.1f} s  {text}", soft_wrap=True)

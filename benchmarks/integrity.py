@@ -9,13 +9,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,11 +20,11 @@ import torch.distributed as dist
 from rich.console import Console
 
 import mbridge_fsdp_ckpt
-from benchmarks.machine import machine, versions
+from benchmarks.machine import circumstances
 from mbridge_fsdp_ckpt.storage import payload
 from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
 from mbridge_fsdp_ckpt.testing.models import Recipe, build
-from mbridge_fsdp_ckpt.testing.modules import MEGATRON_MODULES, is_installed
+from mbridge_fsdp_ckpt.testing.modules import MEGATRON_MODULES, installed
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
 
 RESULTS = Path(__file__).parent / "results" / "integrity"
@@ -91,16 +87,6 @@ def _prepare_cache(directory: Path, *, cached: bool) -> None:
     dist.barrier()
 
 
-@contextmanager
-def scratch(place: Path) -> Iterator[Path]:
-    """A folder that is removed."""
-    folder = Path(tempfile.mkdtemp(dir=place))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder)
-
-
 def compare(times: list[Times]) -> dict[str, dict[str, float]]:
     """Medians over repeats of the slowest rank, and the overhead."""
     medians = {
@@ -139,16 +125,14 @@ def main() -> None:
     parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="where checkpoints go")
     arguments = parser.parse_args()
     recipe = Recipe(layers=4, hidden=arguments.hidden, ffn=4 * arguments.hidden, experts=4, vocabulary=64)
-    modules = [module for module in MEGATRON_MODULES if is_installed(module.partition(".")[0])]
-    with scratch(arguments.scratch) as folder, RankPool(RANKS, preload=modules, time_limit=3000) as pool:
+    with (
+        tempfile.TemporaryDirectory(dir=arguments.scratch) as place,
+        RankPool(RANKS, preload=installed(MEGATRON_MODULES), time_limit=3000) as pool,
+    ):
+        folder = Path(place)
         times = pool.run(measure, str(folder), recipe, arguments.repeats)
         size = sum(path.stat().st_size for path in (folder / "with").iterdir())
-    about = {
-        "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        "repeats": str(arguments.repeats),
-        **machine(arguments.scratch),
-        **versions(),
-    }
+    about = circumstances(arguments.scratch, repeats=str(arguments.repeats))
     page = report(about, compare(times), size)
     Console(highlight=False).print(page)
     RESULTS.with_suffix(".md").write_text(page)

@@ -5,10 +5,16 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 _PACKAGES = ("mbridge-fsdp-ckpt", "torch", "megatron-core", "megatron-bridge", "transformer-engine")
+
+
+def circumstances(scratch: Path, **more: str) -> dict[str, str]:
+    """When a benchmark ran, what else is to be said of it, and on what."""
+    return {"date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", **more, **machine(scratch), **versions()}
 
 
 def machine(scratch: Path) -> dict[str, str]:

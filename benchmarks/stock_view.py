@@ -10,13 +10,12 @@ import json
 import resource
 import tempfile
 import time
-from datetime import UTC, datetime
 from multiprocessing import get_context
 from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.machine import machine, versions
+from benchmarks.machine import circumstances
 from mbridge_fsdp_ckpt.geometry import Box
 from mbridge_fsdp_ckpt.settings import AUTO_DCP_RANKS
 from mbridge_fsdp_ckpt.storage.dcp_writer import write_dcp_view
@@ -59,7 +58,7 @@ def main() -> None:
     for ranks in RANKS:
         with get_context("spawn").Pool(1) as pool:  # the memory of one is not another's
             found.append(pool.apply(measure, (ranks,)))
-    about = {"date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", **machine(Path(tempfile.gettempdir())), **versions()}
+    about = circumstances(Path(tempfile.gettempdir()))
     lines = ["# What stock's view costs rank 0 at a commit\n", *(f"- {name}: {value}" for name, value in about.items())]
     lines += [f"- {CHUNKS_A_RANK} chunks a rank; `auto` writes the view up to {AUTO_DCP_RANKS} ranks\n"]
     lines += ["| ranks | chunks | seconds | .metadata, MB | memory, MB |", "| ---: " * 5 + "|"]

@@ -108,9 +108,8 @@ class Agreement:
         """Whether the last meeting was sealed, as far as this rank can tell: what it was about may be done."""
         if self._sealed or self.store is None:
             return self._sealed
-        key = f"{self.name}/{self._meetings}/outcome"
         try:
-            return bool(self.store.check([key])) and self.store.get(key).decode() == _SEALED
+            return self._outcome(f"{self.name}/{self._meetings}") == _SEALED
         except (dist.DistError, ConnectionError, OSError):
             return True  # nobody knows
 
@@ -118,6 +117,11 @@ class Agreement:
         """Write the meeting's outcome unless there is one; returns the one that holds."""
         held: bytes = self.store.compare_set(f"{prefix}/outcome", "", outcome)
         return held.decode()
+
+    def _outcome(self, prefix: str) -> str:
+        """What holds so far; empty where nothing does."""
+        key = f"{prefix}/outcome"
+        return str(self.store.get(key).decode()) if self.store.check([key]) else ""
 
     def beat(self) -> None:
         """A sign of life during long work: others waiting for this rank begin their limit anew.  Cheap to call."""
@@ -163,7 +167,7 @@ class Agreement:
     def _follow(self, prefix: str, phase: str) -> dict[str, Any]:
         watch, sealed = _Watch(self, grace=_GRACE), False
         while not self.store.check([f"{prefix}/verdict"]):
-            outcome = self.store.get(f"{prefix}/outcome").decode() if self.store.check([f"{prefix}/outcome"]) else ""
+            outcome = self._outcome(prefix)
             if not outcome and watch.over():
                 outcome = self._give_up(prefix, phase)
             if outcome == _SEALED and not sealed:

@@ -16,15 +16,15 @@ from functools import partial
 from pathlib import Path
 
 from mbridge_fsdp_ckpt.cli.app import size_text
-from mbridge_fsdp_ckpt.cli.root import RELEASE, bytes_in, is_complete, is_young, iteration_of, tracked
+from mbridge_fsdp_ckpt.cli.root import RELEASE, bytes_in, is_young, tracked
 from mbridge_fsdp_ckpt.errors import CheckpointError
 from mbridge_fsdp_ckpt.storage import commit
 from mbridge_fsdp_ckpt.storage.audit import Audit
 from mbridge_fsdp_ckpt.storage.files import AnyPath, check_content, is_plain_file, read_bounded, replace_file
 from mbridge_fsdp_ckpt.storage.manifest import MANIFEST_NAME, read_manifest
-from mbridge_fsdp_ckpt.storage.rename import REPLACED
-from mbridge_fsdp_ckpt.storage.retention import READING, iterations
-from mbridge_fsdp_ckpt.storage.source import TRACKER, open_checkpoint
+from mbridge_fsdp_ckpt.storage.rename import REPLACED, put_aside
+from mbridge_fsdp_ckpt.storage.retention import READING, iteration_of, iterations
+from mbridge_fsdp_ckpt.storage.source import TRACKER, has_head, open_checkpoint
 
 TRAIN_STATE, TRAIN_STATE_TRACKER = "train_state.pt", "latest_train_state.pt"
 _MAX_TRAIN_STATE = 1 << 28
@@ -77,14 +77,9 @@ def plan_repair(root: AnyPath, *, force: bool) -> Plan:
 
 def _plan_recovery(root: AnyPath, plan: Plan) -> dict[str, AnyPath]:
     """Old directories that a dead commit put aside: their target's name, and where they lie now."""
-    found: dict[str, AnyPath] = {}
     if not isinstance(root, Path):
-        return found
-    asides: list[Path] = sorted(root.glob(f"{REPLACED}*"))
-    for aside in asides:
-        target = root / aside.name.removeprefix(REPLACED).rpartition("-")[0]
-        if not target.exists():
-            found[target.name] = aside  # of several, `recover` takes the last too
+        return {}
+    found: dict[str, AnyPath] = {n: aside for n, aside in put_aside(root).items() if not (root / n).exists()}
     for name, place in found.items():
         why = f"{name} is missing: its save died between two renames"
         plan.steps.append(Step("move back", place, why, partial(commit.recover, root / name)))
@@ -96,7 +91,7 @@ def _plan_tracker(root: AnyPath, plan: Plan, recovered: dict[str, AnyPath]) -> N
     places = {iteration.number: iteration.directory for iteration in iterations(root) if iteration.complete}
     for name, aside in recovered.items():
         number = iteration_of(name)
-        if number is not None and is_complete(aside):
+        if number is not None and has_head(aside):
             places[number] = aside
     trouble = _trouble(root, text, places, RELEASE in recovered)
     if not trouble:
@@ -120,7 +115,7 @@ def _trouble(root: AnyPath, text: str | None, places: dict[int, AnyPath], releas
     if text is None:
         return "missing"
     if text == RELEASE:
-        return "" if release_recovered or is_complete(root / RELEASE) else "names release, which is not complete"
+        return "" if release_recovered or has_head(root / RELEASE) else "names release, which is not complete"
     if not (text.isascii() and text.isdecimal()):
         return f"illegible: {text!r}"
     number = int(text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,12 +10,10 @@ import typer
 
 from mbridge_fsdp_ckpt.errors import NotACheckpointError
 from mbridge_fsdp_ckpt.storage.files import AnyPath, as_path, size_of, what_is_there
-from mbridge_fsdp_ckpt.storage.manifest import MANIFEST_NAME
 from mbridge_fsdp_ckpt.storage.retention import STALE_S
-from mbridge_fsdp_ckpt.storage.source import DCP_METADATA, TRACKER
+from mbridge_fsdp_ckpt.storage.source import TRACKER, has_head
 
 RELEASE = "release"
-_ITERATION = re.compile(r"iter_(\d+)")
 
 
 def open_root(place: str) -> AnyPath:
@@ -27,7 +24,7 @@ def open_root(place: str) -> AnyPath:
         NotACheckpointError: It is no directory.
     """
     root = as_path(place)
-    if is_complete(root):
+    if has_head(root):
         raise typer.BadParameter(f"{root} is an iteration directory: give the root that it lies in, {root.parent}")
     if not root.is_dir():
         raise NotACheckpointError(
@@ -39,23 +36,13 @@ def open_root(place: str) -> AnyPath:
     return root
 
 
-def is_complete(directory: AnyPath) -> bool:
-    """Whether it has a head: ours or stock's."""
-    return any((directory / name).exists() for name in (MANIFEST_NAME, DCP_METADATA))
-
-
-def iteration_of(name: str) -> int | None:
-    """The number in a directory's name, if it is an iteration's."""
-    match = _ITERATION.fullmatch(name)
-    return int(match[1]) if match else None
-
-
 def tracked(root: AnyPath) -> str | None:
     """What the tracker file says; None where there is none."""
     tracker = root / TRACKER
     if not tracker.is_file():
         return None
-    return tracker.read_bytes()[:100].decode(errors="replace").strip()
+    with tracker.open("rb") as file:
+        return bytes(file.read(100)).decode(errors="replace").strip()
 
 
 def files_in(path: AnyPath) -> Iterator[AnyPath]:

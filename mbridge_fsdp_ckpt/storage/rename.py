@@ -116,15 +116,27 @@ def discard(path: Path) -> bool:
     return not path.exists()
 
 
+def put_aside(root: Path) -> dict[str, Path]:
+    """By their targets' names, the directories that stepped aside below a root; of several for one, the newest."""
+    return {_target_name(path): path for path in sorted(root.glob(f"{REPLACED}*"), key=_modified)}
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:  # moved back meanwhile
+        return 0.0
+
+
 def recover(target: Path) -> bool:
     """Undo a commit that died between its two renames; True where the old checkpoint was moved back."""
     if target.exists() or not target.parent.is_dir():
         return False
-    aside = [path for path in target.parent.glob(f"{REPLACED}*") if _target_name(path) == target.name]
-    if not aside:
-        return False
     try:
-        max(aside, key=lambda path: path.stat().st_mtime).rename(target)
+        aside = put_aside(target.parent).get(target.name)
+        if aside is None:
+            return False
+        aside.rename(target)
     except FileNotFoundError:  # another rank was first
         return target.exists()
     sync_directory(target.parent)

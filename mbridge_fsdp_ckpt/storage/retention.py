@@ -16,8 +16,7 @@ from dataclasses import dataclass
 
 from mbridge_fsdp_ckpt.storage import commit
 from mbridge_fsdp_ckpt.storage.files import AnyPath
-from mbridge_fsdp_ckpt.storage.manifest import MANIFEST_NAME
-from mbridge_fsdp_ckpt.storage.source import DCP_METADATA
+from mbridge_fsdp_ckpt.storage.source import has_head
 
 READING = ".reading-"
 STALE_S = 3600.0
@@ -46,11 +45,16 @@ def iterations(root: AnyPath) -> list[Iteration]:
     """The iteration directories below a root, oldest first."""
     found = []
     for path in root.iterdir():
-        match = _ITERATION.fullmatch(path.name)
-        if match and path.is_dir():
-            complete = any((path / name).exists() for name in (MANIFEST_NAME, DCP_METADATA))
-            found.append(Iteration(int(match[1]), path, complete))
+        number = iteration_of(path.name)
+        if number is not None and path.is_dir():
+            found.append(Iteration(number, path, has_head(path)))
     return sorted(found, key=lambda iteration: iteration.number)
+
+
+def iteration_of(name: str) -> int | None:
+    """The number in a directory's name, if it is an iteration's."""
+    match = _ITERATION.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def prunable(root: AnyPath, keep: int, also_keep: int | None = None) -> list[Iteration]:

@@ -105,6 +105,11 @@ TRACKER = "latest_checkpointed_iteration.txt"
 _MAX_TRACKER_BYTES = 1 << 12
 
 
+def has_head(directory: AnyPath) -> bool:
+    """Whether a directory has what makes it a checkpoint: our manifest or stock's metadata."""
+    return any((directory / name).exists() for name in (MANIFEST_NAME, DCP_METADATA))
+
+
 def find_checkpoint(path: AnyPath) -> AnyPath:
     """The iteration directory: the path itself, or the one that the tracker file of a run's root names.
 
@@ -115,7 +120,7 @@ def find_checkpoint(path: AnyPath) -> AnyPath:
         ManifestError: The tracker is no small file.
     """
     tracker = path / TRACKER
-    if any((path / name).exists() for name in (MANIFEST_NAME, DCP_METADATA)) or not is_plain_file(tracker):
+    if has_head(path) or not is_plain_file(tracker):
         return path
     named = read_bounded(tracker, _MAX_TRACKER_BYTES).decode(errors="replace").strip()[:100]
     directory = path / (f"iter_{int(named):07d}" if named.isdecimal() else named)

@@ -19,7 +19,7 @@ import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.testing.collectives import count_collectives
 from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
 from mbridge_fsdp_ckpt.testing.models import Recipe, Trainable, build
-from mbridge_fsdp_ckpt.testing.modules import MEGATRON_MODULES, is_installed
+from mbridge_fsdp_ckpt.testing.modules import MEGATRON_MODULES, installed
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
 
 MODEL = Recipe(layers=2, experts=8, offload=1.0)
@@ -62,7 +62,7 @@ def main() -> int:
     """Run the demo; 0 where every promise held."""
     console = Console()
     console.print("A Mixture-of-Experts model under Megatron-FSDP, optimizer offloaded to the host (offload 1.0).")
-    modules = [name for name in MEGATRON_MODULES if is_installed(name.partition(".")[0])]
+    modules = installed(MEGATRON_MODULES)
     with tempfile.TemporaryDirectory() as folder, RankPool(4, preload=modules) as pool:
         place = str(Path(folder) / "iter_0000003")
         whole = pool.run(uninterrupted, place, ranks=2)[0]

@@ -102,7 +102,7 @@ def build(recipe: Recipe, seed: int = 123) -> Trainable:
         )
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
-    model = _wrap(recipe, _gpt(recipe))
+    model = under_fsdp(_gpt(recipe), recipe.strategy, recipe.instances, recipe.outer, **recipe.ddp)
     return Trainable(recipe, model, _optimizer(recipe, model))
 
 
@@ -183,20 +183,29 @@ def _gated_delta_net() -> Any:
     return ModuleSpec(module=GatedDeltaNet, submodules=submodules, params={"conv_bias": True, "bias": True})
 
 
-def _wrap(recipe: Recipe, module: Any) -> Any:
+def under_fsdp(module: Any, strategy: str, instances: int, outer: str, **ddp: Any) -> Any:
+    """A plain module with a config, wrapped in Megatron-FSDP.
+
+    Args:
+        module: The module; it is wrapped, not copied.
+        strategy: What is sharded over data-parallel ranks.
+        instances: Copies of the sharded optimizer, for hybrid sharding.
+        outer: What hybrid sharding shards over those copies.
+        **ddp: More settings of Megatron's `DistributedDataParallelConfig`.
+    """
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 
-    settings = {
+    settings: dict[str, Any] = {
         "use_distributed_optimizer": True,
         "use_megatron_fsdp": True,
-        "data_parallel_sharding_strategy": recipe.strategy,
-        "num_distributed_optimizer_instances": recipe.instances,
-        "outer_dp_sharding_strategy": recipe.outer,
+        "data_parallel_sharding_strategy": strategy,
+        "num_distributed_optimizer_instances": instances,
+        "outer_dp_sharding_strategy": outer,
         "gradient_reduce_div_fusion": False,
-        "overlap_grad_reduce": recipe.strategy in ("optim_grads", "optim_grads_params"),
-        "overlap_param_gather": recipe.strategy == "optim_grads_params",
-        **recipe.ddp,
+        "overlap_grad_reduce": strategy in ("optim_grads", "optim_grads_params"),
+        "overlap_param_gather": strategy == "optim_grads_params",
+        **ddp,
     }
     return FullyShardedDataParallel(module.config, DistributedDataParallelConfig(**settings), module)
 

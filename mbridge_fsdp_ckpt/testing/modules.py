@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterable
 
 MEGATRON_MODULES = (
     "transformer_engine.pytorch",  # first: it looks for CUDA while imported
@@ -24,3 +25,8 @@ def is_installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
         return False
+
+
+def installed(modules: Iterable[str]) -> list[str]:
+    """Those whose package is installed."""
+    return [module for module in modules if is_installed(module.partition(".")[0])]

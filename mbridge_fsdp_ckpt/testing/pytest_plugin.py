@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from mbridge_fsdp_ckpt.testing.modules import BRIDGE_MODULES, MEGATRON_MODULES, is_installed
+from mbridge_fsdp_ckpt.testing.modules import BRIDGE_MODULES, MEGATRON_MODULES, installed, is_installed
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
 
 RANKS = 4
@@ -42,4 +42,4 @@ def _needed(package: str, modules: Sequence[str]) -> list[str]:
     """Those of `modules` that can be imported; skips the test where `package` cannot."""
     if not is_installed(package):
         pytest.skip(f"needs {package}, which is not installed")
-    return [module for module in modules if is_installed(module.partition(".")[0])]
+    return installed(modules)

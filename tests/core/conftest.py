@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mbridge_fsdp_ckpt.testing.modules import MEGATRON_MODULES, is_installed
+from mbridge_fsdp_ckpt.testing.modules import MEGATRON_MODULES, installed, is_installed
 from mbridge_fsdp_ckpt.testing.pytest_plugin import RANKS
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
 from tests.patience import PatientPool
@@ -17,6 +17,5 @@ def megatron_ranks() -> Iterator[RankPool]:
     """Up to four ranks that have imported Megatron-Core, and Transformer Engine where that is installed."""
     if not is_installed("megatron.core"):
         pytest.skip("needs megatron.core, which is not installed")
-    modules = [module for module in MEGATRON_MODULES if is_installed(module.partition(".")[0])]
-    with PatientPool(RANKS, preload=modules) as pool:
+    with PatientPool(RANKS, preload=installed(MEGATRON_MODULES)) as pool:
         yield pool

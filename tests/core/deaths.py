@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 from unittest.mock import patch
@@ -18,6 +17,7 @@ from mbridge_fsdp_ckpt import agreement
 from mbridge_fsdp_ckpt.errors import CheckpointError
 from mbridge_fsdp_ckpt.testing.models import Recipe
 from tests.core import cases, oracle
+from tests.patched import patched
 
 RECIPE = Recipe(layers=1)
 LIMIT_S, GRACE_S = 1.5, 1.0
@@ -69,20 +69,17 @@ def _ended(victim: int, step: str, ending: Ending) -> Iterator[None]:
         if dist.get_rank() != victim:
             yield
             return
-        module, _, path = step.partition(":")
-        owner: Any = importlib.import_module(f"mbridge_fsdp_ckpt.{module}")
-        *holders, name = path.split(".")
-        for holder in holders:
-            owner = getattr(owner, holder)
-        original = getattr(owner, name)
-
-        def last(*arguments: Any, **named: Any) -> Any:
-            if ending == "raises":
-                raise RuntimeError("this rank cannot go on")
-            if ending == "dies":
-                os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(STALL_S)
-            return original(*arguments, **named)
-
-        with patch.object(owner, name, last):
+        with patched(f"mbridge_fsdp_ckpt.{step}", lambda function: _ending(function, ending)):
             yield
+
+
+def _ending(function: Callable[..., Any], ending: Ending) -> Callable[..., Any]:
+    def last(*arguments: Any, **named: Any) -> Any:
+        if ending == "raises":
+            raise RuntimeError("this rank cannot go on")
+        if ending == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(STALL_S)
+        return function(*arguments, **named)
+
+    return last

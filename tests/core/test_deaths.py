@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mbridge_fsdp_ckpt.testing.modules import MEGATRON_MODULES, is_installed
+from mbridge_fsdp_ckpt.testing.modules import MEGATRON_MODULES, installed, is_installed
 from mbridge_fsdp_ckpt.testing.pytest_plugin import RANKS
 from mbridge_fsdp_ckpt.testing.ranks import Died, RankPool
 from tests.core import cases, deaths
@@ -25,8 +25,7 @@ def pool() -> Any:
     """Ranks that may die: no patience with those."""
     if not is_installed("megatron.core"):
         pytest.skip("needs megatron.core, which is not installed")
-    modules = [module for module in MEGATRON_MODULES if is_installed(module.partition(".")[0])]
-    with RankPool(RANKS, preload=modules) as pool:
+    with RankPool(RANKS, preload=installed(MEGATRON_MODULES)) as pool:
         yield pool
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from mbridge_fsdp_ckpt.patching import Patches
-from mbridge_fsdp_ckpt.testing.models import torch_adam
+from mbridge_fsdp_ckpt.testing.models import torch_adam, under_fsdp
 
 Weights = dict[str, torch.Tensor]
 Correction = Callable[[str, Weights], torch.Tensor | None]
@@ -118,22 +118,9 @@ def wrap(module: Any, layout: Layout, **ddp: Any) -> Subject:
         layout: What Megatron's groups were initialised with.
         **ddp: More settings of Megatron's `DistributedDataParallelConfig`.
     """
-    from megatron.core.distributed import DistributedDataParallelConfig
-    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    settings: dict[str, Any] = {
-        "use_distributed_optimizer": True,
-        "use_megatron_fsdp": True,
-        "data_parallel_sharding_strategy": layout.strategy,
-        "num_distributed_optimizer_instances": layout.instances,
-        "outer_dp_sharding_strategy": layout.outer,
-        "gradient_reduce_div_fusion": False,
-        "overlap_grad_reduce": layout.strategy in ("optim_grads", "optim_grads_params"),
-        "overlap_param_gather": layout.strategy == "optim_grads_params",
-        **ddp,
-    }
-    model = FullyShardedDataParallel(module.config, DistributedDataParallelConfig(**settings), module)
+    model = under_fsdp(module, layout.strategy, layout.instances, layout.outer, **ddp)
     config = OptimizerConfig(
         optimizer="adam",
         lr=1e-2,

@@ -2,14 +2,14 @@
 
 Each function runs on every rank.  What a load must give is not read from the checkpoint's writer: Bridge imports the
 same Hugging Face files into a second, plain model in the loading layout, and cuts them for tensor and expert
-parallelism itself.  Optimizer state follows the weights (`_SLOTS`), so that elements in the wrong place show there too.
+parallelism itself.  Optimizer state follows the weights (`SLOTS`), so that elements in the wrong place show there too.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,38 +19,7 @@ import torch.distributed as dist
 
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.testing.models import torch_adam
-
-STEP = 7.0
-_SLOTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "exp_avg": lambda weight: weight * 3 + 1,
-    "exp_avg_sq": lambda weight: weight * weight,
-}
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How a model is distributed.
-
-    Args:
-        ranks: World size.
-        tensor: Tensor parallelism; `expert_tensor` is that of experts.
-        strategy: What Megatron-FSDP shards.
-        instances: Copies of the sharded optimizer, for hybrid sharding.
-        outer: What hybrid sharding shards over those copies.
-    """
-
-    ranks: int
-    tensor: int = 1
-    expert: int = 1
-    expert_tensor: int = 1
-    context: int = 1
-    strategy: str = "optim_grads_params"
-    instances: int = 1
-    outer: str = "no_shard"
-
-    def on(self, **changes: Any) -> Layout:
-        """The same layout, changed."""
-        return replace(self, **changes)
+from tests.families.reference import SLOTS, STEPS, Layout
 
 
 @dataclass(frozen=True)
@@ -191,10 +160,10 @@ def _compare_state(model: Any, optimizer: Any, reference: dict[str, torch.Tensor
         weight, held = _shard_of(reference[name], parameter), state.get(parameter, {})
         if not weight.numel() and not held:
             continue
-        if sorted(held) != sorted([*_SLOTS, "step"]) or float(held["step"]) != STEP:
+        if sorted(held) != sorted([*SLOTS, "step"]) or float(held["step"]) != STEPS:
             yield f"{name}: {sorted(held)}"
         else:
-            yield from (f"{name}.{s}" for s, value in _SLOTS.items() if not torch.equal(_local(held[s]), value(weight)))
+            yield from (f"{name}.{s}" for s, value in SLOTS.items() if not torch.equal(_local(held[s]), value(weight)))
 
 
 def _compare_compute_weights(model: Any, reference: dict[str, torch.Tensor]) -> Iterator[str]:
@@ -236,8 +205,8 @@ def _state_for(weight: Any) -> dict[str, torch.Tensor]:
     """As torch's AdamW would have it; nothing where this rank has no elements, for those have no gradient."""
     if not _local(weight).numel():
         return {}
-    state = {"step": torch.tensor(STEP)}
-    for name, value in _SLOTS.items():
+    state = {"step": torch.tensor(STEPS)}
+    for name, value in SLOTS.items():
         state[name] = torch.zeros_like(weight)
         _local(state[name]).copy_(value(_local(weight)))
     return state

@@ -15,8 +15,8 @@ import pytest
 
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
 from tests.core import oracle
+from tests.families.reference import Layout
 from tests.models import hugging_face, imported
-from tests.models.imported import Layout
 
 pytestmark = pytest.mark.bridge
 

@@ -13,14 +13,12 @@ from typing import Any
 
 from tests.soak.attacks_json import Made
 from tests.soak.attacks_stock import KEY, WEIGHT, on_stock, place_record, raw, rewritten
-from tests.soak.hostile import SIDE, Attack
+from tests.soak.hostile import SIDE, Attack, by_name
 
 
 def attacks() -> Iterator[tuple[str, Attack]]:
     """All of them, by name."""
-    for kind, made in {"pickles that grow": growth(), "tracker": trackers()}.items():
-        for name, build, harmless in made:
-            yield f"{kind}: {name}", Attack(kind, build, harmless)
+    return by_name({"pickles that grow": growth(), "tracker": trackers()})
 
 
 def _nested(open_with: bytes, close_with: bytes, depth: int) -> bytes:

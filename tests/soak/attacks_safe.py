@@ -16,7 +16,7 @@ import torch
 from tests.soak import attacks_json, forge
 from tests.soak.attacks_json import Build, Made
 from tests.soak.forge import MANIFEST, PAYLOAD, TABLE
-from tests.soak.hostile import CANARY, SIDE, Attack
+from tests.soak.hostile import CANARY, SIDE, Attack, by_name
 from tests.unit import handmade
 
 NAMES: dict[str, str] = {
@@ -56,20 +56,20 @@ DTYPES = ("__class__", "load", "Tensor", "float", "torch.float32", "", "float16\
 
 def attacks() -> Iterator[tuple[str, Attack]]:
     """All of them, by name."""
-    for kind, makers in {
-        "file names": names(),
-        "links and special files": special_files(),
-        "numbers in rows": numbers(),
-        "boxes and shapes": boxes(),
-        "dtypes": dtypes(),
-        "JSON": attacks_json.texts(),
-        "typed values": attacks_json.typed_values(),
-        "structure": structure(),
-        "code in records": code(),
-        "untouched": untouched(),
-    }.items():
-        for name, build, harmless in makers:
-            yield f"{kind}: {name}", Attack(kind, build, harmless)
+    return by_name(
+        {
+            "file names": names(),
+            "links and special files": special_files(),
+            "numbers in rows": numbers(),
+            "boxes and shapes": boxes(),
+            "dtypes": dtypes(),
+            "JSON": attacks_json.texts(),
+            "typed values": attacks_json.typed_values(),
+            "structure": structure(),
+            "code in records": code(),
+            "untouched": untouched(),
+        }
+    )
 
 
 def names() -> Made:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from tests.soak.attacks_json import Made
 from tests.soak.attacks_safe import NAMES
-from tests.soak.hostile import CANARY, SIDE, Attack
+from tests.soak.hostile import CANARY, SIDE, Attack, by_name
 
 KEY = "model.weight"
 TOUCH = f"touch {CANARY}"
@@ -82,16 +82,16 @@ OPCODES: dict[str, Callable[[str, str, str], bytes]] = {
 
 def attacks() -> Iterator[tuple[str, Attack]]:
     """All of them, by name."""
-    for kind, made in {
-        "code in .metadata": code_in_metadata(),
-        "code in stock records": code_in_records(),
-        "stock metadata": lies(),
-        "stock file names": names(),
-        "stock files": files(),
-        "untouched": untouched(),
-    }.items():
-        for name, build, harmless in made:
-            yield f"{kind}: {name}", Attack(kind, build, harmless)
+    return by_name(
+        {
+            "code in .metadata": code_in_metadata(),
+            "code in stock records": code_in_records(),
+            "stock metadata": lies(),
+            "stock file names": names(),
+            "stock files": files(),
+            "untouched": untouched(),
+        }
+    )
 
 
 def stock(directory: Path) -> None:

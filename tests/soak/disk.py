@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import os
 import time
@@ -10,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import torch.distributed as dist
 
@@ -18,6 +16,7 @@ import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.errors import CheckpointError
 from mbridge_fsdp_ckpt.testing.models import Recipe
 from tests.core import cases, oracle
+from tests.patched import patched
 
 RECIPE = Recipe(layers=1)
 
@@ -79,12 +78,7 @@ def holding(fault: Fault | None) -> Iterator[None]:
     if fault is None or fault.rank != dist.get_rank():
         yield
         return
-    module, _, path = fault.call.partition(":")
-    owner: Any = importlib.import_module(module)
-    *holders, name = path.split(".")
-    for holder in holders:
-        owner = getattr(owner, holder)
-    with patch.object(owner, name, _faulty(getattr(owner, name), fault)):
+    with patched(fault.call, lambda function: _faulty(function, fault)):
         yield
 
 

@@ -15,7 +15,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,13 @@ class Attack:
     build: Callable[[Path], None]
     harmless: str = ""
     address_space: int = ADDRESS_SPACE
+
+
+def by_name(kinds: Mapping[str, Iterable[tuple[str, Callable[[Path], None], str]]]) -> Iterator[tuple[str, Attack]]:
+    """Attacks of several kinds: each a name, what makes a good checkpoint hostile, and why it may be accepted."""
+    for kind, made in kinds.items():
+        for name, build, harmless in made:
+            yield f"{kind}: {name}", Attack(kind, build, harmless)
 
 
 @dataclass(frozen=True, slots=True)

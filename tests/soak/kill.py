@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import os
 import signal
@@ -23,6 +22,7 @@ from mbridge_fsdp_ckpt.storage.retention import prune
 from mbridge_fsdp_ckpt.storage.source import TRACKER, find_checkpoint
 from mbridge_fsdp_ckpt.testing.models import Recipe
 from tests.core import cases, oracle
+from tests.patched import patched
 
 RECIPE = Recipe(layers=1)
 OLD, NEW = 1, 2
@@ -153,12 +153,8 @@ def _mortal(death: Death | None) -> Iterator[None]:
     if death is None or death.rank != dist.get_rank():
         yield
         return
-    module, _, path = death.step.partition(":")
-    owner: Any = importlib.import_module(module if module == "pathlib" else f"mbridge_fsdp_ckpt.{module}")
-    *holders, name = path.split(".")
-    for holder in holders:
-        owner = getattr(owner, holder)
-    with patch.object(owner, name, _killing(getattr(owner, name), death)):
+    call = death.step if death.step.startswith("pathlib:") else f"mbridge_fsdp_ckpt.{death.step}"
+    with patched(call, lambda function: _killing(function, death)):
         yield
 
 

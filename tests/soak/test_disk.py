@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from mbridge_fsdp_ckpt.testing.modules import MEGATRON_MODULES, is_installed
+from mbridge_fsdp_ckpt.testing.modules import MEGATRON_MODULES, installed
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
 from tests.patience import PatientPool
 from tests.soak import disk, sampling
@@ -46,7 +46,7 @@ ERRORS = (errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT)
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    with PatientPool(RANKS, preload=[m for m in MEGATRON_MODULES if is_installed(m.partition(".")[0])]) as pool:
+    with PatientPool(RANKS, preload=installed(MEGATRON_MODULES)) as pool:
         yield pool
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from mbridge_fsdp_ckpt.testing.modules import MEGATRON_MODULES, is_installed
+from mbridge_fsdp_ckpt.testing.modules import MEGATRON_MODULES, installed
 from mbridge_fsdp_ckpt.testing.ranks import Died, RankFailed, RankPool, RanksHung
 from tests.soak import kill, sampling
 from tests.soak.kill import NEW, OLD, Death
@@ -58,9 +58,7 @@ class Prepared:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    with RankPool(
-        RANKS, preload=[module for module in MEGATRON_MODULES if is_installed(module.partition(".")[0])]
-    ) as pool:
+    with RankPool(RANKS, preload=installed(MEGATRON_MODULES)) as pool:
         yield pool
 
 

@@ -1,7 +1,7 @@
 """save() and load(): the whole story.
 
     save    plan -> agree -> write own chunks to staging -> rank 0 checks, writes the head, commits
-    load    open -> match keys -> verify every byte this rank reads -> agree -> fill -> refresh
+    load    open -> match keys -> verify every byte, fill new optimizer slots -> agree -> fill weights -> refresh
 
 Both meet all ranks twice, in the rendezvous store.  A save issues no collective; a load only those with which
 Megatron-FSDP gathers compute weights after an optimizer step, at its very end.  An error on one rank is raised on
@@ -159,15 +159,16 @@ def _load(
     agreement = next_agreement("load", settings.time_limit)
     source = as_path(directory)
 
-    def prepare() -> tuple[loading.Opened, Loaded, Callable[[], None]]:
+    def prepare() -> _Prepared:
         opened = loading.prepare(source, model, optimizer, include, settings, agreement, with_state=with_state)
         read = opened.source
         loaded = Loaded(read.values, read.topology, *loading.records_of(opened), skipped=tuple(opened.skipped))
-        return opened, loaded, accept(loaded) if accept is not None else _nothing
+        put_in_place = accept(loaded) if accept is not None else _nothing
+        return _Prepared(filling.stage(opened, settings.read_budget(source), agreement), loaded, put_in_place)
 
     with reading(source, enabled=agreement.rank == 0) as agreement.on_beat:
         prepared = _attempt(agreement, "reading the checkpoint", prepare)
-        opened: Any = prepared if isinstance(prepared, CheckpointError) else prepared[0]
+        opened: Any = prepared if isinstance(prepared, CheckpointError) else prepared.staged.opened
         answer = agreement.meet("verification", _message(opened, loading.announce), loading.judge(opened, settings))
         if answer["disputed"]:
             named = loading.disputed(opened, answer["disputed"])
@@ -179,14 +180,22 @@ def _load(
         except CheckpointError as error:
             raise _interrupted(error) from error
     filling.refresh(opened)
-    loaded: Loaded = prepared[1]
+    loaded: Loaded = prepared.loaded
     return replace(loaded, skipped=(*loaded.skipped, *answer["unread"]))
 
 
-def _fill(prepared: tuple[loading.Opened, Loaded, Callable[[], None]], agreement: Agreement) -> None:
-    opened, _, put_in_place = prepared
-    filling.fill(opened, agreement)
-    put_in_place()
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """All that a rank can do of a load before the others agree."""
+
+    staged: filling.Staged
+    loaded: Loaded
+    put_in_place: Callable[[], None]
+
+
+def _fill(prepared: _Prepared, agreement: Agreement) -> None:
+    filling.fill(prepared.staged, agreement)
+    prepared.put_in_place()
 
 
 def _nothing() -> None:

@@ -1,4 +1,4 @@
-"""Filling live tensors from a verified checkpoint, and putting optimizer state in place."""
+"""Reading a checkpoint's bytes: first into memory that nobody uses, then into live tensors."""
 
 from __future__ import annotations
 
@@ -19,34 +19,72 @@ from mbridge_fsdp_ckpt.matching import in_file_order
 from mbridge_fsdp_ckpt.optimizer_state import STEP, Slot, SlotSpec
 from mbridge_fsdp_ckpt.parameters import find_fsdp_module, local_shard
 from mbridge_fsdp_ckpt.plan import Component, ParameterPlan, Piece
+from mbridge_fsdp_ckpt.storage.source import StoredChunk
 from mbridge_fsdp_ckpt.storage.values import dtype_from_name
 
 Targets = dict[str, list[tuple[Piece | None, torch.Tensor]]]
 """For each key, the blocks wanted of it with the flat tensors they go to; None for a scalar."""
 
 
-def fill(opened: Opened, agreement: Agreement) -> None:
-    """Copy verified bytes into live tensors and put optimizer state in place.
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """Verified bytes that nobody uses yet: filled slots that are not in place, and kept chunks of weights."""
+
+    opened: Opened
+    weights: Targets
+    allocated: list[_Allocated]
+    kept: dict[StoredChunk, torch.Tensor]
+
+    def take(self, chunk: StoredChunk) -> torch.Tensor:
+        """A chunk's elements: those that were kept when it was verified, or read again."""
+        kept = self.kept.pop(chunk, None)
+        return self.opened.source.read(chunk, verify=self.opened.verified) if kept is None else kept
+
+
+def stage(opened: Opened, budget: int, agreement: Agreement) -> Staged:
+    """Read and verify what this rank needs, and change nothing.
+
+    Optimizer state goes straight into new slots.  Of the weights, whose memory is live, the first `budget` bytes are
+    kept; without verification they are not read here.
+
+    Raises:
+        CheckpointError, OSError: Bytes are damaged, or cannot be read.
+    """
+    weights: Targets = defaultdict(list)
+    for item in opened.planned:
+        _add_targets(weights, item.plan, item.plan.model_key, local_shard(item.tensor).reshape(-1), opened.asked)
+    slots: Targets = defaultdict(list)
+    allocated = [item for part in opened.parts for item in _allocate(opened, part, slots)] if opened.with_state else []
+    staged = Staged(opened, weights, allocated, {})
+    filling = _Filling(opened, slots)
+    for chunk in in_file_order(opened.chunks, opened.needed):
+        if chunk.key not in weights:
+            filling.copy(chunk, opened.source.read(chunk, verify=opened.verified))
+        elif opened.verified:
+            data = opened.source.read(chunk)
+            if chunk.length <= budget:
+                budget -= chunk.length
+                staged.kept[chunk] = data
+        agreement.beat()
+    filling.finish()
+    return staged
+
+
+def fill(staged: Staged, agreement: Agreement) -> None:
+    """Copy verified bytes into live weights, and put optimizer state in place.
 
     Raises:
         CheckpointError, OSError: The storage failed since it was verified.
     """
-    targets: Targets = defaultdict(list)
-    for item in opened.planned:
-        _add_targets(targets, item.plan, item.plan.model_key, local_shard(item.tensor).reshape(-1), opened.asked)
-    allocated = (
-        [slots for part in opened.parts for slots in _allocate(opened, part, targets)] if opened.with_state else []
-    )
-    needed = {key: [Box((), ()) if p is None else p.box for p, _ in places] for key, places in targets.items()}
-    filled: Counter[tuple[str, int]] = Counter()
+    opened = staged.opened
+    filling = _Filling(opened, staged.weights)
+    needed = {key: boxes for key, boxes in opened.needed.items() if key in staged.weights}
+    for chunk in in_file_order(opened.chunks, needed):
+        filling.copy(chunk, staged.take(chunk))
+        agreement.beat()
+    filling.finish()
     with torch.no_grad():
-        for chunk in in_file_order(opened.chunks, needed):
-            data = opened.take(chunk)
-            for number, (piece, flat) in enumerate(targets[chunk.key]):
-                filled[chunk.key, number] += _copy(data, chunk.box, piece, flat)
-            agreement.beat()
-        _check_filled(opened, targets, filled)
-        _install(opened, allocated)
+        _install(opened, staged.allocated)
     for restoration in opened.scaling:
         restoration.apply()
 
@@ -90,6 +128,39 @@ def _add_targets(
             targets[key_of(piece.component)].append((piece, flat))
 
 
+class _Filling:
+    """Copies chunks to where they are wanted, and counts."""
+
+    def __init__(self, opened: Opened, targets: Targets) -> None:
+        self._opened, self._targets = opened, targets
+        self._filled: Counter[tuple[str, int]] = Counter()
+
+    def copy(self, chunk: StoredChunk, data: torch.Tensor) -> None:
+        """What the chunk has of each place of its key."""
+        with torch.no_grad():
+            for number, (piece, flat) in enumerate(self._targets.get(chunk.key, ())):
+                self._filled[chunk.key, number] += _copy(data, chunk.box, piece, flat)
+
+    def finish(self) -> None:
+        """Every place of every key got all its elements; only padding of the vocabulary has none in the checkpoint.
+
+        Raises:
+            InternalError: Some were left as they were.
+        """
+        for key, places in self._targets.items():
+            saved = whole(self._opened.source.keys[key].shape)
+            for number, (piece, _) in enumerate(places):
+                common = Box((), ()) if piece is None else piece.box.intersect(saved)
+                wanted = 0 if common is None else common.volume
+                if self._filled[key, number] != wanted:
+                    raise InternalError(
+                        expected=f"{wanted} elements of {common} to be filled",
+                        found=f"{self._filled[key, number]}",
+                        remedy="Report it with the layouts of the save and of this job.",
+                        key=key,
+                    )
+
+
 def _copy(data: torch.Tensor, box: Box, piece: Piece | None, flat: torch.Tensor) -> int:
     """Copy what the chunk has of the piece; returns the number of elements."""
     if piece is None:
@@ -100,26 +171,6 @@ def _copy(data: torch.Tensor, box: Box, piece: Piece | None, flat: torch.Tensor)
         return 0
     piece.block(flat)[common.slices_in(piece.box)].copy_(data[common.slices_in(box)])
     return common.volume
-
-
-def _check_filled(opened: Opened, targets: Targets, filled: Counter[tuple[str, int]]) -> None:
-    """Every place of every key got all its elements; only padding of the vocabulary has none in the checkpoint.
-
-    Raises:
-        InternalError: Some were left as they were.
-    """
-    for key, places in targets.items():
-        saved = whole(opened.source.keys[key].shape)
-        for number, (piece, _) in enumerate(places):
-            common = Box((), ()) if piece is None else piece.box.intersect(saved)
-            wanted = 0 if common is None else common.volume
-            if filled[key, number] != wanted:
-                raise InternalError(
-                    expected=f"{wanted} elements of {common} to be filled",
-                    found=f"{filled[key, number]}",
-                    remedy="Report it with the layouts of the save and of this job.",
-                    key=key,
-                )
 
 
 def _install(opened: Opened, allocated: list[_Allocated]) -> None:

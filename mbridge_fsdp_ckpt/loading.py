@@ -22,7 +22,6 @@ from mbridge_fsdp_ckpt.matching import (
     STATE_PREFIX,
     Match,
     check_coverage,
-    in_file_order,
     listed,
     slots_by_name,
 )
@@ -39,7 +38,13 @@ from mbridge_fsdp_ckpt.versions import require
 
 @dataclass(slots=True)
 class Opened:
-    """A checkpoint that fits this rank, and is verified as far as the settings say."""
+    """A checkpoint that fits this rank; its bytes are read by `filling`.
+
+    Args:
+        chunks: Where each needed key lies.
+        needed: The blocks of each key that this rank needs.
+        asked: Keys that have a place in this model.
+    """
 
     source: CheckpointSource
     model: Any
@@ -47,6 +52,7 @@ class Opened:
     parts: list[OptimizerPart]
     with_state: bool
     chunks: dict[str, list[StoredChunk]]
+    needed: dict[str, list[Box]]
     hyperparameters: dict[str, dict[str, Any]]
     slots: dict[str, dict[str, KeyEntry]]
     include: KeyFilter | None
@@ -54,12 +60,6 @@ class Opened:
     scaling: list[Restoration] = field(default_factory=list)
     asked: set[str] = field(default_factory=set)
     skipped: list[str] = field(default_factory=list)
-    kept: dict[StoredChunk, torch.Tensor] = field(default_factory=dict)
-
-    def take(self, chunk: StoredChunk) -> torch.Tensor:
-        """A chunk's elements: those that were kept when it was verified, or read again."""
-        kept = self.kept.pop(chunk, None)
-        return self.source.read(chunk, verify=self.verified) if kept is None else kept
 
 
 def prepare(
@@ -72,7 +72,7 @@ def prepare(
     *,
     with_state: bool,
 ) -> Opened:
-    """Open the checkpoint, match it with the live model, and verify what this rank needs.
+    """Open the checkpoint and match it with the live model.
 
     Raises:
         KeyMismatchError: Keys are missing, or of another shape or dtype.
@@ -86,7 +86,7 @@ def prepare(
     planned = [p for p in everything if include is None or include(p.plan.layout.key)]
     parts = optimizer_parts(optimizer, everything) if optimizer is not None else []
     opened = Opened(
-        source, model, planned, parts, with_state and bool(parts), {}, {}, {}, include, settings.verify == "full"
+        source, model, planned, parts, with_state and bool(parts), {}, {}, {}, {}, include, settings.verify == "full"
     )
     match = Match(source, settings)
     for item in planned:
@@ -102,23 +102,11 @@ def prepare(
     match.finish()
     opened.scaling = restorations(model, source.ranks())
     opened.asked, opened.skipped = match.asked, match.skipped
-    opened.chunks = source.chunks(sorted(match.needed))
-    check_coverage(match.needed, opened.chunks)
+    opened.needed, opened.chunks = match.needed, source.chunks(sorted(match.needed))
+    check_coverage(opened.needed, opened.chunks)
     if agreement.rank == 0:
         source.check_files(content=opened.verified, progress=agreement.beat)
-    if opened.verified:
-        _verify(opened, match.needed, settings.read_budget(), agreement)
     return opened
-
-
-def _verify(opened: Opened, needed: dict[str, list[Box]], budget: int, agreement: Agreement) -> None:
-    """Read what this rank needs; the first `budget` bytes stay in memory."""
-    for chunk in in_file_order(opened.chunks, needed):
-        data = opened.source.read(chunk)
-        if chunk.length <= budget:
-            budget -= chunk.length
-            opened.kept[chunk] = data
-        agreement.beat()
 
 
 def _check_families(source: CheckpointSource, settings: Settings) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from mbridge_fsdp_ckpt.agreement import DEFAULT_TIME_LIMIT
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.storage.commit import COMMIT_METHODS, CommitMethod
+from mbridge_fsdp_ckpt.storage.files import AnyPath, is_local
 
 DCP_METADATA_CHOICES = ("auto", "always", "never")
 VERIFY_CHOICES = ("full", "header")
@@ -27,8 +28,9 @@ class Settings:
             up to 512 ranks.  This package reads neither.
         verify: What a load checks before it changes anything: "full" also hashes every byte that this rank reads,
             "header" checks structure and sizes, and reads once.
-        read_buffer: Bytes of verified payload that each rank may keep on the host until all ranks agree to go on; what
-            does not fit is read again then. None: a quarter of the host's available memory, shared among its ranks.
+        read_buffer: Bytes of verified weights that each rank may keep on the host until all ranks agree to go on; what
+            does not fit is read again then. None: nothing of a file system, whose page cache has them just then; of an
+            object store a quarter of the host's available memory, shared among its ranks.
         commit: How a save is committed: "rename" on file systems, "marker" in object stores; "auto" goes by the path.
             Say "marker" for a mounted file system whose renames are not atomic.
         allow_missing: Patterns (`fnmatch`) of keys that a load may not find.
@@ -62,10 +64,12 @@ class Settings:
         """Whether a save of this many ranks writes stock's view."""
         return self.dcp_metadata == "always" or (self.dcp_metadata == "auto" and world_size <= AUTO_DCP_RANKS)
 
-    def read_budget(self) -> int:
-        """Bytes that this rank may keep."""
+    def read_budget(self, directory: AnyPath) -> int:
+        """Bytes that this rank may keep of a checkpoint there."""
         if self.read_buffer is not None:
             return self.read_buffer
+        if is_local(directory):
+            return 0
         return _available_memory() // 4 // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
     def may_be_missing(self, key: str) -> bool:

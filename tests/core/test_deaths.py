@@ -16,7 +16,12 @@ from tests.core import cases, deaths
 WORLD = 4
 HOST = socket.gethostname()
 SAVE_STEPS = {"planning": "saving:prepare", "writing": "saving:write", "commit": "storage.payload:PayloadWriter.close"}
-LOAD_STEPS = {"reading": "loading:prepare", "verifying": "loading:check_coverage", "filling": "filling:_install"}
+LOAD_STEPS = {
+    "reading": "loading:prepare",
+    "verifying": "loading:check_coverage",
+    "staging": "filling:_Filling.finish",
+    "filling": "filling:_install",
+}
 ENDINGS = ("raises", "dies", "stalls")
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.settings import AUTO_DCP_RANKS, Settings
+from mbridge_fsdp_ckpt.storage.files import as_path
 
 
 @pytest.mark.parametrize(
@@ -42,18 +43,20 @@ def test_when_stocks_view_is_written(choice: Any, ranks: int, written: bool) -> 
     assert Settings(dcp_metadata=choice).writes_dcp_metadata(ranks) is written
 
 
-def test_the_read_buffer_is_a_quarter_of_what_is_free_shared_by_the_hosts_ranks(
+def test_of_object_stores_a_quarter_of_what_is_free_is_kept_shared_by_the_hosts_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from mbridge_fsdp_ckpt import settings
 
     monkeypatch.setattr(settings, "_available_memory", lambda: 64_000)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert Settings().read_budget() == 16_000
+    store, disk = as_path("memory://bucket/iter_0000001"), as_path("/scratch/iter_0000001")
+    assert (Settings().read_budget(store), Settings().read_budget(disk)) == (16_000, 0)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert Settings().read_budget() == 2_000
-    assert Settings(read_buffer=5).read_budget() == 5
-    assert Settings(read_buffer=0).read_budget() == 0
+    assert (Settings().read_budget(store), Settings().read_budget(disk)) == (2_000, 0)
+    for chosen in (5, 0):
+        given = Settings(read_buffer=chosen)
+        assert (given.read_budget(store), given.read_budget(disk)) == (chosen, chosen)
 
 
 def test_free_memory_is_read_from_the_kernel() -> None:

@@ -1,7 +1,8 @@
 """`register()`: Megatron-Bridge learns the format name `fsdp_dtensor_safe`.
 
 The training loop's checkpoints go through Bridge's own plug-in point, `checkpoint.custom_manager_class`.  Where that
-does not reach, these are replaced, here and nowhere else, and only act for our format name:
+does not reach, these are replaced, here and nowhere else, and only act for our format name (and, where a user asks for
+a takeover, for the stock one):
 
     ConfigContainer.validate                         knows three format names by heart; sets custom_manager_class
     checkpointing.save_checkpoint                    called directly by save_megatron_model and by users
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,27 +27,38 @@ from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.versions import require
 
 SAFE, STOCK = "fsdp_dtensor_safe", "fsdp_dtensor"
+TAKEOVER = "MBRIDGE_FSDP_CKPT_TAKEOVER"
+"""Environment variable: "1" is `register(takeover=True)`."""
+
 MANAGER = "mbridge_fsdp_ckpt.bridge.manager.SafeCheckpointManager"
 _KNOWN = ("torch_dist", STOCK, SAFE, "torch", "torch_dcp", "zarr")
 
 _patches: Patches | None = None
 _settings = Settings()
+_takeover = False
 
 
-def register(settings: Settings | None = None) -> None:
+def register(settings: Settings | None = None, *, takeover: bool | None = None) -> None:
     """Make `checkpoint.ckpt_format=fsdp_dtensor_safe` work in Megatron-Bridge.
 
-    Calling it again changes nothing but the settings, and these only if some are given.
+    Calling it again changes nothing but what is given.
 
     Args:
         settings: Time limit and the like, for every save and load through Bridge.
+        takeover: Whether runs that say `fsdp_dtensor` are saved and loaded here, too, and need no other change. By
+            default what the environment variable MBRIDGE_FSDP_CKPT_TAKEOVER says.
 
     Raises:
         UnsupportedVersionError: torch, megatron-core or megatron-bridge is of a version this was not made for.
+        ConfigurationError: The environment variable is neither 0 nor 1.
     """
-    global _patches, _settings
+    global _patches, _settings, _takeover
+    if takeover is None and _patches is None:
+        takeover = _takeover_by_environment()
     if settings is not None:
         _settings = settings
+    if takeover is not None:
+        _takeover = takeover
     if _patches is not None:
         return
     require("torch", "megatron-core", "megatron-bridge")
@@ -60,10 +73,24 @@ def register(settings: Settings | None = None) -> None:
 
 def unregister() -> None:
     """Put everything back as it was.  Does nothing unless registered."""
-    global _patches, _settings
+    global _patches, _settings, _takeover
     if _patches is not None:
         _patches.undo()
-        _patches, _settings = None, Settings()
+        _patches, _settings, _takeover = None, Settings(), False
+
+
+def is_ours(ckpt_format: Any) -> bool:
+    """Whether a run that says this format is saved and loaded here."""
+    return ckpt_format == SAFE or (_takeover and ckpt_format == STOCK)
+
+
+def _takeover_by_environment() -> bool:
+    value = os.environ.get(TAKEOVER, "")
+    if value not in ("", "0", "1"):
+        raise ConfigurationError(
+            expected=f"the environment variable {TAKEOVER} to be 0 or 1", found=repr(value), remedy="Set it to 1."
+        )
+    return value == "1"
 
 
 def settings_of(cfg: Any) -> Settings:
@@ -86,7 +113,8 @@ def _patch(patches: Patches) -> None:
     from megatron.bridge.training.config import ConfigContainer
     from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
 
-    from mbridge_fsdp_ckpt.bridge import manager
+    from mbridge_fsdp_ckpt.bridge import conversion_seams, manager
+    from mbridge_fsdp_ckpt.bridge.export_fix import correct_export
     from mbridge_fsdp_ckpt.optimizer_state.sharded_hybrid import ShardedHybridDeviceOptimizer
 
     register_allowed_target_prefix("mbridge_fsdp_ckpt")
@@ -98,7 +126,9 @@ def _patch(patches: Patches) -> None:
         (save, _routed(save, manager.save_checkpoint)),
         (load, _routed(load, manager.load_from_path)),
         (sync, _sync_copies(sync)),
+        *conversion_seams.replacements(SAFE),
     ]
+    correct_export(patches)
     rebind_everywhere(patches, replacements)
 
 
@@ -109,7 +139,7 @@ def _routed(stock: Callable[..., Any], safe: Callable[..., Any]) -> Callable[...
     def routed(*args: Any, **kwargs: Any) -> Any:
         state = kwargs.get("state") or next(arg for arg in args if hasattr(arg, "cfg"))
         check_format(state.cfg.checkpoint.ckpt_format)
-        return (safe if state.cfg.checkpoint.ckpt_format == SAFE else stock)(*args, **kwargs)
+        return (safe if is_ours(state.cfg.checkpoint.ckpt_format) else stock)(*args, **kwargs)
 
     return routed
 
@@ -119,7 +149,7 @@ def _validate(stock: Callable[[Any], None]) -> Callable[[Any], None]:
     def validate(config: Any) -> None:
         checkpoint = config.checkpoint
         check_format(checkpoint.ckpt_format)
-        if checkpoint.ckpt_format != SAFE:
+        if not is_ours(checkpoint.ckpt_format):
             stock(config)
             return
         check_settings(checkpoint)
@@ -133,11 +163,11 @@ def _validate(stock: Callable[[Any], None]) -> Callable[[Any], None]:
 @contextmanager
 def presented_as_stock(checkpoint: Any) -> Iterator[None]:
     """Let Bridge's code that compares format names take our format for the stock one."""
-    checkpoint.ckpt_format = STOCK
+    said, checkpoint.ckpt_format = checkpoint.ckpt_format, STOCK
     try:
         yield
     finally:
-        checkpoint.ckpt_format = SAFE
+        checkpoint.ckpt_format = said
 
 
 def check_format(name: Any) -> None:

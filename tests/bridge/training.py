@@ -35,6 +35,7 @@ class Run:
     iterations: int = 4
     save_every: int = 2
     format: str = "fsdp_dtensor_safe"
+    takeover: bool = False
     optimizer: str = "fused"
     offload: float = 0.0
     tensor: int = 1
@@ -54,8 +55,8 @@ def train(run: Run) -> dict[str, Any]:
     from megatron.bridge.training.gpt_step import forward_step
 
     replace_cuda_only_kernels()
-    if run.format == "fsdp_dtensor_safe":
-        mbridge_fsdp_ckpt.register()
+    if run.format == "fsdp_dtensor_safe" or run.takeover:
+        mbridge_fsdp_ckpt.register(takeover=run.takeover)
     else:
         mbridge_fsdp_ckpt.unregister()
     os.environ["MASTER_ADDR"] = os.environ.get("MASTER_ADDR", "127.0.0.1")

@@ -9,12 +9,14 @@ a takeover, for the stock one):
     checkpointing._load_checkpoint_from_path         called by load_checkpoint and by Bridge's set-up
     megatron.core.optimizer.HybridDeviceOptimizer    cannot step under Megatron-FSDP; see sharded_hybrid.py
     optim.sync_hybrid_device_optimizer_...           assumes a distributed optimizer without Megatron-FSDP
+    finalize_model_grads._get_main_grad_attr         does not find decoupled gradients; see `_grad_attribute`
 """
 
 from __future__ import annotations
 
 import difflib
 import functools
+import importlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -120,6 +122,8 @@ def _patch(patches: Patches) -> None:
     register_allowed_target_prefix("mbridge_fsdp_ckpt")
     patches.set(ConfigContainer, "validate", _validate(ConfigContainer.validate))
     patches.set(megatron_optimizer, "HybridDeviceOptimizer", ShardedHybridDeviceOptimizer)
+    finalize = importlib.import_module("megatron.core.distributed.finalize_model_grads")  # a function hides the module
+    patches.set(finalize, "_get_main_grad_attr", _grad_attribute(finalize._get_main_grad_attr))
     save, load = checkpointing.save_checkpoint, checkpointing._load_checkpoint_from_path
     sync = optim.sync_hybrid_device_optimizer_fp32_master_copies
     replacements = [
@@ -130,6 +134,21 @@ def _patch(patches: Patches) -> None:
     ]
     correct_export(patches)
     rebind_everywhere(patches, replacements)
+
+
+def _grad_attribute(stock: Callable[[Any], str]) -> Callable[[Any], str]:
+    """Where a parameter's gradient is.
+
+    Megatron sums the gradients of norms over the tensor-parallel ranks, which hold copies of them.  With
+    `megatron_fsdp_use_decoupled_grad`, megatron-core 0.19 finds no gradient to sum: the copies drift apart without a
+    word, and no checkpoint, which holds one of them, can resume the run bit for bit.
+    """
+
+    @functools.wraps(stock)
+    def attribute(param: Any) -> str:
+        return "decoupled_grad" if getattr(param, "decoupled_grad", None) is not None else stock(param)
+
+    return attribute
 
 
 def _routed(stock: Callable[..., Any], safe: Callable[..., Any]) -> Callable[..., Any]:

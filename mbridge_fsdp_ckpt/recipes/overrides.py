@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import enum
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mbridge_fsdp_ckpt.bridge.plugin import check_format
 from mbridge_fsdp_ckpt.errors import ConfigurationError
+from mbridge_fsdp_ckpt.recipes.fields import fitted
 
 FORMAT = "checkpoint.ckpt_format"
 ALIASES = {"checkpoint.format": FORMAT}
@@ -66,7 +65,7 @@ def apply(config: Any, settings: Mapping[str, Any]) -> None:
         ConfigurationError: A name that the configuration doesn't have, or a value that its field can't hold.
     """
     found = [(name, *_owner(config, name), value) for name, value in settings.items()]
-    ready = [(owner, field, _fitted(name, getattr(owner, field), value)) for name, owner, field, value in found]
+    ready = [(owner, field, _fitted(name, owner, field, value)) for name, owner, field, value in found]
     for owner, field, value in ready:
         setattr(owner, field, value)
 
@@ -103,6 +102,8 @@ def _settings(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
             )
         settings[name], written[name] = value, given
     if FORMAT in settings:
+        from mbridge_fsdp_ckpt.bridge.plugin import check_format
+
         check_format(settings[FORMAT])
     return settings
 
@@ -137,27 +138,13 @@ def _is_section(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-def _fitted(name: str, present: Any, value: Any) -> Any:
-    """`value` as the kind of thing that is there now: YAML has no enums and no dtypes."""
-    if value is None or present is None:
-        return value
-    if isinstance(present, enum.Enum):
-        kind, fits = f"one of {', '.join(type(present).__members__)}", value in type(present).__members__
-        value = type(present)[value] if fits else value
-    elif type(present).__name__ == "dtype":
-        import torch
-
-        dtype = getattr(torch, str(value).removeprefix("torch."), None)
-        kind, fits, value = "a dtype of torch", isinstance(dtype, torch.dtype), dtype or value
-    elif isinstance(present, bool):
-        kind, fits = "true or false", isinstance(value, bool)
-    elif isinstance(present, int | float):
-        kind, fits = "a number", isinstance(value, int | float) and not isinstance(value, bool)
-    else:
-        kind, fits = "a value, not a whole section: name one of its fields", not _is_section(present)
-        fits = fits or isinstance(value, str)  # mixed_precision is a section, or the name of one
-    if not fits:
+def _fitted(name: str, owner: Any, field: str, value: Any) -> Any:
+    present = getattr(owner, field)
+    if _is_section(present) and not isinstance(value, str | None):  # mixed_precision is a section, or the name of one
         raise ConfigurationError(
-            expected=kind, found=repr(value), remedy=f"Its value in the recipe is {present!r}.", key=name
+            expected="a setting, not a whole section",
+            found=repr(value),
+            remedy=f"Name one of its settings: {', '.join(f'{name}.{inner}' for inner in _fields(present)[:5])}, ...",
+            key=name,
         )
-    return value
+    return value if name == FORMAT else fitted(name, owner, field, value)

@@ -14,6 +14,7 @@ SUPPORTED = {
     "megatron-core": ">=0.19,<0.20",
     "megatron-bridge": ">=0.6,<0.7",
     "transformer-engine": ">=2.20,<2.21",
+    "verl": "==0.9.1",
 }
 
 

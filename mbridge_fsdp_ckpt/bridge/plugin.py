@@ -56,7 +56,7 @@ def register(settings: Settings | None = None, *, takeover: bool | None = None) 
     """
     global _patches, _settings, _takeover
     if takeover is None and _patches is None:
-        takeover = _takeover_by_environment()
+        takeover = takeover_by_environment()
     if settings is not None:
         _settings = settings
     if takeover is not None:
@@ -86,7 +86,12 @@ def is_ours(ckpt_format: Any) -> bool:
     return ckpt_format == SAFE or (_takeover and ckpt_format == STOCK)
 
 
-def _takeover_by_environment() -> bool:
+def takeover_by_environment() -> bool:
+    """Whether the environment asks for a takeover.
+
+    Raises:
+        ConfigurationError: The variable is neither 0 nor 1.
+    """
     value = os.environ.get(TAKEOVER, "")
     if value not in ("", "0", "1"):
         raise ConfigurationError(

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import io
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,10 +13,8 @@ from megatron.bridge.training.state import TrainState
 from megatron.bridge.training.utils import checkpoint_utils as names
 from megatron.core.num_microbatches_calculator import update_num_microbatches
 
-from mbridge_fsdp_ckpt.bridge import random_state
 from mbridge_fsdp_ckpt.bridge.locate import Located
-from mbridge_fsdp_ckpt.errors import ConfigurationError
-from mbridge_fsdp_ckpt.optimizer_state import grad_scalers
+from mbridge_fsdp_ckpt.restoration import generators, loss_scales, schedule
 from mbridge_fsdp_ckpt.storage.files import as_path
 
 
@@ -40,14 +35,12 @@ def restoration(
     progress = _read_train_state(values, found) if wanted.progress else None
     if progress is not None and state.cfg.checkpoint.load_optim:
         if scheduler is not None and "opt_param_scheduler" in values:
-            saved = dict(values["opt_param_scheduler"])
-            _try_scheduler(scheduler, saved)
-            steps.append(lambda: scheduler.load_state_dict(saved))
-        for scaler, scale in zip(grad_scalers(optimizer), values.get("grad_scaler", {}).values(), strict=False):
-            copy.deepcopy(scaler).load_state_dict(scale)
-            steps.append(partial(scaler.load_state_dict, scale))
+            remedy = "Resume with the same schedule, or set scheduler.override_opt_param_scheduler=True."
+            steps.append(schedule(scheduler, dict(values["opt_param_scheduler"]), remedy))
+        steps += loss_scales(optimizer, values.get("grad_scaler", {}))
     if wanted.random:
-        steps.append(random_state.restoration(loaded, state.cfg, pg_collection))
+        one_each, remedy = bool(state.cfg.rng.data_parallel_random_init), "Load with checkpoint.load_rng=False."
+        steps.append(generators(loaded, pg_collection, one_a_data_rank=one_each, remedy=remedy))
 
     def restore() -> None:
         stock.set_checkpoint_version(values.get("checkpoint_version", 0))
@@ -60,25 +53,6 @@ def restoration(
             step()
 
     return restore
-
-
-def _try_scheduler(scheduler: Any, saved: dict[str, Any]) -> None:
-    """Load into a copy whose param groups are copies: Megatron's scheduler compares its settings.
-
-    Raises:
-        ConfigurationError: They are not the saved ones.
-    """
-    trial = copy.copy(scheduler)
-    trial.optimizer = SimpleNamespace(param_groups=[dict(group) for group in scheduler.optimizer.param_groups])
-    try:
-        trial.load_state_dict(saved)
-    except (AssertionError, KeyError, TypeError, ValueError) as error:
-        raise ConfigurationError(
-            expected="the schedule that was saved",
-            found=f"{type(error).__name__}: {error}",
-            remedy="Resume with the same schedule, or set scheduler.override_opt_param_scheduler=True.",
-            key="opt_param_scheduler",
-        ) from error
 
 
 def _read_train_state(values: Any, found: Located) -> TrainState:

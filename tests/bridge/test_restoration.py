@@ -41,7 +41,7 @@ def restore_from(change: dict[str, Any]) -> dict[str, Any]:
     """Try RNG states of which some are not what this process has; what was said, and whether a generator moved."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-    from mbridge_fsdp_ckpt.bridge import random_state
+    from mbridge_fsdp_ckpt.restoration import generators
 
     good: dict[str, Any] = {
         "random_rng_state": random.getstate(),
@@ -57,11 +57,10 @@ def restore_from(change: dict[str, Any]) -> dict[str, Any]:
     record = SimpleNamespace(values={"rng_state": {"(0, 0)": [states]}})
     loaded = SimpleNamespace(topology={}, own=record, records=())
     group = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
-    config = SimpleNamespace(rng=SimpleNamespace(data_parallel_random_init=False))
     groups = SimpleNamespace(pp=group, tp=group, dp=group)
     error = ""
     try:
-        put_in_place = random_state.restoration(loaded, config, groups)
+        put_in_place = generators(loaded, groups, one_a_data_rank=False, remedy="Leave them out.")
     except ManifestError as caught:
         error = str(caught)
     else:
@@ -92,7 +91,7 @@ def test_generators_of_another_kind_are_refused_before_any_is_set(
     name: str, missing: bool, bridge_ranks: RankPool
 ) -> None:
     [seen] = bridge_ranks.run(restore_from, {name: None if missing else BAD[name]}, ranks=1)
-    assert "RNG states as Bridge saves them" in seen["error"]
+    assert "RNG states as Megatron saves them" in seen["error"]
     assert not seen["moved"]
 
 

@@ -1,0 +1,183 @@
+"""What VeRL's checkpoint manager saves and loads, by its `save_contents` and `load_contents`.
+
+    model       main weights and buffers
+    optimizer   every slot, hyperparameters, the schedule's state, the loss scale
+    extra       random-number states of each rank
+    hf_model    VeRL's own export beside the sharded checkpoint; weights are read from it only where "model" is not
+                loaded, for it is rounded to 16 bits
+
+A checkpoint of the optimizer alone, or of random-number states alone, is an ordinary one without the other keys.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mbridge_fsdp_ckpt import checkpoint
+from mbridge_fsdp_ckpt.errors import KeyMismatchError, NotACheckpointError
+from mbridge_fsdp_ckpt.inventory import optimizer_parts, plan_model
+from mbridge_fsdp_ckpt.optimizer_state import grad_scalers
+from mbridge_fsdp_ckpt.parameters import find_fsdp_module
+from mbridge_fsdp_ckpt.settings import Settings
+from mbridge_fsdp_ckpt.verl.restoration import CONTENTS, Parts, restoration
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """VeRL's Hugging Face export of a step.
+
+    Args:
+        directory: Where it is, if there is one.
+        load: Reads weights from it; VeRL's own method.
+    """
+
+    directory: str
+    load: Callable[[str], None]
+
+
+def save(manager: Any, directory: str, settings: Settings) -> None:
+    """Save what `save_contents` asks for, apart from the export.
+
+    Args:
+        manager: VeRL's `MegatronCheckpointManager`.
+        directory: `.../model/dist_ckpt`, replaced as a whole where it exists.
+        settings: See `Settings`.
+
+    Raises:
+        CheckpointError: The same on every rank.  Nothing was committed, an older checkpoint stands.
+    """
+    if not (manager.should_save_model or manager.should_save_optimizer or manager.should_save_extra):
+        _say("save_contents=%s asks for no sharded checkpoint", list(manager.checkpoint_save_contents))
+        return
+    checkpoint.save(
+        directory,
+        model=manager.model[0],
+        optimizer=manager.optimizer if manager.should_save_optimizer else None,
+        values=_values(manager),
+        rank_values={"rng_state": manager.get_rng_state()} if manager.should_save_extra else {},
+        include=None if manager.should_save_model else _no_weights,
+        settings=_for_model(settings, manager.provider),
+    )
+    _say("saved an fsdp_dtensor_safe checkpoint to %s", directory)
+
+
+def _values(manager: Any) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        CONTENTS: [str(name) for name in manager.checkpoint_save_contents],
+        "iteration": manager.previous_global_step,
+    }
+    if manager.should_save_optimizer:
+        if manager.lr_scheduler is not None:
+            values["lr_scheduler"] = manager.lr_scheduler.state_dict()
+        scalers = grad_scalers(manager.optimizer)
+        if scalers:
+            values["grad_scaler"] = {str(index): scaler.state_dict() for index, scaler in enumerate(scalers)}
+    return values
+
+
+def load(manager: Any, directory: str, export: Export, settings: Settings) -> None:
+    """Load what `load_contents` asks for.  Reads checkpoints of stock VeRL, too.
+
+    All of the sharded checkpoint that is asked for is checked before anything changes.
+
+    Args:
+        manager: VeRL's `MegatronCheckpointManager`.
+        directory: `.../model/dist_ckpt`.
+        export: The step's Hugging Face export.
+        settings: See `Settings`.
+
+    Raises:
+        CheckpointError: The same on every rank; nothing was changed unless it is a `LoadInterruptedError`.
+    """
+    model = manager.should_load_model
+    from_export = manager.should_load_hf_model and not model
+    if from_export:
+        _check_export(export)
+    wanted = Parts(optimizer=manager.should_load_optimizer, random=manager.should_load_extra)
+    if model or wanted.optimizer or wanted.random:
+        read = checkpoint.load if wanted.optimizer else checkpoint.load_weights_only
+        with _remedies_named():
+            loaded = read(
+                directory,
+                model=manager.model[0],
+                optimizer=manager.optimizer,
+                include=None if model else _no_weights,
+                accept=lambda found: restoration(manager, found, wanted),
+                settings=_for_model(settings, manager.provider),
+            )
+        if loaded.skipped:
+            _log.warning("not in %s, left as they were: %s", directory, ", ".join(loaded.skipped[:20]))
+        _say("loaded %s from %s", list(manager.checkpoint_load_contents), directory)
+    if from_export:
+        export.load(export.directory)
+        _adopt_weights(manager.model[0], manager.optimizer)
+        _say("loaded weights from %s", export.directory)
+
+
+def _no_weights(key: str) -> bool:
+    return False
+
+
+def _for_model(settings: Settings, provider: Any) -> Settings:
+    """The size of a padded vocabulary is the model's, unless the user gave one."""
+    if settings.vocabulary_size is None and getattr(provider, "should_pad_vocab", False):
+        return replace(settings, vocabulary_size=provider.vocab_size)
+    return settings
+
+
+def _check_export(export: Export) -> None:
+    if not any(Path(export.directory).glob("*.safetensors")):
+        raise NotACheckpointError(
+            expected="a Hugging Face export with weights, which load_contents=['hf_model'] reads",
+            found="no *.safetensors",
+            remedy="Save with 'hf_model' in save_contents, or load 'model'.",
+            key=export.directory,
+        )
+
+
+def _adopt_weights(model: Any, optimizer: Any) -> None:
+    """Weights were written past the optimizer: refresh its copies, and what the forward pass reads."""
+    with torch.no_grad():
+        for part in optimizer_parts(optimizer, plan_model(model)):
+            for parameter, _ in part.parameters():
+                part.adapter.install(parameter, None, None)
+            part.adapter.finish(None)
+    module = find_fsdp_module(model)
+    module.install_optimized_model_weights()
+    module.synchronize_param_gather()
+    module.start_param_sync()
+
+
+@contextmanager
+def _remedies_named() -> Iterator[None]:
+    """Say with VeRL's names what helps where keys do not fit."""
+    try:
+        yield
+    except KeyMismatchError as error:
+        if error.key is not None:  # one of ours, which names what helps
+            raise
+        raise KeyMismatchError(
+            expected=error.expected,
+            found=error.found,
+            remedy="Load a checkpoint of the same model. What is read follows checkpoint.load_contents, what was saved "
+            "checkpoint.save_contents. Keys that may be absent can be named in "
+            "checkpoint.mbridge_config.fsdp_dtensor_safe.allow_missing.",
+            rank=error.rank,
+            host=error.host,
+            phase=error.phase,
+        ) from error
+
+
+def _say(text: str, *args: Any) -> None:
+    if dist.get_rank() == 0:
+        _log.info(text, *args)

@@ -1,0 +1,173 @@
+"""VeRL's checkpoints go through this package where its configuration asks for `fsdp_dtensor_safe`.
+
+These are replaced, here and nowhere else, once VeRL has imported the module; they act for our format name alone:
+
+    MegatronCheckpointManager.__init__                          refuses what cannot work, before training
+    MegatronCheckpointManager._save_megatron_fsdp_checkpoint    the sharded checkpoint of Megatron-FSDP
+    MegatronCheckpointManager._load_megatron_fsdp_checkpoint
+    MegatronEngine._build_optimizer                             calls `bridge.register()` first: under Megatron-FSDP,
+                                                                Megatron's own HybridDeviceOptimizer cannot step
+
+VeRL swallows what a plug-in raises while it is imported.  So nothing is checked then: a version that does not fit is
+an error when an optimizer or a manager is built that asks for our format.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from mbridge_fsdp_ckpt.after_import import AfterImport
+from mbridge_fsdp_ckpt.errors import ConfigurationError
+from mbridge_fsdp_ckpt.patching import Patches
+from mbridge_fsdp_ckpt.verl.choice import Choice, choice_of
+from mbridge_fsdp_ckpt.versions import require
+
+MANAGER_MODULE = "verl.utils.checkpoint.megatron_checkpoint_manager"
+ENGINE_MODULE = "verl.workers.engine.megatron.transformer_impl"
+
+_hook: AfterImport | None = None
+_patches = Patches()
+_has_registered = False
+_log = logging.getLogger(__name__)
+
+_Method = Callable[..., Any]
+_Makers = dict[str, Callable[[_Method], _Method]]
+
+
+def install() -> None:
+    """Replace the methods above in modules that are loaded, and in others when they are.  Idempotent."""
+    global _hook
+    if _hook is None:
+        _hook = AfterImport({MANAGER_MODULE: _patch_manager, ENGINE_MODULE: _patch_engine})
+        _hook.install()
+
+
+def uninstall() -> None:
+    """Put everything back as it was.  Does nothing unless installed."""
+    global _hook, _has_registered
+    if _hook is not None:
+        _hook.uninstall()
+        _patches.undo()
+        _hook = None
+    if _has_registered:
+        from mbridge_fsdp_ckpt.bridge import unregister
+
+        unregister()
+        _has_registered = False
+
+
+def _patch_manager(module: ModuleType) -> None:
+    methods: _Makers = {
+        "__init__": _checked,
+        "_save_megatron_fsdp_checkpoint": _saving,
+        "_load_megatron_fsdp_checkpoint": functools.partial(_loading, module),
+    }
+    _patch(module, "MegatronCheckpointManager", methods)
+
+
+def _patch_engine(module: ModuleType) -> None:
+    _patch(module, "MegatronEngine", {"_build_optimizer": _building})
+
+
+def _patch(module: ModuleType, name: str, methods: _Makers) -> None:
+    """Another version of VeRL may lack any of this; `_require` tells whoever asks for our format."""
+    owner = getattr(module, name, None)
+    missing = [method for method in methods if not hasattr(owner, method)] if owner is not None else [name]
+    if missing:
+        _log.warning("%s has no %s: this release was made for another version of VeRL", module.__name__, missing)
+    for method, make in methods.items():
+        if owner is not None and method not in missing:
+            _patches.set(owner, method, make(getattr(owner, method)))
+
+
+def _require() -> None:
+    require("verl", "torch", "megatron-core", "megatron-bridge")
+
+
+def _checked(stock: _Method) -> _Method:
+    @functools.wraps(stock)
+    def init(manager: Any, *args: Any, **kwargs: Any) -> None:
+        stock(manager, *args, **kwargs)
+        choice = choice_of(manager.checkpoint_config)
+        if choice is not None and (manager.use_megatron_fsdp or not choice.by_takeover):
+            _require()
+            _check(manager, choice)
+
+    return init
+
+
+def _check(manager: Any, choice: Choice) -> None:
+    """Refuse what the format cannot do, before training begins.
+
+    Raises:
+        ConfigurationError: No Megatron-FSDP, or asynchronous saves.
+    """
+    if not manager.use_megatron_fsdp:
+        raise ConfigurationError(
+            expected=f"Megatron-FSDP with {choice.said}",
+            found=f"use_megatron_fsdp=False (role {manager.role})",
+            remedy="Set megatron.use_megatron_fsdp=True for this role (engine.use_megatron_fsdp for the SFT trainer), "
+            "or another format by +...checkpoint.mbridge_config.ckpt_format=torch_dist.",
+        )
+    if manager.checkpoint_config.async_save:
+        raise ConfigurationError(
+            expected=f"synchronous saves with {choice.said}",
+            found="checkpoint.async_save=True",
+            remedy="Leave async_save out.",
+        )
+    from mbridge_fsdp_ckpt.parameters import find_fsdp_module
+
+    find_fsdp_module(manager.model)
+
+
+def _saving(stock: _Method) -> _Method:
+    @functools.wraps(stock)
+    def save(manager: Any, dist_checkpoint_path: str) -> Any:
+        choice = choice_of(manager.checkpoint_config)
+        if choice is None:
+            return stock(manager, dist_checkpoint_path)
+        from mbridge_fsdp_ckpt.verl.manager import save
+
+        return save(manager, dist_checkpoint_path, choice.settings)
+
+    return save
+
+
+def _loading(module: Any, stock: _Method) -> _Method:
+    @functools.wraps(stock)
+    def load(manager: Any, local_path: str, del_local_after_load: bool = False) -> Any:
+        """Only a copy of a remote file would be deleted after the load; VeRL makes none of a directory."""
+        choice = choice_of(manager.checkpoint_config)
+        if choice is None:
+            return stock(manager, local_path, del_local_after_load=del_local_after_load)
+        from mbridge_fsdp_ckpt.verl.manager import Export, load
+
+        export = Export(module.get_hf_model_checkpoint_path(local_path), manager._load_model_as_hf_via_bridge)
+        return load(manager, module.get_model_dist_checkpoint_path(local_path), export, choice.settings)
+
+    return load
+
+
+def _building(stock: _Method) -> _Method:
+    @functools.wraps(stock)
+    def build_optimizer(engine: Any) -> Any:
+        choice = choice_of(engine.checkpoint_config)
+        if choice is not None and (engine.engine_config.use_megatron_fsdp or not choice.by_takeover):
+            _require()
+            _register()
+        return stock(engine)
+
+    return build_optimizer
+
+
+def _register() -> None:
+    """Put right, for this process, what Megatron-core and Bridge get wrong under Megatron-FSDP; see `bridge.plugin`."""
+    global _has_registered
+    from mbridge_fsdp_ckpt.bridge import register
+
+    register()
+    _has_registered = True

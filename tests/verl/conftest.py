@@ -1,0 +1,33 @@
+"""Ranks that have imported VeRL's Megatron engine, and the model that they train."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from mbridge_fsdp_ckpt.testing.modules import BRIDGE_MODULES, is_installed
+from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from tests.patience import PatientPool
+from tests.verl import tiny
+
+RANKS = 2
+NEEDED = ("transformer_engine", "megatron.bridge", "verl")
+
+
+@pytest.fixture(scope="package")
+def verl_ranks() -> Iterator[RankPool]:
+    """Two ranks."""
+    for package in NEEDED:
+        if not is_installed(package):
+            pytest.skip(f"needs {package}, which is not installed")
+    with PatientPool(RANKS, preload=(*BRIDGE_MODULES, "verl.workers.engine.megatron.transformer_impl")) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="package")
+def source(verl_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The Hugging Face model."""
+    directory = str(tmp_path_factory.mktemp("model") / "tiny")
+    verl_ranks.run(tiny.write_model, directory, ranks=1)
+    return directory

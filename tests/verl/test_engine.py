@@ -1,0 +1,113 @@
+"""VeRL's own engine and checkpoint manager save and resume in `fsdp_dtensor_safe`, in the setting that hangs (4910)."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mbridge_fsdp_ckpt.testing.outcomes import Died
+from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from tests.verl import cases
+from tests.verl.conftest import RANKS
+from tests.verl.tiny import Setup, sharded
+
+pytestmark = pytest.mark.bridge
+
+EVERYBODY = range(RANKS)
+KILLED = [Died(-9)] * RANKS
+
+
+@pytest.fixture
+def setup(source: str, tmp_path: Path) -> Setup:
+    return Setup(source, str(tmp_path / "run"))
+
+
+def verified(directory: Path) -> bool:
+    """Whether the tools find nothing wrong with a checkpoint."""
+    command = [sys.executable, "-m", "mbridge_fsdp_ckpt"]
+    done = [
+        subprocess.run([*command, tool, str(directory)], capture_output=True, timeout=120, check=False)
+        for tool in ("verify", "inspect")
+    ]
+    return [run.returncode for run in done] == [0, 0]
+
+
+@pytest.mark.parametrize(("model_type", "tensor"), [("language_model", 1), ("language_model", 2), ("value_model", 1)])
+def test_a_killed_run_repeats_the_uninterrupted_one(
+    model_type: str, tensor: int, setup: Setup, verl_ranks: RankPool
+) -> None:
+    setup = setup.on(model_type=model_type, tensor=tensor)
+    whole = verl_ranks.run(cases.train, setup.on(directory=f"{setup.directory}-whole"), 4)
+    before = dict(verl_ranks.processes)
+    assert verl_ranks.run(cases.train_and_be_killed, setup, 2, (2,), may_die=EVERYBODY) == KILLED
+    resumed = verl_ranks.run(cases.train, setup, 4)
+    assert not set(before.values()) & set(verl_ranks.processes.values()), "the same processes"
+    for through, again in zip(whole, resumed, strict=True):
+        assert through["optimizer"] == "ShardedHybridDeviceOptimizer"
+        assert (through["from"], again["from"], again["position"]) == (0, 2, 2)
+        assert again["losses"] == {number: through["losses"][number] for number in (3, 4)}
+        assert again["end"] == through["end"]
+        assert again["resumed"] != through["resumed"], "nothing was trained before the kill"
+    assert any(name.startswith("slot.") and name.endswith("exp_avg") for name in whole[0]["end"])
+
+
+@pytest.mark.parametrize("chunks", [1, 5])
+def test_a_job_killed_in_a_save_resumes_from_the_one_before(chunks: int, setup: Setup, verl_ranks: RankPool) -> None:
+    whole = verl_ranks.run(cases.train, setup.on(directory=f"{setup.directory}-whole"), 3)
+    assert verl_ranks.run(cases.die_in_a_save, setup, 2, (1, 2), chunks, may_die=EVERYBODY) == KILLED
+    left = Path(setup.directory) / "global_step_2" / "model"
+    assert not list((left / "dist_ckpt").iterdir()), "VeRL makes the directory before it saves"
+    assert [path for path in left.iterdir() if path.name.startswith(".staging-")]
+    resumed = verl_ranks.run(cases.train, setup, 3, (2,))
+    for through, again in zip(whole, resumed, strict=True):
+        assert again["from"] == 1
+        assert again["losses"] == {number: through["losses"][number] for number in (2, 3)}
+        assert again["end"] == through["end"]
+    assert not [path for path in left.iterdir() if path.name.startswith(".")]
+
+
+def test_every_combination_of_what_is_saved_and_loaded(setup: Setup, verl_ranks: RankPool) -> None:
+    # A load ends with a gather that the next forward pass waits for; gloo does not survive hundreds without one.
+    for wrong in verl_ranks.run(cases.every_combination, setup.on(overlap=False), time_limit=400):
+        assert wrong == []
+    for contents in ("optimizer", "extra", "model+hf_model"):
+        assert verified(Path(setup.directory) / contents / "global_step_1" / "model" / "dist_ckpt")
+
+
+def test_no_more_checkpoints_stay_than_asked_for(setup: Setup, verl_ranks: RankPool) -> None:
+    verl_ranks.run(cases.train, setup, 4, (1, 2, 3, 4), 2)
+    found = cases.directories(setup)
+    assert list(found) == ["global_step_3", "global_step_4"]
+    assert all("manifest.json" in files for files in found.values())
+    assert verl_ranks.run(cases.train, setup, 4)[0]["from"] == 4
+    assert verified(sharded(setup, 4))
+
+
+def test_the_export_beside_it_is_the_model(setup: Setup, source: str, verl_ranks: RankPool) -> None:
+    setup = setup.on(checkpoint={"save_contents": ["model", "hf_model"]})
+    verl_ranks.run(cases.export_untrained, setup)
+    (original,) = verl_ranks.run(cases.load_export, source, ranks=1)
+    (exported,) = verl_ranks.run(cases.load_export, f"{setup.directory}/model/huggingface", ranks=1)
+    assert exported["missing"] == exported["unexpected"] == []
+    assert exported["logits"].equal(original["logits"])
+
+
+def test_stock_and_this_format_read_each_other(setup: Setup, verl_ranks: RankPool) -> None:
+    """With FusedAdam: stock's HybridDeviceOptimizer cannot step, and with torch's AdamW its save hangs."""
+    safe = setup.on(optimizer="fused", directory=f"{setup.directory}-safe")
+    stock = safe.on(mbridge_config={}, directory=f"{setup.directory}-stock")
+    by_safe = verl_ranks.run(cases.train, safe, 4, (2,))
+    by_stock = verl_ranks.run(cases.train, stock, 4, (2,))
+    assert [rank["end"] for rank in by_safe] == [rank["end"] for rank in by_stock]
+    assert "manifest.json" not in cases.directories(stock)["global_step_2"]
+    for reader, written in ((safe, stock), (stock, safe)):
+        place = f"{reader.directory}-reads"
+        shutil.copytree(written.directory, place)
+        for through, again in zip(by_stock, verl_ranks.run(cases.train, reader.on(directory=place), 4), strict=True):
+            assert again["from"] == 2
+            assert again["losses"] == {number: through["losses"][number] for number in (3, 4)}
+            assert again["end"] == through["end"]

@@ -83,6 +83,14 @@ def prune(root: AnyPath, keep: int, also_keep: int | None = None) -> list[Iterat
     return removed
 
 
+def remove_unless_read(directory: AnyPath) -> bool:
+    """Remove one checkpoint, after a newer one was committed; whether it is gone."""
+    if not directory.exists() or being_read(directory):
+        return False
+    commit.remove(directory)
+    return True
+
+
 @contextmanager
 def reading(directory: AnyPath, *, enabled: bool = True) -> Iterator[Callable[[], None]]:
     """Keep a checkpoint from being pruned; gives what to call from time to time as a sign of life.

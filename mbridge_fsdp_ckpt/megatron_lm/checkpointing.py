@@ -1,0 +1,270 @@
+"""Megatron-LM's `save_checkpoint` and `load_checkpoint` in this format; the same arguments.
+
+Megatron-LM's own helpers make the random-number states and tell its loggers; the tracker is replaced last.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.num_microbatches_calculator import update_num_microbatches
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import unwrap_model
+from megatron.training import checkpointing as stock
+from megatron.training import ft_integration, get_args, one_logger_utils, wandb_utils
+from megatron.training.utils import is_last_rank, print_rank_0
+
+from mbridge_fsdp_ckpt import checkpoint, restoration
+from mbridge_fsdp_ckpt.errors import ConfigurationError, NotACheckpointError
+from mbridge_fsdp_ckpt.megatron_lm.plugin import STOCK, check_arguments, settings_in_use
+from mbridge_fsdp_ckpt.optimizer_state import grad_scalers
+from mbridge_fsdp_ckpt.settings import Settings
+from mbridge_fsdp_ckpt.storage.files import AnyPath, as_path, replace_file
+from mbridge_fsdp_ckpt.storage.retention import remove_unless_read
+from mbridge_fsdp_ckpt.storage.source import TRACKER, find_checkpoint
+
+_PROGRESS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
+_COMPARED = (*_PROGRESS, "num_layers", "hidden_size", "num_attention_heads", "add_position_embedding")
+_COMPARED_TOO = (
+    "data_parallel_random_init",
+    "max_position_embeddings",
+    "make_vocab_size_divisible_by",
+    "tokenizer_type",
+    "global_batch_size",
+)
+
+
+def save_checkpoint(
+    iteration: int,
+    model: list[Any],
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    num_floating_point_operations_so_far: float,
+    *_: Any,
+    train_data_iterator: Any = None,
+    release: bool = False,
+    **__: Any,
+) -> None:
+    """Save at an iteration.
+
+    Raises:
+        CheckpointError: The same on every rank; the previous checkpoint and the tracker stand.
+    """
+    args = get_args()
+    check_arguments(args)
+    metrics = one_logger_utils.on_save_checkpoint_start(args.async_save)
+    ft_integration.on_checkpointing_start()
+    model = unwrap_model(model)
+    root = as_path(args.save)
+    directory = as_path(stock.get_checkpoint_name(str(root), iteration, release=release, return_base_dir=True))
+    print_rank_0(f"saving checkpoint at iteration {iteration:7d} to {root} in fsdp_dtensor_safe format")
+    stock.maybe_save_dataloader_state(train_data_iterator, iteration, getattr(args, "dataloader_save", None))
+    checkpoint.save(
+        directory,
+        model=model[0] if len(model) == 1 else model,
+        optimizer=None if args.no_save_optim else optimizer,
+        values=_values(args, iteration, optimizer, opt_param_scheduler, num_floating_point_operations_so_far),
+        rank_values=_rank_values(args),
+        settings=_settings_of(args),
+    )
+    if dist.get_rank() == 0:
+        _publish(args, root, iteration, release=release)
+    print_rank_0(f"  successfully saved checkpoint from iteration {iteration:7d} to {root}")
+    if is_last_rank():
+        one_logger_utils.on_save_checkpoint_success(metrics, args.async_save)
+        wandb_utils.on_save_checkpoint_success(str(directory), str(root / TRACKER), str(root), iteration)
+    ft_integration.on_checkpointing_end(is_async_finalization=False)
+
+
+def _values(args: Any, iteration: int, optimizer: Any, scheduler: Any, operations: float) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "checkpoint_version": 3.0,
+        "iteration": iteration,
+        "num_floating_point_operations_so_far": operations,
+        "args": {name: getattr(args, name) for name in (*_COMPARED, *_COMPARED_TOO) if hasattr(args, name)},
+    }
+    if scheduler is not None and not args.no_save_optim:
+        values["opt_param_scheduler"] = scheduler.state_dict()
+    scalers = grad_scalers(optimizer)
+    if scalers:
+        values["grad_scaler"] = {str(index): scaler.state_dict() for index, scaler in enumerate(scalers)}
+    return values
+
+
+def _rank_values(args: Any) -> dict[str, Any]:
+    if args.no_save_rng:
+        return {}
+    groups = _groups()
+    return {"rng_state": stock.get_rng_state(STOCK, groups.tp, groups.pp, dp_cp_group=groups.dp_cp, dp_group=groups.dp)}
+
+
+def _groups() -> Any:
+    return ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "dp", "dp_cp"])
+
+
+def _publish(args: Any, root: AnyPath, iteration: int, *, release: bool) -> None:
+    """Rank 0, after the commit: the tracker, and then Megatron-LM's rule for the checkpoint before."""
+    tracker = root / TRACKER
+    before = tracker.read_text().strip() if tracker.is_file() else ""
+    replace_file(tracker, b"release" if release else str(iteration).encode())
+    interval = args.save_retain_interval
+    if interval is not None and before.isdecimal() and int(before) not in (0, iteration) and int(before) % interval:
+        remove_unless_read(as_path(stock.get_checkpoint_name(str(root), int(before), return_base_dir=True)))
+
+
+def load_checkpoint(
+    ddp_model: list[Any],
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    load_arg: str = "load",
+    *_: Any,
+    **__: Any,
+) -> tuple[int, float]:
+    """Load what the arguments name; also reads what stock wrote in `fsdp_dtensor`.
+
+    Returns:
+        (iteration, floating-point operations so far); (0, 0) where there is no checkpoint.
+
+    Raises:
+        CheckpointError: The same on every rank; nothing was changed unless it is a `LoadInterruptedError`.
+    """
+    args = get_args()
+    directory = _locate(args, getattr(args, load_arg))
+    if directory is None:
+        if args.exit_on_missing_checkpoint:
+            raise NotACheckpointError(
+                expected=f"a checkpoint in --{load_arg}",
+                found=str(getattr(args, load_arg)),
+                remedy="Check the path, or leave out --exit-on-missing-checkpoint.",
+            )
+        print_rank_0(f"WARNING: could not find a checkpoint in {getattr(args, load_arg)}: will start from random")
+        return 0, 0.0
+    print_rank_0(f" loading fsdp_dtensor_safe checkpoint from {directory}")
+    model = unwrap_model(ddp_model)
+    fresh = args.finetune or directory.name == "release"
+    with_state = not fresh and not args.no_load_optim and optimizer is not None
+    progress: dict[str, Any] = {"iteration": 0, "operations": 0.0}
+    loaded = (checkpoint.load if with_state else checkpoint.load_weights_only)(
+        directory,
+        model=model[0] if len(model) == 1 else model,
+        optimizer=optimizer,
+        accept=lambda read: _restoration(args, read, optimizer, opt_param_scheduler, progress, fresh=fresh),
+        settings=_settings_of(args),
+    )
+    if loaded.skipped:
+        print_rank_0(f"WARNING: not in the checkpoint, left as they were: {', '.join(loaded.skipped[:20])}")
+    print_rank_0(f"  successfully loaded checkpoint from {directory} at iteration {progress['iteration']}")
+    if is_last_rank():
+        wandb_utils.on_load_checkpoint_success(str(directory), str(directory.parent))
+    if progress["iteration"] > 0:
+        ft_integration.on_checkpoint_loaded(is_local_chkpt=False)
+    return progress["iteration"], progress["operations"]
+
+
+def _locate(args: Any, load: str | None) -> AnyPath | None:
+    """The iteration directory; where --load has none, that of --pretrained-checkpoint, to fine-tune from."""
+    found = _tracked(args, load)
+    if found is None and args.pretrained_checkpoint is not None:
+        found = _tracked(args, args.pretrained_checkpoint)
+        if found is None:
+            raise NotACheckpointError(
+                expected="a checkpoint in --load or --pretrained-checkpoint",
+                found=f"none in {load} and {args.pretrained_checkpoint}",
+                remedy="Check the paths.",
+            )
+        args.finetune = True
+    return found
+
+
+def _tracked(args: Any, load: str | None) -> AnyPath | None:
+    if load is None:
+        return None
+    root = as_path(load)
+    if args.ckpt_step:
+        return as_path(stock.get_checkpoint_name(str(root), args.ckpt_step, return_base_dir=True))
+    found = find_checkpoint(root)
+    return found if found != root or (root / TRACKER).is_file() or root.name.startswith("iter_") else None
+
+
+def _restoration(
+    args: Any, loaded: Any, optimizer: Any, scheduler: Any, progress: dict[str, Any], *, fresh: bool
+) -> Callable[[], None]:
+    values, steps = loaded.values, list[Callable[[], None]]()
+    saved = dict(values.get("args", {}))
+    iteration = 0 if fresh else int(values.get("iteration", 0))
+    samples = dict.fromkeys(_PROGRESS, 0) if fresh else _samples(args, saved, iteration)
+    if not fresh:
+        _check_like(saved)
+        if scheduler is not None and not args.no_load_optim and "opt_param_scheduler" in values:
+            remedy = "Resume with the same schedule, or with --override-opt_param-scheduler."
+            steps.append(restoration.schedule(scheduler, dict(values["opt_param_scheduler"]), remedy))
+        if not args.no_load_optim:
+            steps += restoration.loss_scales(optimizer, values.get("grad_scaler", {}))
+        if not args.no_load_rng:
+            one_each = bool(args.data_parallel_random_init)
+            groups = _groups()
+            steps.append(
+                restoration.generators(loaded, groups, one_a_data_rank=one_each, remedy="Load with --no-load-rng.")
+            )
+
+    def restore() -> None:
+        stock.set_checkpoint_version(values.get("checkpoint_version", 0))
+        progress["iteration"] = iteration
+        progress["operations"] = 0.0 if fresh else values.get("num_floating_point_operations_so_far", 0.0)
+        stock.set_loaded_iteration(iteration)
+        vars(args).update(samples)
+        update_num_microbatches(consumed_samples=args.consumed_train_samples, verbose=True)
+        for step in steps:
+            step()
+
+    return restore
+
+
+def _samples(args: Any, saved: dict[str, Any], iteration: int) -> dict[str, int]:
+    """How far the data were read.  Stock keeps it in a pickle that is not read: there it follows from the iteration."""
+    if saved:
+        return {name: int(saved.get(name, 0)) for name in _PROGRESS}
+    if args.rampup_batch_size is not None:
+        raise ConfigurationError(
+            expected="a checkpoint that says how many samples were consumed",
+            found="one that stock wrote, and --rampup-batch-size",
+            remedy="Resume once with stock and --ckpt-format fsdp_dtensor until the batch size is constant.",
+            key="args.consumed_train_samples",
+        )
+    return {**dict.fromkeys(_PROGRESS, 0), "consumed_train_samples": iteration * args.global_batch_size}
+
+
+def _check_like(saved: dict[str, Any]) -> None:
+    """Megatron-LM's own comparison of what must not change.
+
+    Raises:
+        ConfigurationError: Something did.
+    """
+    if not saved:
+        return
+    before = stock.get_checkpoint_version()
+    stock._CHECKPOINT_VERSION = 3.0  # what it compares depends on it
+    try:
+        stock.check_checkpoint_args(Namespace(**saved))
+    except (AssertionError, AttributeError) as error:
+        raise ConfigurationError(
+            expected="the model that was saved",
+            found=str(error),
+            remedy="Give the arguments of the saving run.",
+            key="args",
+        ) from error
+    finally:
+        stock._CHECKPOINT_VERSION = before
+
+
+def _settings_of(args: Any) -> Settings:
+    settings = settings_in_use()
+    if settings.vocabulary_size is None and args.vocab_size:
+        settings = replace(settings, vocabulary_size=args.vocab_size)
+    if args.no_save_optim:
+        settings = replace(settings, allow_missing=(*settings.allow_missing, "optimizer.*"))
+    return settings

@@ -1,0 +1,143 @@
+"""`register()`: `megatron.training` learns `--ckpt-format fsdp_dtensor_safe`.
+
+Megatron-LM has no plug-in point for checkpoints.  These are replaced, here and nowhere else, each as soon as its
+module is imported, and only act for our format name:
+
+    checkpointing.save_checkpoint, load_checkpoint    called by the training loop, which imports them by name
+    arguments.add_megatron_arguments                  knows the format names by heart
+    arguments.validate_args                           wants fsdp_dtensor for Megatron-FSDP
+    megatron.core.optimizer.HybridDeviceOptimizer     cannot step under Megatron-FSDP; see sharded_hybrid.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from mbridge_fsdp_ckpt.after_import import AfterImport
+from mbridge_fsdp_ckpt.errors import ConfigurationError
+from mbridge_fsdp_ckpt.patching import Patches, rebind_everywhere
+from mbridge_fsdp_ckpt.settings import Settings
+from mbridge_fsdp_ckpt.versions import require
+
+SAFE, STOCK = "fsdp_dtensor_safe", "fsdp_dtensor"
+
+_patches = Patches()
+_hook: AfterImport | None = None
+_settings = Settings()
+
+
+def register(settings: Settings | None = None) -> None:
+    """Make `--ckpt-format fsdp_dtensor_safe` work in scripts that call `megatron.training.pretrain`.
+
+    Imports nothing: `megatron.training` is changed when the script imports it, or at once if it has.  Calling it again
+    changes nothing but the settings, and these only if some are given.
+
+    Raises:
+        UnsupportedVersionError: On the import of `megatron.training`: torch or megatron-core is of a version this was
+            not made for.
+    """
+    global _hook, _settings
+    if settings is not None:
+        _settings = settings
+    if _hook is None:
+        hook = AfterImport(
+            {
+                "megatron.training.checkpointing": _patch_checkpointing,
+                "megatron.training.arguments": _patch_arguments,
+            }
+        )
+        hook.install()
+        _hook = hook
+
+
+def unregister() -> None:
+    """Put everything back as it was.  Does nothing unless registered."""
+    global _hook, _settings
+    if _hook is not None:
+        _hook.uninstall()
+        _patches.undo()
+        _hook, _settings = None, Settings()
+
+
+def settings_in_use() -> Settings:
+    """The registered settings."""
+    return _settings
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Refuse what the format cannot do yet, before training begins.
+
+    Raises:
+        ConfigurationError: --async-save, or non-persistent checkpoints.
+    """
+    for option, present in (
+        ("--async-save", args.async_save),
+        (f"--non-persistent-ckpt-type {args.non_persistent_ckpt_type}", args.non_persistent_ckpt_type is not None),
+        ("--use-checkpoint-args", args.use_checkpoint_args),
+    ):
+        if present:
+            raise ConfigurationError(
+                expected=f"options that --ckpt-format {SAFE} supports", found=option, remedy="Remove that option."
+            )
+
+
+def _patch_checkpointing(module: ModuleType) -> None:
+    require("torch", "megatron-core")
+    import megatron.core.optimizer as megatron_optimizer
+
+    from mbridge_fsdp_ckpt.optimizer_state.sharded_hybrid import ShardedHybridDeviceOptimizer
+
+    _patches.set(megatron_optimizer, "HybridDeviceOptimizer", ShardedHybridDeviceOptimizer)
+    save, load = module.save_checkpoint, module.load_checkpoint
+    rebind_everywhere(_patches, [(save, _routed(save)), (load, _routed(load))])
+
+
+def _patch_arguments(module: ModuleType) -> None:
+    add, validate = module.add_megatron_arguments, module.validate_args
+    rebind_everywhere(_patches, [(add, _widened(add)), (validate, _validating(validate))])
+
+
+def _routed(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Call ours of the same name for our format, Megatron-LM's otherwise."""
+
+    @functools.wraps(stock)
+    def routed(*args: Any, **kwargs: Any) -> Any:
+        from megatron.training import get_args
+
+        from mbridge_fsdp_ckpt.megatron_lm import checkpointing  # imports the module that is being patched
+
+        ours = get_args().ckpt_format == SAFE
+        return (getattr(checkpointing, stock.__name__) if ours else stock)(*args, **kwargs)
+
+    return routed
+
+
+def _widened(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser = stock(parser)
+        for action in parser._actions:
+            if action.dest == "ckpt_format" and action.choices is not None and SAFE not in action.choices:
+                action.choices = [*action.choices, SAFE]
+        return parser
+
+    return add_megatron_arguments
+
+
+def _validating(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def validate_args(args: argparse.Namespace, *others: Any, **named: Any) -> Any:
+        if args.ckpt_format != SAFE:
+            return stock(args, *others, **named)
+        check_arguments(args)
+        args.ckpt_format = STOCK
+        try:
+            return stock(args, *others, **named)
+        finally:
+            args.ckpt_format = SAFE
+
+    return validate_args

@@ -1,0 +1,65 @@
+"""`mbridge_fsdp_ckpt run pretrain_gpt.py ...` on ranks that live on."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from typer.testing import CliRunner
+
+from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
+from mbridge_fsdp_ckpt.testing.ranks import no_process_group
+
+SCRIPT = Path(__file__).parent / "pretrain_gpt.py"
+_MODEL = shlex.split("""
+    --num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 48 --swiglu --normalization RMSNorm
+    --position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights --transformer-impl local
+    --seq-length 32 --max-position-embeddings 32 --attention-dropout 0 --hidden-dropout 0 --bf16
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 8 --num-workers 0
+    --no-create-attention-mask-in-dataloader
+    --micro-batch-size 1 --global-batch-size 8 --eval-iters 0 --eval-interval 1000 --log-interval 1
+    --lr 1e-3 --min-lr 0 --lr-decay-iters 100 --lr-warmup-iters 0 --lr-decay-style cosine
+    --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer
+    --no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion --no-bias-swiglu-fusion
+    --no-bias-dropout-fusion --no-rope-fusion --no-check-for-nan-in-loss-and-grad
+    --distributed-backend gloo --distributed-timeout-minutes 5
+""")
+
+
+@no_process_group
+def pretrain(ckpt_format: str, directory: str, iterations: int, *more: str, save_every: int = 2) -> dict[str, Any]:
+    """Train; how the command ended."""
+    replace_cuda_only_kernels()
+    where = ["--ckpt-format", ckpt_format, "--save", directory, "--load", directory]
+    how_long = ["--train-iters", str(iterations), "--save-interval", str(save_every)]
+    container: Any = argparse._ActionsContainer
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(sys, "argv", list(sys.argv)))
+        stack.enter_context(patch.object(sys, "path", list(sys.path)))
+        stack.enter_context(patch.object(container, "add_argument", container.add_argument))
+        stack.enter_context(patch.dict(sys.modules))
+        stack.enter_context(patch.dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS="8"))
+        from mbridge_fsdp_ckpt import megatron_lm
+        from mbridge_fsdp_ckpt.cli import run  # noqa: F401
+        from mbridge_fsdp_ckpt.cli.app import app, main  # noqa: F401
+
+        try:
+            result = CliRunner().invoke(app, ["run", str(SCRIPT), *_MODEL, *where, *how_long, *more])
+        finally:
+            megatron_lm.unregister()
+            _forget()
+    return {"code": result.exit_code, "out": result.output[-20_000:]}
+
+
+def _forget() -> None:
+    from megatron.training import checkpointing, global_vars
+
+    global_vars.destroy_global_vars()
+    checkpointing._CHECKPOINT_VERSION = None
+    checkpointing._LOADED_ITERATION = None

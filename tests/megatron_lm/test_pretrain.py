@@ -1,0 +1,105 @@
+"""`megatron.training`'s own loop saves and resumes in `fsdp_dtensor_safe`; the script knows nothing of it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from tests.core import oracle
+from tests.megatron_lm.running import pretrain
+
+pytestmark = pytest.mark.bridge  # Transformer Engine and megatron.training come with the full installation
+
+SAFE, STOCK = "fsdp_dtensor_safe", "fsdp_dtensor"
+
+
+@pytest.fixture(scope="module")
+def runs(training_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Four iterations in each format, two saves."""
+    places = {name: tmp_path_factory.mktemp(name) for name in (SAFE, STOCK)}
+    for name, place in places.items():
+        for result in training_ranks.run(pretrain, name, str(place), 4, ranks=2):
+            assert result["code"] == 0, result["out"]
+    return places
+
+
+def only_iteration_2(source: Path, target: Path) -> str:
+    """A copy of a run's directory as it was after its first save."""
+    shutil.copytree(source / "iter_0000002", target / "iter_0000002")
+    (target / "latest_checkpointed_iteration.txt").write_text("2")
+    return str(target)
+
+
+def resume(pool: RankPool, *arguments: Any, ranks: int = 2, **named: Any) -> list[dict[str, Any]]:
+    return pool.run(pretrain, *arguments, ranks=ranks, **named)
+
+
+def test_only_our_format_is_saved_here(runs: dict[str, Path]) -> None:
+    for name, place in runs.items():
+        assert (place / "latest_checkpointed_iteration.txt").read_text() == "4"
+        ours = [(place / step / "manifest.json").is_file() for step in ("iter_0000002", "iter_0000004")]
+        assert ours == [name == SAFE] * 2
+
+
+@pytest.mark.parametrize("saved_in", [SAFE, STOCK])
+def test_a_resumed_run_saves_what_the_uninterrupted_one_saved(
+    saved_in: str, runs: dict[str, Path], training_ranks: RankPool, tmp_path: Path
+) -> None:
+    place = only_iteration_2(runs[saved_in], tmp_path)
+    for result in resume(training_ranks, SAFE, place, 4):
+        assert result["code"] == 0, result["out"]
+    again = tmp_path / "iter_0000004"
+    assert (again / "manifest.json").is_file()
+    whole = oracle.on_disk(runs[saved_in] / "iter_0000004")
+    assert len([key for key in whole if key.endswith(".exp_avg")]) == 17  # 15 parameters, 2 of them split in two
+    assert oracle.on_disk(again) == whole
+
+
+def test_a_run_resumes_in_another_layout(runs: dict[str, Path], training_ranks: RankPool, tmp_path: Path) -> None:
+    place = only_iteration_2(runs[SAFE], tmp_path)
+    parallel = "--tensor-model-parallel-size", "2"
+    nothing_learnt = "--no-load-optim", "--lr", "0", "--weight-decay", "0"
+    for result in resume(training_ranks, SAFE, place, 3, *parallel, *nothing_learnt, ranks=4, save_every=3):
+        assert result["code"] == 0, result["out"]
+    weights = [
+        {key: value for key, value in oracle.on_disk(directory).items() if key.startswith("model.")}
+        for directory in (runs[SAFE] / "iter_0000002", tmp_path / "iter_0000003")
+    ]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (("--async-save",), "found --async-save"),
+        (("--non-persistent-ckpt-type", "global"), "found --non-persistent-ckpt-type global"),
+        (("--hidden-size", "64"), "shape"),
+        (("--lr-decay-iters", "50"), "expected the schedule that was saved"),
+        (("--ckpt-step", "7"), "iter_0000007"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(
+    more: tuple[str, ...], says: str, runs: dict[str, Path], training_ranks: RankPool, tmp_path: Path
+) -> None:
+    place = only_iteration_2(runs[SAFE], tmp_path)
+    for result in resume(training_ranks, SAFE, place, 4, *more):
+        assert result["code"] == 1
+        assert says in result["out"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000002", "latest_checkpointed_iteration.txt"]
+
+
+def test_a_misspelt_format_is_refused_by_the_scripts_own_parser(training_ranks: RankPool, tmp_path: Path) -> None:
+    (result,) = resume(training_ranks, "fsdp_dtensor_save", str(tmp_path), 2, ranks=1)
+    assert result["code"] == 2
+    assert "fsdp_dtensor_safe" in result["out"]
+
+
+def test_checkpoints_between_the_retained_ones_go(training_ranks: RankPool, tmp_path: Path) -> None:
+    retain = "--save-retain-interval", "2"
+    for result in resume(training_ranks, SAFE, str(tmp_path), 3, *retain, save_every=1):
+        assert result["code"] == 0, result["out"]
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000002", "iter_0000003"]

@@ -3,7 +3,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-soak test-quick bench lint lock clean uv core dev full
+.PHONY: help demo test test-soak test-quick bench docs lint lock clean uv core dev full
 
 RUN := . tools/env.sh;
 
@@ -17,7 +17,7 @@ test: full lint ## Linters, then every test, on the real stack (its first set-up
 	$(RUN) python -m pytest $(ARGS)
 
 test-soak: full ## Every case of the matrices that the tests sample; writes docs/soak/ and docs/soak.md (an hour)
-	$(RUN) MBRIDGE_SOAK=1 python -m pytest tests/soak tests/bridge/test_lab_scripts.py --timeout 3600 -s $(ARGS)
+	$(RUN) MBRIDGE_SOAK=1 python -m pytest tests/soak tests/bridge/test_lab_scripts.py tests/recipes/test_tiny_runs.py --timeout 3600 -s $(ARGS)
 	$(RUN) python -m tests.soak.report
 
 test-quick: full ## Every unit test, and of each family one pair of layouts: less than five minutes
@@ -26,12 +26,15 @@ test-quick: full ## Every unit test, and of each family one pair of layouts: les
 bench: full ## Run the benchmarks
 	$(RUN) python -m benchmarks $(ARGS)
 
+docs: dev ## Build the documentation site in out/site
+	$(RUN) zensical build --clean --strict
+
 lint: dev ## Style, types, architecture, shell scripts
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
 	$(RUN) mypy
 	$(RUN) lint-imports --no-logo
-	$(RUN) shellcheck tools/*.sh .ci/run
+	$(RUN) shellcheck tools/*.sh recipes/verl/*.sh .ci/run
 
 lock: uv ## Resolve requirements/*.txt into requirements/lock.txt again (ARGS=--upgrade takes newer versions)
 	.venv/bin/uv pip compile --quiet --no-annotate --custom-compile-command "make lock" $(ARGS) \

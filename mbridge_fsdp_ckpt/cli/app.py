@@ -33,11 +33,11 @@ class _Group(TyperGroup):
         try:
             return super().invoke(ctx)
         except CheckpointError as error:
-            _fail(error)
+            fail(error)
         except OSError as error:
             if error.errno == errno.EPIPE:  # whoever read the output has enough
                 raise
-            _fail(describe_unexpected(error, rank=None, doing="working on the checkpoint"))
+            fail(describe_unexpected(error, rank=None, doing="working on the checkpoint"))
 
 
 app = typer.Typer(
@@ -66,17 +66,18 @@ def _root() -> None:
 def main() -> None:
     """Run the command."""
     try:
-        from mbridge_fsdp_ckpt.cli import diff, families, inspect, prune, repair, verify  # noqa: F401 - subcommands
+        from mbridge_fsdp_ckpt.cli import convert, diff, families, inspect, prune, repair, run, verify  # noqa: F401
 
         app()
     except KeyboardInterrupt:  # during the imports; afterwards Typer's own handling comes first
         sys.exit(130)
 
 
-def _fail(error: CheckpointError) -> NoReturn:
+def fail(error: CheckpointError, code: int = 1) -> NoReturn:
+    """Print a named error in one line, and end."""
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     console.print(f"{type(error).__name__}: {error}", markup=False, style="red")
-    raise typer.Exit(1)
+    raise typer.Exit(code)
 
 
 def print_json(data: Any) -> None:

@@ -69,17 +69,21 @@ class DcpSource:
         self._tensors = {
             k: v for k, v in self._metadata.state_dict_metadata.items() if isinstance(v, metadata.TensorStorageMetadata)
         }
-        self.keys: Mapping[str, KeyEntry] = {
+        self.tensors: Mapping[str, KeyEntry] = {
             key: KeyEntry(dtype=dtype_name(value.properties.dtype), shape=tuple(value.size), kind=_kind(key, value))
             for key, value in self._tensors.items()
-            if key.startswith(("model.", _STATE))
+        }
+        self.keys: Mapping[str, KeyEntry] = {
+            key: entry for key, entry in self.tensors.items() if key.startswith(("model.", _STATE))
         }
         has_optimizer = any(key.startswith(_STATE) for key in self.keys)
         self.sections: tuple[str, ...] = ("model", "optimizer") if has_optimizer else ("model",)
         self.topology: Mapping[str, int | str] = {}
         self.stateless: frozenset[str] = frozenset()
         self._sizes: dict[str, int] = {}
-        self.values: Mapping[str, Any] = self._read_values("checkpoint_version", "iteration", "opt_param_scheduler")
+        self.values: Mapping[str, Any] = self.read_values(
+            "checkpoint_version", "iteration", "opt_param_scheduler", "lr_scheduler"
+        )
 
     def hyperparameters(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
         """See `CheckpointSource`.  Constructor choices that stock pickled as classes are left out unread."""
@@ -89,7 +93,7 @@ class DcpSource:
             for key in self._bytes:
                 name, _, hyperparameter = key.removeprefix(_GROUPS).rpartition(".")
                 if key.startswith(_GROUPS) and name in wanted and not hyperparameter.endswith("_cls"):
-                    found.setdefault(name, {})[hyperparameter] = self._read_object(key)
+                    found.setdefault(name, {})[hyperparameter] = self.read_object(key)
         return found
 
     def chunks(self, keys: Iterable[str]) -> dict[str, list[StoredChunk]]:
@@ -120,7 +124,7 @@ class DcpSource:
     def ranks(self) -> Iterator[RankRecord]:
         """One record a (pipeline, tensor) place whose RNG state was saved."""
         with _contradictions_named(self.directory):
-            places = dict(self._read_values("rng_state").get("rng_state", {}))
+            places = dict(self.read_values("rng_state").get("rng_state", {}))
         for place, states in places.items():
             pipeline, tensor = (int(number) for number in place.strip("()").split(","))
             yield RankRecord({"pipeline": pipeline, "tensor": tensor}, {"rng_state": {place: states}})
@@ -156,7 +160,13 @@ class DcpSource:
             self._sizes[name] = size
         return self.directory / name
 
-    def _read_object(self, key: str) -> Any:
+    def read_object(self, key: str) -> Any:
+        """A value that is no tensor, through the `weights_only` loader.
+
+        Raises:
+            DamagedCheckpointError: It is no data, or not there.
+            ManifestError: The metadata does not know it.
+        """
         chunk = self._place(key, Box((), ()), (key, None))
         return self._load(chunk, read_range(chunk.path, chunk.offset, chunk.length))
 
@@ -171,14 +181,25 @@ class DcpSource:
                 key=str(chunk.path),
             ) from error
 
-    def _read_values(self, *roots: str) -> dict[str, Any]:
-        """Non-parameter state below the given roots, nested again as `planner_data` says."""
+    @property
+    def entries(self) -> dict[str, tuple[Any, ...]]:
+        """Every tensor and value, with its path in the state dict that stock saved; empty where that is not known."""
+        paths = self._metadata.planner_data or {}
+        return {key: tuple(paths.get(key, ())) for key in (*self._tensors, *self._bytes)}
+
+    def read_values(self, *roots: str) -> dict[str, Any]:
+        """Non-parameter state below the given roots, nested again as `planner_data` says.
+
+        Raises:
+            DamagedCheckpointError: It is no data, or not there.
+            ManifestError: The metadata contradicts itself.
+        """
         nested: dict[str, Any] = {}
         for key in (*self._bytes, *self._tensors):
             path = (self._metadata.planner_data or {}).get(key, ())
             if not path or path[0] not in roots:
                 continue
-            value = self._read_object(key) if key not in self._tensors else self._read_tensor(key)
+            value = self.read_object(key) if key not in self._tensors else self._read_tensor(key)
             _set(nested, path, value)
         return nested
 

@@ -45,6 +45,31 @@ _ALLOWED |= {("torch", name): value for name, value in vars(torch).items() if is
 _ALLOWED[("torch.serialization", "_get_layout")] = torch.serialization._get_layout
 
 
+class _Unread:
+    """Stands for what a writer keeps of its plans beside the metadata; made from anything, it holds nothing."""
+
+    def __new__(cls, *arguments: Any) -> _Unread:
+        return super().__new__(cls)
+
+    def __init__(self, *arguments: Any) -> None: ...
+
+    def __setstate__(self, state: Any) -> None: ...
+
+
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
+_ALLOWED[(_MEGATRON, "MCoreMetadata")] = metadata.Metadata  # of torch_dist checkpoints, as older releases wrote them
+_ALLOWED |= {
+    (module, name): _Unread
+    for module, names in {
+        "torch.distributed.checkpoint.planner": (
+            "SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData",
+        ),
+        _MEGATRON: ("MCoreSavePlan",),
+    }.items()
+    for name in names
+}  # fmt: skip
+
+
 def _path_as_text(*parts: str) -> str:
     return "/".join(parts)
 

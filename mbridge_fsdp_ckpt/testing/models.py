@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -72,12 +72,13 @@ class Trainable:
         generator = torch.Generator().manual_seed(1_000 + number)
         tokens = torch.randint(0, VOCABULARY, (4, SEQUENCE + 1), generator=generator)
         ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
-        own = tokens.chunk(ranks)[rank]
+        own = tokens.chunk(ranks)[rank].cuda()
         self.model.module.is_last_microbatch = True  # Megatron's schedules say so; hybrid sharding reduces only then
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        positions = torch.arange(SEQUENCE).expand(own.shape[0], -1)
-        mask = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)[None, None].expand(own.shape[0], 1, -1, -1)
+        positions = torch.arange(SEQUENCE).cuda().expand(own.shape[0], -1)
+        future = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1).cuda()
+        mask = future[None, None].expand(own.shape[0], 1, -1, -1)
         loss = self.model(own[:, :-1], positions, mask, labels=own[:, 1:]).float().mean()
         loss.backward()
         finalize_model_grads([self.model])
@@ -89,7 +90,16 @@ class Trainable:
 
 
 def build(recipe: Recipe, seed: int = 123) -> Trainable:
-    """Initialise Megatron's groups and build; a process group exists, the shim is installed."""
+    """Initialise Megatron's groups and build; a process group exists, and a GPU, or what stands in for it."""
+    return _built(recipe, seed, _gpt)
+
+
+def build_fp8(recipe: Recipe, seed: int = 123) -> Trainable:
+    """The same with Transformer Engine's modules in FP8, with delayed scaling; needs a GPU that has it."""
+    return _built(recipe, seed, _fp8_gpt)
+
+
+def _built(recipe: Recipe, seed: int, make: Callable[[Recipe], Any]) -> Trainable:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -102,7 +112,7 @@ def build(recipe: Recipe, seed: int = 123) -> Trainable:
         )
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
-    model = under_fsdp(_gpt(recipe), recipe.strategy, recipe.instances, recipe.outer, **recipe.ddp)
+    model = under_fsdp(make(recipe).cuda(), recipe.strategy, recipe.instances, recipe.outer, **recipe.ddp)
     return Trainable(recipe, model, _optimizer(recipe, model))
 
 
@@ -161,6 +171,17 @@ def _gpt(recipe: Recipe) -> Any:
     layers = [_layer(recipe, linear=recipe.gated_delta_net and index % 3 != 2) for index in range(recipe.layers)]
     block = TransformerBlockSubmodules(layer_specs=layers, layer_norm=CpuNorm)
     gpt = GPTModel(config, block, recipe.vocabulary, SEQUENCE, position_embedding_type="rope")
+    return Float16Module(config, gpt)
+
+
+def _fp8_gpt(recipe: Recipe) -> Any:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.transformer.module import Float16Module
+
+    config = replace(_config(recipe), fp8="hybrid", fp8_recipe="delayed", fp8_amax_history_len=16)
+    spec = get_gpt_layer_with_transformer_engine_spec()
+    gpt = GPTModel(config, spec, recipe.vocabulary, SEQUENCE, position_embedding_type="rope")
     return Float16Module(config, gpt)
 
 

@@ -104,7 +104,7 @@ def _build(source: str, layout: Layout, *, load: bool, wrap: bool) -> Any:
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallelConfig
 
-    _let_mamba_be_built()
+    let_mamba_be_built()
     provider = AutoBridge.from_hf_pretrained(source, torch_dtype=torch.bfloat16).to_megatron_provider(load_weights=load)
     provider.tensor_model_parallel_size, provider.expert_model_parallel_size = layout.tensor, layout.expert
     provider.expert_tensor_parallel_size, provider.context_parallel_size = layout.expert_tensor, layout.context
@@ -219,7 +219,7 @@ def _export(source: str, model: Any) -> dict[str, bool]:
 
     original = load_file(str(Path(source) / "model.safetensors"))
     bridge = AutoBridge.from_hf_pretrained(source, torch_dtype=torch.bfloat16)
-    with patch.object(dist, "all_gather", _all_gather_uneven):
+    with patch.object(dist, "all_gather", all_gather_uneven):
         exported = dict(bridge.export_hf_weights([model], cpu=True, show_progress=False))
     found = {name: name in exported and _same_values(exported[name], tensor) for name, tensor in original.items()}
     return found | dict.fromkeys(exported.keys() - original.keys(), False)
@@ -229,7 +229,7 @@ def _same_values(exported: torch.Tensor, original: torch.Tensor) -> bool:
     return torch.equal(exported.float(), original.float())  # some are kept in fp32; every bf16 number is one in fp32
 
 
-def _all_gather_uneven(tensors: list[torch.Tensor], own: torch.Tensor, group: Any = None, **_: Any) -> None:
+def all_gather_uneven(tensors: list[torch.Tensor], own: torch.Tensor, group: Any = None, **_: Any) -> None:
     """NCCL gathers tensors of different sizes, as Megatron-FSDP does with its shards; gloo does not."""
     for rank, tensor in zip(dist.get_process_group_ranks(group or dist.group.WORLD), tensors, strict=True):
         if rank == dist.get_rank():
@@ -238,7 +238,7 @@ def _all_gather_uneven(tensors: list[torch.Tensor], own: torch.Tensor, group: An
             dist.broadcast(tensor, rank, group=group)
 
 
-def _let_mamba_be_built() -> None:
+def let_mamba_be_built() -> None:
     """Give Megatron's Mamba layer what it wants of mamba_ssm, which cannot be built without CUDA: its gated norm."""
     from megatron.core.ssm import mamba_mixer
 

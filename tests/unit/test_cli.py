@@ -13,21 +13,39 @@ from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from mbridge_fsdp_ckpt.cli import app as frame
-from mbridge_fsdp_ckpt.cli import diff, families, inspect, prune, repair, verify
+from mbridge_fsdp_ckpt.cli import convert, diff, families, inspect, prune, repair, verify
+from mbridge_fsdp_ckpt.cli import run as run_command
 from mbridge_fsdp_ckpt.families import default_registry
 from mbridge_fsdp_ckpt.storage.manifest import write_manifest
 from mbridge_fsdp_ckpt.storage.schema import FORMAT, VERSION, KeyEntry, Manifest
 
-SUBCOMMANDS = [diff, families, inspect, prune, repair, verify]
+SUBCOMMANDS = [convert, diff, families, inspect, prune, repair, run_command, verify]
 
 SURFACE = {
+    "convert": [],
     "diff": ["--atol", "--json", "--key", "--no-values", "--rtol", "--values", "a", "b"],
     "families": ["--json", "checkpoint"],
     "inspect": ["--html", "--json", "--key", "--png", "checkpoint"],
     "prune": ["--dry-run", "--json", "--keep", "--yes", "-y", "root"],
     "repair": ["--dry-run", "--force", "--json", "--stock-view", "--yes", "-y", "root"],
+    "run": ["--module", "--takeover", "-m", "command"],
     "verify": ["--header", "--json", "--workers", "checkpoint"],
 }
+
+CONVERT_SURFACE = {
+    "export": [
+        "--ckpt-format", "--cp", "--distributed-save", "--ep", "--etp", "--hf-model", "--hf-path", "--megatron-path",
+        "--no-progress", "--not-strict", "--save-every-n-ranks", "--torch-dtype", "--tp", "--trust-remote-code",
+    ],
+    "from-stock": ["--json", "destination", "source"],
+    "from-torch-dist": ["--json", "destination", "source"],
+    "import": [
+        "--ckpt-format", "--cp", "--ep", "--etp", "--hf-model", "--megatron-path", "--no-low-memory-save",
+        "--torch-dtype", "--tp", "--trust-remote-code",
+    ],
+    "reshard": ["--json", "--merge-tables", "--ranks", "destination", "source"],
+    "to-stock": ["--json", "destination", "source"],
+}  # fmt: skip
 
 FUSED = {
     "model.mlp.linear_fc1.weight_w": ("gated_linear_unit/1", "w"),
@@ -84,7 +102,13 @@ def root(tmp_path: Path) -> Path:
 def test_the_surface_is_frozen() -> None:
     """A change here breaks somebody's script: say so in the changelog."""
     group: Any = get_command(frame.app)
-    found = {
+    assert options_of(group) == SURFACE
+    assert options_of(group.commands["convert"]) == CONVERT_SURFACE
+    assert len(SUBCOMMANDS) == len(SURFACE)
+
+
+def options_of(group: Any) -> dict[str, list[str]]:
+    return {
         name: sorted(
             option
             for parameter in command.params
@@ -93,8 +117,6 @@ def test_the_surface_is_frozen() -> None:
         )
         for name, command in group.commands.items()
     }
-    assert found == SURFACE
-    assert len(SUBCOMMANDS) == len(SURFACE)
 
 
 @pytest.mark.parametrize("name", ["", *SURFACE])

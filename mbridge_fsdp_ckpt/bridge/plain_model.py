@@ -1,0 +1,161 @@
+"""A model without data-parallel sharding, in the shape in which `parameters` reads Megatron-FSDP.
+
+Conversion, and Bridge's `load_megatron_model`, fill or read models that nothing wraps: each rank holds its tensor- and
+expert-parallel part whole, as under Megatron-FSDP's strategy `no_shard`.  The keys on disk are the wrapped model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from mbridge_fsdp_ckpt import checkpoint
+from mbridge_fsdp_ckpt.bridge.plugin import settings_of
+from mbridge_fsdp_ckpt.errors import ConfigurationError
+from mbridge_fsdp_ckpt.families.naming import is_expert_name
+from mbridge_fsdp_ckpt.layout import Axis
+from mbridge_fsdp_ckpt.storage.files import AnyPath
+from mbridge_fsdp_ckpt.versions import require
+
+_DATA, _TENSOR = "data", "tensor"
+_KEPT = ("tensor_model_parallel", "partition_dim", "partition_stride", "_tensor_parallel_mode")
+
+
+class PlainModel:
+    """What `save` and `load_weights_only` take for a model wrapped in Megatron-FSDP.
+
+    Each parameter is presented as a tensor without memory, of the global shape, whose local tensor is the live one.
+
+    Args:
+        module: The model of one tensor- and expert-parallel rank; pipeline size 1.
+        narrows: Present floating-point tensors as float32, so that a load may round what was saved as main weights to
+            the model's own precision.
+    """
+
+    param_and_grad_buffer = None
+    ddp_config = SimpleNamespace(data_parallel_sharding_strategy="no_shard", num_distributed_optimizer_instances=1)
+
+    def __init__(self, module: Any, *, narrows: bool = False) -> None:
+        require("megatron-core")
+        self.module = module
+        self._index = _Index()
+        self._narrows = narrows
+        _annotate(module)
+        parameters = {id(parameter): self._view(name, parameter) for name, parameter in module.named_parameters()}
+        self._views = parameters | {id(buffer): self._without_memory(buffer) for buffer in module.buffers()}
+
+    @property
+    def config(self) -> Any:
+        """Megatron's configuration of the model."""
+        from megatron.core.utils import get_model_config
+
+        return get_model_config(self.module)
+
+    def state_dict(self, keep_vars: bool = True) -> dict[str, Any]:
+        """Names as under Megatron-FSDP; tensors as they are presented."""
+        state: Mapping[str, Any] = self.module.state_dict(prefix="module.", keep_vars=True)
+        return {name: self._views.get(id(value), value) for name, value in state.items()}
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All parameters, as they are presented."""
+        for name, parameter in self.module.named_parameters():
+            yield f"module.{name}", self._views[id(parameter)]
+
+    def named_modules(self) -> Iterator[tuple[str, Any]]:
+        """All modules, this one first."""
+        yield "", self
+        yield from self.module.named_modules(prefix="module")
+
+    def get_distributed_index(self) -> _Index:
+        """Where this rank lies."""
+        return self._index
+
+    def install_optimized_model_weights(self) -> None:
+        """The weights are the compute weights."""
+
+    synchronize_param_gather = start_param_sync = install_optimized_model_weights
+
+    def _view(self, name: str, parameter: Any) -> Any:
+        from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import get_mcore_tensor_parallel_partition_dim
+
+        shape, dim = list(parameter.shape), get_mcore_tensor_parallel_partition_dim(parameter)
+        if dim is not None:
+            shape[dim] *= self._index.get_root_mesh(is_expert_parallel=is_expert_name(name)).mesh.shape[1]
+        view: Any = torch.nn.Parameter(self._without_memory(parameter, shape), requires_grad=False)
+        for attribute in _KEPT:
+            if hasattr(parameter, attribute):
+                setattr(view, attribute, getattr(parameter, attribute))
+        view.orig_param, view.megatron_fsdp_dist_index, view._local_tensor = parameter, self._index, parameter
+        return view
+
+    def _without_memory(self, tensor: Any, shape: list[int] | None = None) -> Any:
+        dtype = torch.float32 if self._narrows and tensor.is_floating_point() else tensor.dtype
+        empty: Any = torch.empty(tensor.shape if shape is None else shape, dtype=dtype, device="meta")
+        empty._local_tensor = tensor
+        return empty
+
+
+def load_plain(directory: AnyPath, model: list[Any]) -> None:
+    """Load weights into a model that nothing wraps, rounded to its precision.
+
+    Raises:
+        ConfigurationError: Several model chunks.
+        CheckpointError: The same on every rank; nothing was changed.
+    """
+    if len(model) != 1:
+        raise ConfigurationError(
+            expected="one model chunk", found=f"{len(model)}", remedy="Virtual pipeline stages are not supported."
+        )
+    plain = PlainModel(model[0], narrows=True)
+    weights_only = SimpleNamespace(model=plain.config, checkpoint=SimpleNamespace(save_optim=False))
+    checkpoint.load_weights_only(directory, model=plain, settings=settings_of(weights_only))
+
+
+def _annotate(module: Any) -> None:
+    """Let Megatron-FSDP's adapter mark which dimension tensor parallelism cuts, as it does when it wraps."""
+    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+
+    FullyShardedDataParallel.__new__(FullyShardedDataParallel)._annotate_tensor_parallelism(module)
+
+
+class _Mesh:
+    """One of the two meshes, as far as it is asked: names, sizes and this rank's place."""
+
+    mesh_dim_names = (_DATA, _TENSOR)
+
+    def __init__(self, data: Axis, tensor: Axis) -> None:
+        self._axes = (data, tensor)
+        self.mesh = torch.empty(data.count, tensor.count, device="meta")
+
+    def get_coordinate(self) -> list[int]:
+        """This rank's place along each dimension."""
+        return [axis.index for axis in self._axes]
+
+
+class _Index:
+    """Stands for Megatron-FSDP's `FSDPDistributedIndex`."""
+
+    tp_dim, dp_shard_dim, dp_outer_dim = _TENSOR, _DATA, None
+    use_hybrid_fsdp = hsdp_outer_dp_shard = False
+
+    def __init__(self) -> None:
+        from megatron.core import parallel_state as state
+
+        self._dense = _Mesh(
+            Axis(
+                state.get_data_parallel_rank(with_context_parallel=True),
+                state.get_data_parallel_world_size(with_context_parallel=True),
+            ),
+            Axis(state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size()),
+        )
+        self._expert = _Mesh(
+            Axis(state.get_expert_data_parallel_rank(), state.get_expert_data_parallel_world_size()),
+            Axis(state.get_expert_tensor_parallel_rank(), state.get_expert_tensor_parallel_world_size()),
+        )
+
+    def get_root_mesh(self, *, is_expert_parallel: bool) -> _Mesh:
+        """The mesh of experts, or of all else."""
+        return self._expert if is_expert_parallel else self._dense

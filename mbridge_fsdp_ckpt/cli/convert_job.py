@@ -1,0 +1,238 @@
+"""What the commands that convert on disk have in common: both ends opened, a commit, a report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mbridge_fsdp_ckpt.bridge.torch_dist_reader import COMMON, METADATA
+from mbridge_fsdp_ckpt.cli.app import print_facts, print_json, progress_bar, say, size_text
+from mbridge_fsdp_ckpt.cli.compare import batches
+from mbridge_fsdp_ckpt.cli.convert_destination import Published, check_free, open_destination, publish
+from mbridge_fsdp_ckpt.cli.survey import key_bytes
+from mbridge_fsdp_ckpt.errors import ConfigurationError
+from mbridge_fsdp_ckpt.settings import Settings
+from mbridge_fsdp_ckpt.storage import commit
+from mbridge_fsdp_ckpt.storage.content import Commit
+from mbridge_fsdp_ckpt.storage.dcp_reader import DcpSource
+from mbridge_fsdp_ckpt.storage.files import AnyPath, as_path
+from mbridge_fsdp_ckpt.storage.manifest import MANIFEST_NAME, read_manifest
+from mbridge_fsdp_ckpt.storage.reader import SafeSource
+from mbridge_fsdp_ckpt.storage.retention import reading
+from mbridge_fsdp_ckpt.storage.rewrite import Chunks, Rewriting, Shares, rewrite
+from mbridge_fsdp_ckpt.storage.rewrite_files import RUN_CONFIG, RunConfig, carry_over, other_files
+from mbridge_fsdp_ckpt.storage.rewrite_source import Description
+from mbridge_fsdp_ckpt.storage.schema import FORMAT
+from mbridge_fsdp_ckpt.storage.source import CheckpointSource, find_checkpoint, open_checkpoint
+
+if TYPE_CHECKING:
+    from mbridge_fsdp_ckpt.bridge.torch_dist_common import Common
+
+STOCK, TORCH_DIST = "fsdp_dtensor", "torch_dist"
+
+
+@dataclass(slots=True)
+class Report:
+    """What was read and written.
+
+    Args:
+        source: Directory that was read.
+        read: Its format.
+        destination: Directory that was written.
+        written: Its format.
+        keys: Tensors.
+        bytes: Of their elements; where payload was copied as it is, of its files.
+        files: Payload files that were written.
+        tracker: Whether a tracker was written, too.
+        resume: The settings with which a run goes on from the destination.
+        notes: What did not come along, and what else to know.
+    """
+
+    source: str
+    read: str
+    destination: str
+    written: str
+    keys: int
+    bytes: int = 0
+    files: int = 0
+    tracker: bool = False
+    resume: str = ""
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Job:
+    """A checkpoint on its way from one directory to another.
+
+    Args:
+        directory: Where it is.
+        source: The same, opened.
+        target: Where it goes.
+        report: What to say in the end.
+        alive: Gives a sign of life, so that nobody prunes the source.
+        common: Non-tensor state of torch_dist.
+    """
+
+    directory: AnyPath
+    source: CheckpointSource
+    target: AnyPath
+    report: Report
+    alive: Callable[[], None]
+    common: Common | None = None
+
+
+@contextmanager
+def job_of(source: str, destination: str, written: str, read: str = "") -> Iterator[Job]:
+    """Open both ends; the source is kept from being pruned meanwhile.
+
+    Args:
+        source: What the user gave.
+        destination: What the user gave.
+        written: The format to write.
+        read: The format to read, where it is torch_dist.
+    """
+    directory = find_checkpoint(as_path(source))
+    _check_kind(directory, read)
+    with reading(directory) as alive:
+        opened, common = open_checkpoint(directory), None
+        if read == TORCH_DIST:
+            from mbridge_fsdp_ckpt.bridge.torch_dist_common import read_common
+
+            assert isinstance(opened, DcpSource)
+            common = read_common(opened)
+        values = opened.values if common is None else common.values
+        target = open_destination(destination, directory, values.get("iteration"))
+        found = FORMAT if isinstance(opened, SafeSource) else read or STOCK
+        report = Report(str(directory), found, str(target), written, len(opened.keys))
+        missing = [path for path in (target.parent, *target.parent.parents) if not path.exists()]
+        try:
+            yield Job(directory, opened, target, report, alive, common)
+        except BaseException:
+            if isinstance(target, Path):
+                _remove_empty(missing)
+            raise
+
+
+def _check_kind(directory: AnyPath, read: str) -> None:
+    """torch_dist has a command of its own."""
+    is_torch_dist = (directory / METADATA).exists() and not (directory / MANIFEST_NAME).exists()
+    if is_torch_dist != (read == TORCH_DIST):
+        raise ConfigurationError(
+            expected=f"a checkpoint in the format {TORCH_DIST}" if read else f"one in the format {FORMAT} or {STOCK}",
+            found=f"{directory}, which is {'in the format' if is_torch_dist else 'not in the format'} {TORCH_DIST}",
+            remedy="Use from-torch-dist." if is_torch_dist else f"{METADATA} would tell: use another command.",
+        )
+
+
+def _remove_empty(folders: Iterable[AnyPath]) -> None:
+    """Remove folders that were made on the way to the destination."""
+    for folder in folders:
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def write_safe(
+    job: Job, description: Description, shares: Shares, writers: Sequence[int], chunks: Chunks | None = None
+) -> None:
+    """Write the destination in this format, commit it, and let a new tracker name it."""
+    job.report.notes += description.notes
+    keys = sorted(description.keys)
+    with counting(job, sum(map(key_bytes, description.keys.values()))) as count:
+        work = Rewriting(
+            source=chunks or job.source,
+            description=description,
+            shares=shares,
+            writers=writers,
+            batches=list(batches(job.source, job.source, keys)),
+            add_files=added_files(job),
+            stock_view=Settings().writes_dcp_metadata(len({*writers, *description.records})),
+            progress=count,
+            last_call=last_call(job),
+        )
+        with committing(commit.begin(job.target)) as place:
+            job.report.files = rewrite(place, work)
+    publish_to_tracker(job)
+
+
+@contextmanager
+def committing(place: Commit) -> Iterator[Commit]:
+    """Whatever goes wrong, nothing of it stays."""
+    try:
+        yield place
+    except BaseException:
+        place.abort()
+        raise
+
+
+@contextmanager
+def counting(job: Job, total: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar, and signs of life to whoever may prune the source."""
+    with progress_bar() as bar:
+        bar.begin(job.target.name, total)
+
+        def count(size: int) -> None:
+            job.alive()
+            job.report.bytes += size
+            bar.advance(size)
+
+        yield count
+
+
+def last_call(job: Job) -> Callable[[], None]:
+    """Nothing may have come to be at the destination meanwhile: a commit would replace it."""
+    return partial(check_free, job.target, job.directory) if isinstance(job.target, Path) else lambda: None
+
+
+def added_files(job: Job) -> Callable[[Path], None]:
+    """What puts run files into a directory, the format's name in the run configuration changed."""
+    names = other_files(job.directory)
+    if job.report.read == TORCH_DIST:  # Bridge takes a directory that has them for one in that format
+        names = [name for name in names if name not in (METADATA, COMMON)]
+    listed = {}
+    if isinstance(job.source, SafeSource):
+        listed = {entry.name: entry for entry in read_manifest(job.directory).files}
+    unlisted = [name for name in names if name not in listed]
+    if listed and unlisted:
+        job.report.notes.append(f"carried over without a checksum to verify: {', '.join(unlisted[:5])}")
+    if RUN_CONFIG in names and RunConfig.read(job.directory).get("checkpoint", "ckpt_format") is None:
+        job.report.notes.append(f"{RUN_CONFIG} names no checkpoint.ckpt_format, and is carried over as it is")
+
+    def edited(data: bytes) -> bytes:
+        config = RunConfig.of(data).with_setting("checkpoint", "ckpt_format", job.report.written)
+        manager = config.get("checkpoint", "custom_manager_class") or ""
+        if job.report.written == STOCK and manager.startswith("mbridge_fsdp_ckpt."):
+            config = config.with_setting("checkpoint", "custom_manager_class", "null")
+        return config.encoded()
+
+    return lambda into: carry_over(job.directory, names, into, listed, edited)
+
+
+def publish_to_tracker(job: Job) -> None:
+    """Let the tracker name what was written, where there is none yet."""
+    published: Published = publish(job.target)
+    job.report.tracker, job.report.resume = published.tracker, published.resume
+    if published.note:
+        job.report.notes.append(published.note)
+
+
+def show(report: Report, as_json: bool) -> None:
+    """Say what was done."""
+    if as_json:
+        print_json(asdict(report))
+        return
+    say(report.destination, style="bold")
+    files = f"{report.files} file" + ("" if report.files == 1 else "s")
+    print_facts(
+        [
+            ("format", report.written),
+            ("from", f"{report.source} ({report.read})"),
+            ("holds", f"{report.keys} keys, {size_text(report.bytes)} in {files}"),
+            ("resume with", report.resume),
+        ]
+    )
+    for note in report.notes:
+        say(f"Note: {note}.")

@@ -1,0 +1,6 @@
+"""Bridge's ranks, and what several tests convert."""
+
+from tests.bridge.conftest import bridge_ranks
+from tests.convert.storage_runs import safe_run, stock_run
+
+__all__ = ["bridge_ranks", "safe_run", "stock_run"]

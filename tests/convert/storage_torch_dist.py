@@ -1,0 +1,130 @@
+"""Checkpoints in Megatron's format torch_dist, by Bridge's own training and saving; what they hold, read by torch."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+
+from mbridge_fsdp_ckpt.bridge import conversion
+from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
+from mbridge_fsdp_ckpt.testing.ranks import no_process_group
+from tests.bridge.training import Run, _qwen35_shaped, configuration
+from tests.convert.hugging_face_runs import begun_anew, without_cuda, write_model
+from tests.convert.storage_cli import data
+from tests.models.imported import let_mamba_be_built
+
+NORMS = {"linear_qkv.layer_norm_": "input_layernorm.", "linear_fc1.layer_norm_": "pre_mlp_layernorm."}
+OPTIMIZER = "optimizer.state."
+
+
+def mixed(config: Any) -> Any:
+    """Layers of Gated DeltaNet and of attention."""
+    return _qwen35_shaped(config)
+
+
+def alike(config: Any) -> Any:
+    """Layers of attention alone: torch_dist stacks them."""
+    specs = _qwen35_shaped(config)
+    specs.layer_specs = [specs.layer_specs[2]] * len(specs.layer_specs)
+    return specs
+
+
+@no_process_group
+def train(run: Run, *, stacked: bool = False) -> None:
+    """Train without Megatron-FSDP, with Megatron's distributed optimizer, and save in torch_dist."""
+    from megatron.bridge.training import pretrain as bridge_pretrain
+    from megatron.bridge.training.gpt_step import forward_step
+
+    replace_cuda_only_kernels()
+    os.environ["MASTER_ADDR"] = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    config = configuration(run)
+    config.model.transformer_layer_spec = alike if stacked else mixed
+    config.model.hetereogenous_dist_checkpoint = not stacked
+    config.ddp.use_megatron_fsdp = False
+    bridge_pretrain.pretrain(config, forward_step)
+
+
+def save_model(name: str, folder: str, tensor: int, expert: int) -> bool:
+    """A Hugging Face model, as Bridge saves it in torch_dist, and as this package imports it."""
+    from megatron.bridge import AutoBridge
+    from megatron.bridge.training.model_load_save import save_megatron_model
+
+    source = f"{folder}/hugging_face"
+    if dist.get_rank() == 0:
+        write_model(name, source)
+    dist.barrier()
+    if not AutoBridge.can_handle(source):
+        return False
+    let_mamba_be_built()
+    sizes = conversion.Sizes(tensor=tensor, expert=expert, expert_tensor=1)
+    with begun_anew(), conversion.job():
+        bridge, model = conversion._build(conversion.Source(source), sizes)
+        bridge.load_hf_weights([model])
+        save_megatron_model([model], f"{folder}/torch_dist", ckpt_format="torch_dist")
+    with begun_anew():
+        conversion.import_model(conversion.Source(source), sizes, Path(folder) / "imported")
+    return True
+
+
+@no_process_group
+def convert(source: str, destination: str, *, fails: bool = False) -> Any:
+    """Run the command, as on a machine without CUDA; what it prints."""
+    from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
+
+    from tests.convert import storage_cli
+
+    register_allowed_target_prefix("tests")
+    arguments = ("from-torch-dist", source, destination)
+    with begun_anew(), without_cuda():
+        return storage_cli.refusal(*arguments) if fails else data(*arguments)
+
+
+def expected(directory: Path) -> dict[str, torch.Tensor]:
+    """What a converted checkpoint must hold, by rules written down here: tensors read whole by torch's own reader."""
+    reader = FileSystemReader(str(directory))
+    metadata = reader.read_metadata().state_dict_metadata
+    stored = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp_load(stored, storage_reader=reader, no_dist=True)
+    found = {}
+    for key, tensor in stored.items():
+        if key.startswith(OPTIMIZER):
+            slot, _, name = key.removeprefix(OPTIMIZER).partition(".")
+            for ours, part in _parts(name, tensor):
+                main = f"model.module.{ours}"
+                found[main if slot == "param" else f"{OPTIMIZER}module.module.module.{ours}.{slot}"] = part
+        elif f"{OPTIMIZER}param.{key}" not in stored and "optimizer" not in key:
+            found |= {f"model.module.{ours}": part for ours, part in _parts(key, tensor)}
+    return found
+
+
+def _parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    stacked = re.fullmatch(r"decoder\.layers\.(\D.*)", name)
+    if stacked:
+        for number, layer in enumerate(tensor):
+            yield from _parts(f"decoder.layers.{number}.{stacked[1]}", layer)
+    elif ".experts.experts." in name:
+        for number, expert in enumerate(tensor):
+            yield from _parts(name.replace(".experts.experts.", f".experts.local_experts.{number}."), expert)
+    elif name.endswith("linear_fc1.weight"):
+        gate, up = tensor.chunk(2)
+        yield from ((f"{name}_w", gate), (f"{name}_v", up))
+    else:
+        for theirs, ours in NORMS.items():
+            name = re.sub(rf"(self_attention|mlp)\.{re.escape(theirs)}", ours, name)
+        yield name, tensor

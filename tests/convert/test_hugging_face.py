@@ -1,0 +1,37 @@
+"""Hugging Face -> checkpoint -> Hugging Face: an unmodified script, and the command; TP 2, EP 2, 4 ranks.
+
+script import --------> checkpoint --> command export       the script runs under Megatron-FSDP, as on CUDA;
+command import -------> checkpoint --> script export        the command as on a machine without a GPU;
+                                                            once as loaded, once with sharded parameters in place
+script import --------> checkpoint --> script export from a model that nothing wraps
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from tests.convert import hugging_face_runs as runs
+from tests.models import hugging_face
+from tests.models.test_real_models import NOT_IN_BRIDGE
+
+pytestmark = pytest.mark.bridge
+
+WAYS = ("script_command", "command_script", "command_script_sharded", "script_unwrapped")
+
+
+@pytest.mark.parametrize("name", hugging_face.MODELS)
+def test_there_and_back(name: str, bridge_ranks: RankPool, tmp_path: Path) -> None:
+    source = str(tmp_path / "original")
+    if not bridge_ranks.run(runs.write_model, name, source, ranks=1)[0]:
+        pytest.skip(NOT_IN_BRIDGE[name])
+    experts = ["--ep", "2"] if hugging_face.MODELS[name].has_experts else []
+    bridge_ranks.run(runs.convert_every_way, source, str(tmp_path), ["--tp", "2", *experts], ranks=4)
+    exported = [str(tmp_path / way) for way in WAYS]
+    assert runs.differences(source, exported[0], exact=True) == []
+    assert [runs.differences(source, folder, exact=False) for folder in exported] == [[]] * len(WAYS)
+    assert bridge_ranks.run(runs.same_logits, name, source, exported, ranks=1) == [[True] * len(WAYS)]
+    tokenizers = (tmp_path / "by_command" / "iter_0000000" / "tokenizer", tmp_path / WAYS[0], Path(source))
+    assert len({str(runs.tokens_of(folder)) for folder in tokenizers}) == 1

@@ -1,0 +1,248 @@
+"""`convert from-torch-dist`: Megatron's own checkpoints become this package's."""
+
+from __future__ import annotations
+
+import shutil
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mbridge_fsdp_ckpt.bridge.torch_dist_links import Link, Part, block_of, links
+from mbridge_fsdp_ckpt.bridge.torch_dist_reader import LinkedChunks
+from mbridge_fsdp_ckpt.errors import UnsupportedStateError
+from mbridge_fsdp_ckpt.geometry import Box, tiling_defect, whole
+from mbridge_fsdp_ckpt.storage.dcp_reader import DcpSource
+from mbridge_fsdp_ckpt.storage.reader import SafeSource
+from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from tests.bridge import training
+from tests.bridge.training import Run
+from tests.convert import storage_made as made
+from tests.convert import storage_torch_dist as runs
+from tests.convert.storage_cli import left, refusal
+from tests.core import oracle
+from tests.models import hugging_face
+from tests.models.test_real_models import NOT_IN_BRIDGE
+from tests.unit import test_cli
+
+BY_PARAMETER = {"checkpoint.dist_ckpt_optim_fully_reshardable": True}
+
+
+# --- arithmetic ---
+
+
+def test_halves_of_an_experts_weight() -> None:
+    """The example of `torch_dist_links`: expert 1 of 2, rows 0..2 the gate, rows 3..5 the other half."""
+    parts = [
+        Part(Box((0, 0), (3, 3)), "linear_fc1.weight", (1, 0, 0), (2, 6, 3)),
+        Part(Box((3, 0), (3, 3)), "linear_fc1.weight", (1, 3, 0), (2, 6, 3)),
+    ]
+    assert list(links(Box((3, 0), (3, 3)), Box((0, 0), (3, 3)), parts)) == [
+        Link(Box((0, 0), (3, 3)), "linear_fc1.weight", Box((1, 3, 0), (1, 3, 3)))
+    ]
+    assert list(links(Box((2, 1), (2, 2)), Box((7, 5), (2, 2)), parts)) == [
+        Link(Box((7, 5), (1, 2)), "linear_fc1.weight", Box((1, 2, 1), (1, 1, 2))),
+        Link(Box((8, 5), (1, 2)), "linear_fc1.weight", Box((1, 3, 1), (1, 1, 2))),
+    ]
+
+
+@given(rows=st.integers(1, 12), cuts=st.sets(st.integers(1, 11)), begin=st.integers(0, 11), size=st.integers(1, 12))
+def test_links_cover_a_block_once(rows: int, cuts: set[int], begin: int, size: int) -> None:
+    edges = sorted({0, rows, *(cut for cut in cuts if cut < rows)})
+    parts = [
+        Part(Box((low, 0), (high - low, 2)), f"k{low}", (9, low + 5, 0), (99, 99, 2)) for low, high in pairwise(edges)
+    ]
+    begin = min(begin, rows - 1)
+    size = min(size, rows - begin)
+    found = list(links(Box((begin, 0), (size, 2)), Box((30, 0), (size, 2)), parts))
+    assert not tiling_defect(Box((30, 0), (size, 2)), [link.here for link in found])
+    for link in found:
+        assert link.there.offset[0] == 9
+        assert link.there.offset[1] - 5 == link.here.offset[0] - 30 + begin
+        assert link.there.size == (1, *link.here.size)
+
+
+@pytest.mark.parametrize(
+    ("view", "box"),
+    [
+        (lambda p: p, Box((0, 0, 0), (4, 3, 2))),
+        (lambda p: p[1:3], Box((1, 0, 0), (2, 3, 2))),
+        (lambda p: p.chunk(2)[1].chunk(2)[1], Box((3, 0, 0), (1, 3, 2))),
+        (lambda p: p[:, 1:, :1], Box((0, 1, 0), (4, 2, 1))),
+        (lambda p: p[4:], Box((4, 0, 0), (0, 3, 2))),
+    ],
+)
+def test_a_view_is_a_block(view: object, box: Box) -> None:
+    assert callable(view)
+    for device in ("cpu", "meta"):
+        parameter = torch.empty(4, 3, 2, device=device)
+        found = block_of(view(parameter), parameter, "weight")
+        assert found.size == box.size
+        assert found.offset == box.offset or not box.volume
+
+
+@pytest.mark.parametrize(
+    "view", [lambda p: p.t(), lambda p: p[::2], lambda p: p.reshape(-1), lambda p: p.reshape(3, 4)]
+)
+def test_another_view_is_refused(view: object) -> None:
+    assert callable(view)
+    parameter = torch.empty(4, 3, device="meta")
+    with pytest.raises(UnsupportedStateError, match="weight"):
+        block_of(view(parameter), parameter, "weight")
+
+
+def test_chunks_are_cut_along_links(tmp_path: Path) -> None:
+    """A key of two stacked layers, of which stock's writer made one chunk: leading dimensions may be spanned."""
+    made.save_stock(tmp_path / "old", stacked=torch.arange(24.0).reshape(2, 4, 3))
+    found = {"k": [Link(Box((0, 0), (2, 3)), "stacked", Box((1, 2, 0), (1, 2, 3)))]}
+    chunks = LinkedChunks(DcpSource(tmp_path / "old"), found)
+    [chunk] = chunks.chunks(["k"])["k"]
+    assert chunk.box == Box((0, 0), (2, 3))
+    assert torch.equal(chunks.read(chunk), torch.arange(18.0, 24.0).reshape(2, 3))
+    assert not tiling_defect(whole((2, 3)), [chunk.box])
+
+
+# --- what Bridge trained ---
+
+SAVED = {
+    "TP 2": Run("", format="torch_dist", iterations=2, tensor=2, config=BY_PARAMETER),
+    "EP 2": Run("", format="torch_dist", iterations=2, expert=2, config=BY_PARAMETER),
+}
+
+
+@pytest.mark.bridge
+@pytest.mark.parametrize("name", SAVED)
+def test_training_goes_on_under_megatron_fsdp(name: str, bridge_ranks: RankPool, tmp_path: Path) -> None:
+    run = SAVED[name].on(directory=str(tmp_path / "old"))
+    bridge_ranks.run(runs.train, run, ranks=2)
+    after = tmp_path / "new" / "iter_0000002"
+    [report] = bridge_ranks.run(runs.convert, run.directory, str(after), ranks=1)
+    assert (report["read"], report["written"], report["tracker"]) == ("torch_dist", "fsdp_dtensor_safe", True)
+    expected = {key: oracle.digest(tensor) for key, tensor in runs.expected(tmp_path / "old" / "iter_0000002").items()}
+    assert oracle.on_disk(after) == expected
+    assert len([key for key in expected if key.endswith(".exp_avg")]) == len([k for k in expected if k[:6] == "model."])
+    assert {digest[0] for key, digest in expected.items() if key.startswith("model.")} == {"torch.float32"}
+    assert test_cli.data("verify", after)["intact"]
+    assert not {"metadata.json", "common.pt"} & set(left(after))
+    source = SafeSource(after)
+    assert source.values["opt_param_scheduler"]["num_steps"] == 16
+    [first, _] = bridge_ranks.run(
+        training.train, run.on(directory=str(tmp_path / "new"), iterations=4, format="fsdp_dtensor_safe"), ranks=2
+    )
+    assert first["loaded"] == expected
+    assert list(first["losses"]) == [3, 4]
+
+
+@pytest.mark.bridge
+def test_stacked_layers_and_weights_alone(bridge_ranks: RankPool, tmp_path: Path) -> None:
+    """`dp_reshardable`, Bridge's default, keeps optimizer state by ranks' buffers."""
+    run = Run(str(tmp_path / "old"), format="torch_dist", iterations=2, tensor=2)
+    bridge_ranks.run(runs.train, run, stacked=True, ranks=2)
+    after = tmp_path / "new" / "iter_0000002"
+    [report] = bridge_ranks.run(runs.convert, run.directory, str(after), ranks=1)
+    assert "optimizer state is left out: dp_reshardable" in report["notes"][-1]
+    assert oracle.on_disk(after) == {
+        key: oracle.digest(tensor) for key, tensor in runs.expected(tmp_path / "old" / "iter_0000002").items()
+    }
+    assert SafeSource(after).sections == ("model",)
+
+
+# --- what Bridge imported ---
+
+NOT_SHARDED = ("Nemotron-H",)
+"""Their gated norm is a stand-in for mamba_ssm's, which needs CUDA: it does not tell Megatron that it is sharded."""
+
+
+@pytest.mark.bridge
+@pytest.mark.parametrize("name", hugging_face.MODELS)
+def test_real_models(name: str, bridge_ranks: RankPool, tmp_path: Path) -> None:
+    """The same model, once imported by this package, and once saved by Bridge in torch_dist and then converted."""
+    expert, tensor = 2 if hugging_face.MODELS[name].has_experts else 1, 1 if name in NOT_SHARDED else 2
+    saved = bridge_ranks.run(runs.save_model, name, str(tmp_path), tensor, expert, ranks=2)
+    if not saved[0]:
+        pytest.skip(NOT_IN_BRIDGE[name])
+    after = tmp_path / "new" / "iter_0000000"
+    [report] = bridge_ranks.run(runs.convert, str(tmp_path / "torch_dist"), str(after), ranks=1)
+    assert report["notes"] == ["the checkpoint has no optimizer state: weights only"]
+    imported = next((tmp_path / "imported").glob("iter_*"))
+    assert oracle.on_disk(after) == oracle.on_disk(imported)
+    assert {k: (e.family, e.component) for k, e in SafeSource(after).keys.items()} == {
+        k: (e.family, e.component) for k, e in SafeSource(imported).keys.items()
+    }
+
+
+# --- what is refused ---
+
+
+@pytest.fixture(scope="module")
+def imported(bridge_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small torch_dist checkpoint."""
+    folder = tmp_path_factory.mktemp("imported")
+    bridge_ranks.run(runs.save_model, "Qwen3", str(folder), 1, 1, ranks=1)
+    return folder / "torch_dist"
+
+
+@pytest.mark.bridge
+@pytest.mark.parametrize("what", ["another model", "no configuration", "no model", "truncated", "common", "common.pt"])
+def test_what_cannot_be_converted_is_named(what: str, imported: Path, bridge_ranks: RankPool, tmp_path: Path) -> None:
+    old, canary = tmp_path / "old" / "iter_0000000", tmp_path / "canary"
+    shutil.copytree(imported / "iter_0000000", old)
+    config = old / "run_config.yaml"
+    match what:
+        case "another model":
+            config.write_text(config.read_text().replace("num_layers: 2\n", "num_layers: 3\n"))
+        case "no configuration":
+            config.unlink()
+        case "no model":
+            config.write_text(config.read_text().replace("  hidden_size: ", "  hidden_size: x"))
+        case "truncated":
+            payload = max(old.glob("*.distcp"), key=lambda path: path.stat().st_size)
+            payload.write_bytes(payload.read_bytes()[:-5000])
+        case "common":
+            made.hostile_metadata(old, canary)
+        case "common.pt":
+            (old / "common.pt").write_bytes(made.torch_bytes(made.Hostile(canary)))
+            canary.unlink(missing_ok=True)
+    [said] = bridge_ranks.run(runs.convert, str(old), str(tmp_path / "new" / "iter_0000000"), fails=True, ranks=1)
+    error = {
+        "another model": "KeyMismatchError: ",
+        "no configuration": "ConfigurationError: ",
+        "no model": "ConfigurationError: ",
+        "truncated": "DamagedCheckpointError: ",
+        "common": "ManifestError: ",
+        "common.pt": "DamagedCheckpointError: ",
+    }
+    assert said.startswith(error[what]), said
+    assert left(tmp_path) == ["old"]
+
+
+@pytest.mark.bridge
+def test_older_releases_kept_values_in_a_file_of_their_own(
+    imported: Path, bridge_ranks: RankPool, tmp_path: Path
+) -> None:
+    old, after = tmp_path / "old" / "iter_0000000", tmp_path / "new" / "iter_0000000"
+    shutil.copytree(imported / "iter_0000000", old)
+    torch.save({"checkpoint_version": 2.5, "iteration": 0}, old / "common.pt")
+    bridge_ranks.run(runs.convert, str(old), str(after), ranks=1)
+    values = SafeSource(after).values
+    assert (values["checkpoint_version"], values["iteration"]) == (2.5, 0)
+    assert {path.name for path in old.iterdir()} >= {"common.pt", "metadata.json", "run_config.yaml"}
+    assert not {"common.pt", "metadata.json"} & set(left(after))
+
+
+@pytest.mark.bridge
+def test_each_format_has_its_command(imported: Path, tmp_path: Path) -> None:
+    for command in (("from-stock",), ("to-stock",), ("reshard", "--ranks", 1)):
+        assert "Use from-torch-dist" in refusal(*command, imported, tmp_path / "new")
+    made.save_stock(tmp_path / "stock")
+    assert "not in the format torch_dist" in refusal("from-torch-dist", tmp_path / "stock", tmp_path / "new")
+    assert left(tmp_path) == ["stock"]
+
+
+def test_ranks_are_not_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert "without torchrun" in refusal("from-torch-dist", tmp_path / "old", tmp_path / "new")
+    assert left(tmp_path) == []

@@ -179,7 +179,7 @@ def _load(
             agreement.meet("completion of the load", message, lambda messages: None)
         except CheckpointError as error:
             raise _interrupted(error) from error
-    filling.refresh(opened)
+    filling.refresh(opened.model)
     loaded: Loaded = prepared.loaded
     return replace(loaded, skipped=(*loaded.skipped, *answer["unread"]))
 

@@ -195,9 +195,9 @@ def _saved_group(opened: Opened, names: list[str], live: dict[str, Any]) -> dict
     return saved[0] if saved else live
 
 
-def refresh(opened: Opened) -> None:
+def refresh(model: Any) -> None:
     """Make the loaded main weights the compute weights, as Megatron-FSDP does after an optimizer step."""
-    module = find_fsdp_module(opened.model)
+    module = find_fsdp_module(model)
     module.install_optimized_model_weights()
     module.synchronize_param_gather()
     module.start_param_sync()

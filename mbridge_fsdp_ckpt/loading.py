@@ -27,6 +27,7 @@ from mbridge_fsdp_ckpt.matching import (
 )
 from mbridge_fsdp_ckpt.plan import Component, ParameterPlan
 from mbridge_fsdp_ckpt.quantization import restorations
+from mbridge_fsdp_ckpt.renaming import under_new_names
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.commit import recover
 from mbridge_fsdp_ckpt.storage.files import AnyPath
@@ -83,6 +84,7 @@ def prepare(
     source = open_checkpoint(directory)
     _check_families(source, settings)
     everything = plan_model(model)
+    source = under_new_names(source, [item.plan for item in everything])
     planned = [p for p in everything if include is None or include(p.plan.layout.key)]
     parts = optimizer_parts(optimizer, everything) if optimizer is not None else []
     opened = Opened(

@@ -23,9 +23,9 @@ import torch.distributed as dist
 
 from mbridge_fsdp_ckpt import checkpoint
 from mbridge_fsdp_ckpt.errors import KeyMismatchError, NotACheckpointError
+from mbridge_fsdp_ckpt.filling import refresh
 from mbridge_fsdp_ckpt.inventory import optimizer_parts, plan_model
 from mbridge_fsdp_ckpt.optimizer_state import grad_scalers
-from mbridge_fsdp_ckpt.parameters import find_fsdp_module
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.verl.restoration import CONTENTS, Parts, restoration
 
@@ -152,10 +152,7 @@ def _adopt_weights(model: Any, optimizer: Any) -> None:
             for parameter, _ in part.parameters():
                 part.adapter.install(parameter, None, None)
             part.adapter.finish(None)
-    module = find_fsdp_module(model)
-    module.install_optimized_model_weights()
-    module.synchronize_param_gather()
-    module.start_param_sync()
+    refresh(model)
 
 
 @contextmanager

@@ -135,13 +135,16 @@ def test_the_launches(page: str, command: str, folder: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("command", [text for _, text in COMMANDS if text.startswith("pip ")])
-def test_what_is_to_be_installed_is_declared(command: str) -> None:
-    import tomllib
-
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    wanted = re.findall(r"\[(\w+)\]", command)
-    assert all(extra in project["optional-dependencies"] for extra in wanted)
+def test_the_package_installs(tmp_path: Path) -> None:
+    """`pip install .` of what git has, with all that it depends on already there."""
+    assert "pip install ." in [text for _, text in COMMANDS]
+    in_shell(f"git archive HEAD | tar -x -C {tmp_path}", REPOSITORY).check_returncode()
+    target = tmp_path / "installed"
+    ended = in_shell(f"{sys.executable} -m uv pip install --no-deps --target {target} .", tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    said = in_shell(f"cd / && PYTHONPATH={target} {sys.executable} -m mbridge_fsdp_ckpt --help", tmp_path)
+    assert said.returncode == 0
+    assert "convert" in said.stdout
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ class Run:
         iterations: Last iteration; every one is saved.
         arguments: More of the command line.
         death: Who is killed, and where; the others then wait to be.
+        format: Of the checkpoints that it saves.
     """
 
     recipe: str
@@ -55,6 +56,7 @@ class Run:
     iterations: int = 3
     arguments: tuple[str, ...] = ()
     death: Death | None = None
+    format: str = "fsdp_dtensor_safe"
 
     def on(self, **changes: Any) -> Run:
         """The same run, changed."""
@@ -66,7 +68,7 @@ class Run:
         return [
             self.recipe,
             *CPU,
-            "checkpoint.format=fsdp_dtensor_safe",
+            f"checkpoint.format={self.format}",
             f"checkpoint.save={self.directory}",
             f"checkpoint.load={self.directory}",
             "checkpoint.save_interval=1",

@@ -17,7 +17,7 @@ test: full lint ## Linters, then every test, on the real stack (its first set-up
 	$(RUN) python -m pytest $(ARGS)
 
 test-soak: full ## Every case of the matrices that the tests sample; writes docs/soak/ and docs/soak.md (an hour)
-	$(RUN) MBRIDGE_SOAK=1 python -m pytest tests/soak tests/bridge/test_lab_scripts.py tests/recipes/test_tiny_runs.py --timeout 3600 -s $(ARGS)
+	$(RUN) MBRIDGE_SOAK=1 python -m pytest tests/soak tests/core/test_deaths.py tests/bridge/test_lab_scripts.py tests/recipes/test_tiny_runs.py --timeout 3600 -s $(ARGS)
 	$(RUN) python -m tests.soak.report
 
 test-quick: full ## Every unit test, and of each family one pair of layouts: less than five minutes

@@ -75,7 +75,7 @@ def losses(output: str) -> dict[str, str]:
     return dict(LOSS.findall(output))
 
 
-@pytest.mark.parametrize("name", sampling.drawn("lab training", list(TRAINING), share=4))
+@pytest.mark.parametrize("name", sampling.drawn("lab training", list(TRAINING)))
 def test_bridge_train(name: str, tmp_path: Path) -> None:
     ranks, options = TRAINING[name]
     arguments = ("--dir", str(tmp_path), "--iters", "3", "--save-every", "2", *PLUGIN, *options.split())

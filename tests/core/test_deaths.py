@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from mbridge_fsdp_ckpt.testing.modules import MEGATRON_MODULES, installed, is_in
 from mbridge_fsdp_ckpt.testing.pytest_plugin import RANKS
 from mbridge_fsdp_ckpt.testing.ranks import Died, RankPool
 from tests.core import cases, deaths
+from tests.soak import sampling
 
 WORLD = 4
 HOST = socket.gethostname()
@@ -23,6 +26,11 @@ LOAD_STEPS = {
     "filling": "filling:_install",
 }
 ENDINGS = ("raises", "dies", "stalls")
+
+
+def sampled(name: str, steps: Iterable[str]) -> list[tuple[str, int, str]]:
+    """A fresh third of every step with every victim and every ending; all of them in `make test-soak`."""
+    return sampling.drawn(name, list(itertools.product(steps, (0, 1), ENDINGS)), share=3)
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +72,7 @@ def check_error(alive: list[dict[str, Any]], victim: int, ending: str) -> None:
         assert "within 1.5 s" in text
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("step", SAVE_STEPS)
+@pytest.mark.parametrize(("step", "victim", "ending"), sampled("deaths in saves", SAVE_STEPS))
 def test_in_a_save(step: str, victim: int, ending: Any, pool: RankPool, saved: Path, tmp_path: Path) -> None:
     target = tmp_path / "iter_0000003"
     arguments = str(target), victim, SAVE_STEPS[step], ending
@@ -78,9 +84,7 @@ def test_in_a_save(step: str, victim: int, ending: Any, pool: RankPool, saved: P
     assert not target.exists()
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("step", LOAD_STEPS)
+@pytest.mark.parametrize(("step", "victim", "ending"), sampled("deaths in loads", LOAD_STEPS))
 def test_in_a_load(step: str, victim: int, ending: Any, pool: RankPool, saved: Path) -> None:
     arguments = str(saved), victim, LOAD_STEPS[step], ending
     results = pool.run(deaths.load, *arguments, ranks=WORLD, may_die={victim} if ending == "dies" else ())

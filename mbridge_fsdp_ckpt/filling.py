@@ -19,6 +19,7 @@ from mbridge_fsdp_ckpt.matching import in_file_order
 from mbridge_fsdp_ckpt.optimizer_state import STEP, Slot, SlotSpec
 from mbridge_fsdp_ckpt.parameters import find_fsdp_module, local_shard
 from mbridge_fsdp_ckpt.plan import Component, ParameterPlan, Piece
+from mbridge_fsdp_ckpt.storage.files import Scratch
 from mbridge_fsdp_ckpt.storage.source import StoredChunk
 from mbridge_fsdp_ckpt.storage.values import dtype_from_name
 
@@ -34,11 +35,16 @@ class Staged:
     weights: Targets
     allocated: list[_Allocated]
     kept: dict[StoredChunk, torch.Tensor]
+    scratch: Scratch
 
     def take(self, chunk: StoredChunk) -> torch.Tensor:
         """A chunk's elements: those that were kept when it was verified, or read again."""
         kept = self.kept.pop(chunk, None)
-        return self.opened.source.read(chunk, verify=self.opened.verified) if kept is None else kept
+        return self.read(chunk) if kept is None else kept
+
+    def read(self, chunk: StoredChunk) -> torch.Tensor:
+        """A chunk's elements, until the next one is read."""
+        return self.opened.source.read(chunk, verify=self.opened.verified, scratch=self.scratch)
 
 
 def stage(opened: Opened, budget: int, agreement: Agreement) -> Staged:
@@ -55,16 +61,16 @@ def stage(opened: Opened, budget: int, agreement: Agreement) -> Staged:
         _add_targets(weights, item.plan, item.plan.model_key, local_shard(item.tensor).reshape(-1), opened.asked)
     slots: Targets = defaultdict(list)
     allocated = [item for part in opened.parts for item in _allocate(opened, part, slots)] if opened.with_state else []
-    staged = Staged(opened, weights, allocated, {})
+    staged = Staged(opened, weights, allocated, {}, Scratch())
     filling = _Filling(opened, slots)
     for chunk in in_file_order(opened.chunks, opened.needed):
         if chunk.key not in weights:
-            filling.copy(chunk, opened.source.read(chunk, verify=opened.verified))
+            filling.copy(chunk, staged.read(chunk))
+        elif opened.verified and chunk.length <= budget:
+            budget -= chunk.length
+            staged.kept[chunk] = opened.source.read(chunk)
         elif opened.verified:
-            data = opened.source.read(chunk)
-            if chunk.length <= budget:
-                budget -= chunk.length
-                staged.kept[chunk] = data
+            staged.read(chunk)
         agreement.beat()
     filling.finish()
     return staged

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from mbridge_fsdp_ckpt.plan import ParameterPlan
+from mbridge_fsdp_ckpt.storage.files import Scratch
 from mbridge_fsdp_ckpt.storage.schema import KeyEntry
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource, RankRecord, StoredChunk
 
@@ -60,9 +61,9 @@ class _Renamed:
         found = self._source.chunks([self._old(key) for key in wanted])
         return {key: [replace(chunk, key=key) for chunk in found[self._old(key)]] for key in wanted}
 
-    def read(self, chunk: StoredChunk, *, verify: bool = True) -> torch.Tensor:
+    def read(self, chunk: StoredChunk, *, verify: bool = True, scratch: Scratch | None = None) -> torch.Tensor:
         """See `CheckpointSource`."""
-        return self._source.read(replace(chunk, key=self._old(chunk.key)), verify=verify)
+        return self._source.read(replace(chunk, key=self._old(chunk.key)), verify=verify, scratch=scratch)
 
     def check_files(self, *, content: bool, progress: Callable[[], None] = lambda: None) -> None:
         """See `CheckpointSource`."""

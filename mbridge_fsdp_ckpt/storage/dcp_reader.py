@@ -19,6 +19,7 @@ from mbridge_fsdp_ckpt.storage.dcp_unpickler import REMEDY, load_record, malform
 from mbridge_fsdp_ckpt.storage.files import (
     AnyPath,
     Bytes,
+    Scratch,
     check_file,
     file_checksum,
     is_plain_file,
@@ -101,9 +102,9 @@ class DcpSource:
         with _contradictions_named(self.directory):
             return {key: [self._stored(key, chunk) for chunk in self._tensors[key].chunks] for key in keys}
 
-    def read(self, chunk: StoredChunk, *, verify: bool = True) -> torch.Tensor:
+    def read(self, chunk: StoredChunk, *, verify: bool = True, scratch: Scratch | None = None) -> torch.Tensor:
         """See `CheckpointSource`; there is nothing to verify bytes against."""
-        tensor = self._load(chunk, read_range(chunk.path, chunk.offset, chunk.length))
+        tensor = self._load(chunk, read_range(chunk.path, chunk.offset, chunk.length, scratch=scratch))
         entry = self._tensors[chunk.key]
         if (
             not isinstance(tensor, torch.Tensor)

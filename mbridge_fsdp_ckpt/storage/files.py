@@ -146,8 +146,23 @@ def opened(path: AnyPath) -> Iterator[IO[bytes]]:
             yield buffered  # fsspec's own readline takes no limit
 
 
-def read_range(path: AnyPath, offset: int, length: int, hasher: Hasher | None = None) -> Bytes:
-    """Bytes [offset, offset + length) of a file, hashed on the way.
+class Scratch:
+    """Memory for one read after another: the kernel hands out and clears pages far slower than it reads cached ones."""
+
+    def __init__(self) -> None:
+        self._memory: Bytes = np.empty(0, dtype=np.uint8)
+
+    def take(self, length: int) -> Bytes:
+        """So many bytes, until the next call."""
+        if self._memory.size < length:
+            self._memory = np.empty(length, dtype=np.uint8)
+        return self._memory[:length]
+
+
+def read_range(
+    path: AnyPath, offset: int, length: int, hasher: Hasher | None = None, scratch: Scratch | None = None
+) -> Bytes:
+    """Bytes [offset, offset + length) of a file, hashed on the way; in the scratch memory, if there is some.
 
     Raises:
         DamagedCheckpointError: The file ends too early.
@@ -159,9 +174,10 @@ def read_range(path: AnyPath, offset: int, length: int, hasher: Hasher | None = 
         if hasher is not None:
             hasher.update(content)
         return np.frombuffer(bytearray(content), dtype=np.uint8)
-    data = np.empty(length, dtype=np.uint8)
+    data = np.empty(length, dtype=np.uint8) if scratch is None else scratch.take(length)
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
+        os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_WILLNEED)  # hashed blocks are small for a disk
         filled, view = 0, memoryview(data)
         while filled < length:
             end = length if hasher is None else filled + HASHED_AT_ONCE

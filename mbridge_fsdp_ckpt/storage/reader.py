@@ -11,7 +11,7 @@ import torch
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError
 from mbridge_fsdp_ckpt.geometry import Box
 from mbridge_fsdp_ckpt.storage.checksums import Hasher
-from mbridge_fsdp_ckpt.storage.files import AnyPath, Bytes, check_content, check_file, malformed, read_range
+from mbridge_fsdp_ckpt.storage.files import AnyPath, Bytes, Scratch, check_content, check_file, malformed, read_range
 from mbridge_fsdp_ckpt.storage.manifest import MANIFEST_NAME, read_manifest
 from mbridge_fsdp_ckpt.storage.schema import KeyEntry, TableHeader
 from mbridge_fsdp_ckpt.storage.source import RankRecord, StoredChunk
@@ -76,11 +76,11 @@ class SafeSource:
                 found[chunk.key].append(stored)
         return found
 
-    def read(self, chunk: StoredChunk, *, verify: bool = True) -> torch.Tensor:
+    def read(self, chunk: StoredChunk, *, verify: bool = True, scratch: Scratch | None = None) -> torch.Tensor:
         """See `CheckpointSource`."""
         dtype = dtype_from_name(self.keys[chunk.key].dtype)
         hasher = Hasher() if verify else None
-        record = read_range(chunk.path, chunk.offset, chunk.length, hasher)
+        record = read_range(chunk.path, chunk.offset, chunk.length, hasher, scratch)
         if hasher is not None:
             _check_record(chunk, hasher.result())
         return elements(record[chunk.start : chunk.start + chunk.box.volume * dtype.itemsize], dtype, chunk.box)

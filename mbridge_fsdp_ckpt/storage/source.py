@@ -11,7 +11,7 @@ import torch
 
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, NotACheckpointError
 from mbridge_fsdp_ckpt.geometry import Box
-from mbridge_fsdp_ckpt.storage.files import AnyPath, is_plain_file, read_bounded, what_is_there
+from mbridge_fsdp_ckpt.storage.files import AnyPath, Scratch, is_plain_file, read_bounded, what_is_there
 from mbridge_fsdp_ckpt.storage.manifest import MANIFEST_NAME
 from mbridge_fsdp_ckpt.storage.rename import recover
 from mbridge_fsdp_ckpt.storage.schema import KeyEntry
@@ -91,8 +91,11 @@ class CheckpointSource(Protocol):
     def chunks(self, keys: Iterable[str]) -> dict[str, list[StoredChunk]]:
         """Where the keys lie; every file checked to be there at its full size."""
 
-    def read(self, chunk: StoredChunk, *, verify: bool = True) -> torch.Tensor:
-        """A chunk's elements on the host, shaped like its box; damaged bytes raise, unless they go unverified."""
+    def read(self, chunk: StoredChunk, *, verify: bool = True, scratch: Scratch | None = None) -> torch.Tensor:
+        """A chunk's elements on the host, shaped like its box; damaged bytes raise, unless they go unverified.
+
+        They may lie in the scratch memory, and are gone when it is used again.
+        """
 
     def check_files(self, *, content: bool, progress: Callable[[], None] = lambda: None) -> None:
         """Check the files beside payload and tables, as far as the format lists them: sizes, and content if asked."""

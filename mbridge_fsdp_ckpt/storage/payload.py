@@ -41,10 +41,17 @@ class PayloadWriter:
         self._hasher, self._record = Hasher(), Hasher()
         self._position = 0
         self._awaited, self._found = (0, 0), -1
+        self._refused: OSError | None = None
 
     def write(self, data: Buffer) -> int:
-        """Append bytes; `torch.save` calls this."""
-        view = memoryview(data).cast("B")
+        """Append bytes; `torch.save` calls this, and buries an error of it under one of its own."""
+        try:
+            return self._append(memoryview(data).cast("B"))
+        except OSError as error:
+            self._refused = error
+            raise
+
+    def _append(self, view: memoryview) -> int:
         if view.nbytes and _place(view) == self._awaited:
             self._found = self._position
         for start in range(0, view.nbytes, HASHED_AT_ONCE):
@@ -75,8 +82,13 @@ class PayloadWriter:
         start, self._record = self._position, Hasher()
         self._awaited, self._found = (_place(memoryview(raw)) if raw.nbytes else (0, 0)), -1
         record = torch.from_numpy(raw).view(elements.dtype).reshape(box.size)
-        with _without_crc32():
-            torch.save(record, cast("IO[bytes]", self))
+        try:
+            with _without_crc32():
+                torch.save(record, cast("IO[bytes]", self))
+        except RuntimeError:
+            if self._refused is not None:
+                raise self._refused from None
+            raise
         offset = self._found if raw.nbytes else start
         if offset < 0:
             raise InternalError(

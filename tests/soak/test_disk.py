@@ -29,8 +29,8 @@ PACKAGE = "mbridge_fsdp_ckpt.storage"
 CALLS: tuple[tuple[str, tuple[int, ...], int], ...] = (
     ("pathlib:Path.mkdir", (0,), 2),
     ("pathlib:Path.open", EVERYBODY, 2),
-    (f"{PACKAGE}.payload:PayloadWriter.write", EVERYBODY, 1),
-    (f"{PACKAGE}.payload:PayloadWriter.write", EVERYBODY, 500),
+    (f"{PACKAGE}.payload:PayloadWriter._append", EVERYBODY, 1),
+    (f"{PACKAGE}.payload:PayloadWriter._append", EVERYBODY, 500),
     (f"{PACKAGE}.payload:os.fsync", EVERYBODY, 1),
     (f"{PACKAGE}.files:os.fsync", EVERYBODY, 2),
     ("mbridge_fsdp_ckpt.saving:write_file", EVERYBODY, 1),

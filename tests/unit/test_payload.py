@@ -1,8 +1,10 @@
 """The payload file: raw elements at the recorded place, in records that torch itself reads."""
 
+import errno
 import io
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -148,3 +150,38 @@ def test_a_running_checksum_is_that_of_all_bytes(blocks: list[bytes]) -> None:
 
 def test_the_checksum_of_nothing_is_the_published_one() -> None:
     assert checksum(b"") == "xxh3_64:2d06800538d394c2"
+
+
+class FullDisk(io.FileIO):
+    """Takes so many writes, then refuses."""
+
+    left = 0
+
+    def write(self, data: Any, /) -> int:
+        self.left -= 1
+        if self.left < 0:
+            raise OSError(errno.ENOSPC, "full")
+        return super().write(data)
+
+
+def test_a_disk_that_refuses_is_an_os_error_at_every_write(tmp_path: Path) -> None:
+    """`torch.save` ends its archive after an error, too, and hides it under a RuntimeError of its own."""
+    writes = 0
+    while _error_at(writes, tmp_path / f"{writes}.distcp") is not None:
+        writes += 1
+    assert writes > 10, "an archive is written in many pieces"
+
+
+def _error_at(write: int, path: Path) -> OSError | None:
+    """What a disk that refuses this write, from 0, does to a chunk; None where there were fewer writes."""
+    tensor, writer = torch.arange(6.0), PayloadWriter(path)
+    writer._file.close()
+    writer._file = disk = FullDisk(path, "wb")
+    disk.left = write
+    try:
+        writer.add("weight", tensor, whole(tensor.shape))
+    except OSError as error:
+        return error
+    finally:
+        writer.abort()
+    return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import io
 import pickle
+import pickletools
 import zipfile
 from collections.abc import Iterator
 from enum import Enum
@@ -23,6 +24,7 @@ from mbridge_fsdp_ckpt.errors import ManifestError
 from mbridge_fsdp_ckpt.storage.files import AnyPath, Bytes, is_plain_file, opened, size_of
 
 _MAX_METADATA_BYTES = 1 << 32
+_MEMO_WRITES = {"PUT", "BINPUT", "LONG_BINPUT"}
 REMEDY = "The checkpoint is damaged, or was not written by stock fsdp_dtensor."
 
 _ALLOWED: dict[tuple[str, str], Any] = {
@@ -95,6 +97,21 @@ class _MetadataUnpickler(pickle.Unpickler):
         return self._own[name]
 
 
+def _check_claims(data: bytes) -> None:
+    """Refuse a pickle that claims more than it has: the unpickler allocates what it is told before it reads.
+
+    `genops` refuses a string that is longer than the rest.  The memo is an array as long as its highest place, which
+    a pickler takes one by one, each with an instruction of its own (`save` and `memoize` in CPython's pickle.py).
+
+    Raises:
+        ValueError: It does.
+    """
+    places = (int(place or 0) for opcode, place, _ in pickletools.genops(data) if opcode.name in _MEMO_WRITES)
+    for counted, place in enumerate(places):
+        if not 0 <= place <= counted:
+            raise ValueError(f"place {place} of the memo follows {counted} others: a pickler counts them up")
+
+
 def _own_copy(allowed: Any) -> Any:
     if isinstance(allowed, torch.dtype) or allowed in (torch.Size, collections.OrderedDict):
         return allowed  # nothing can be set on these
@@ -124,7 +141,9 @@ def read_metadata(path: AnyPath) -> Any:
         raise malformed(path, f"a plain file of at most {_MAX_METADATA_BYTES} bytes", "another")
     try:
         with opened(path) as file:
-            found = _MetadataUnpickler(io.BytesIO(file.read(size_of(path)))).load()
+            data = file.read(size_of(path))
+        _check_claims(data)
+        found = _MetadataUnpickler(io.BytesIO(data)).load()
     except Exception as error:  # a pickle stream can raise anything
         raise malformed(path, "DCP metadata", f"{type(error).__name__}: {error}"[:500]) from error
     if not isinstance(found, metadata.Metadata) or not isinstance(found.storage_data, dict):

@@ -10,6 +10,7 @@ import struct
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,11 @@ OPCODES: dict[str, Callable[[str, str, str], bytes]] = {
 
 def attacks() -> Iterator[tuple[str, Attack]]:
     """All of them, by name."""
-    return by_name(
+    yield from (
+        (name, replace(attack, address_space=1 << 40))  # what is mapped and not touched costs nothing
+        for name, attack in by_name({"claims of a pickle": claims()})
+    )
+    yield from by_name(
         {
             "code in .metadata": code_in_metadata(),
             "code in stock records": code_in_records(),
@@ -139,6 +144,28 @@ def code_in_records() -> Made:
     for (opcode, make), (what, call) in itertools.product(OPCODES.items(), CALLS.items()):
         yield f"{opcode} {what}, bare", partial(on_stock, partial(place_record, make(*call))), ""
         yield f"{opcode} {what}, zipped", partial(on_stock, partial(place_record, _archive(make(*call)))), ""
+
+
+CLAIMS: dict[str, bytes] = {
+    "BINBYTES of 3 GB": b"B" + struct.pack("<I", 3 << 30),
+    "BINBYTES8 of 2**62": b"\x8e" + struct.pack("<Q", 1 << 62),
+    "BINUNICODE of 3 GB": b"X" + struct.pack("<I", 3 << 30),
+    "BINUNICODE8 of 2**40": b"\x8d" + struct.pack("<Q", 1 << 40),
+    "BYTEARRAY8 of 8 GB": b"\x96" + struct.pack("<Q", 8 << 30),
+    "LONG4 of 2 GB": b"\x8b" + struct.pack("<i", (1 << 31) - 1),
+    "FRAME of 2**62": b"\x95" + struct.pack("<Q", 1 << 62),
+    "LONG_BINPUT at 2**28": b"Nr" + struct.pack("<I", 1 << 28),
+    "PUT at 10**9": b"Np1000000000\n",
+}
+
+
+def claims() -> Made:
+    """Instructions that claim more than the file has: long strings, far places in the memo."""
+    for what, instruction in CLAIMS.items():
+        data = b"\x80\x05" + instruction + b"N."
+        yield f"{what} in .metadata", partial(on_stock, partial(raw, data)), ""
+        yield f"{what} in a record, bare", partial(on_stock, partial(place_record, data)), ""
+        yield f"{what} in a record, zipped", partial(on_stock, partial(place_record, _archive(data))), ""
 
 
 def _archive(data: bytes, **settings: Any) -> bytes:

@@ -1,53 +1,81 @@
-"""A pool of ranks that is patient with gloo.
+"""Training runs that are patient with gloo.
 
-On a busy machine gloo now and then locks up Megatron-FSDP's overlapped collectives in a training step, or aborts the
-process there, with stock as with this package.  A run that hangs with no frame of this package on any rank's stack, or
-in which a process is killed by a signal, is tried once more from the checkpoints it began with; a hang in this package
-fails at once, as does every exception.
+On a busy machine gloo now and then locks up Megatron-FSDP's overlapped collectives in a training step, aborts the
+process there, or loses a connection, with stock as with this package.  Such a run is tried once more from the
+checkpoints it began with.  A hang in this package fails at once, as does every other exception.
 """
 
 from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from mbridge_fsdp_ckpt.testing.modules import installed, is_installed
 from mbridge_fsdp_ckpt.testing.outcomes import RankFailed, RanksHung
+from mbridge_fsdp_ckpt.testing.pytest_plugin import RANKS
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
 
 HANG_S = 100.0
+KILLED = "the process ended with return code -"
+LOST_CONNECTION = "/gloo/transport/"
 
 
 class PatientPool(RankPool):
-    """A pool that repeats a training run which hung outside this package."""
+    """A pool that repeats a training run which gloo broke."""
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """See `RankPool.run`."""
-        directories = [Path(arg.directory) for arg in args if hasattr(arg, "directory")]
-        before = [_kept(directory) for directory in directories]
-        try:
-            return super().run(function, *args, **{"time_limit": HANG_S, **kwargs})
-        except (RanksHung, RankFailed) as failure:
-            if not _is_gloos(failure):
-                raise
-            warnings.warn(f"a training run hung or died in gloo and is repeated: {args}", stacklevel=2)
-        for directory, kept in zip(directories, before, strict=True):
-            shutil.rmtree(directory, ignore_errors=True)
-            shutil.copytree(kept, directory)
-        return super().run(function, *args, **{"time_limit": HANG_S, **kwargs})
+        run = super().run
+        return patiently(
+            lambda: run(function, *args, **{"time_limit": HANG_S, **kwargs}),
+            directories=[Path(arg.directory) for arg in args if hasattr(arg, "directory")],
+            what=f"{function.__module__}.{function.__qualname__}{args}",
+        )
 
 
-def _kept(directory: Path) -> Path:
+def patient_ranks(needed: Sequence[str], preload: Sequence[str], ranks: int = RANKS) -> Iterator[RankPool]:
+    """A fixture's body: a pool with `preload` imported; skips the tests where a needed package is missing."""
+    for package in needed:
+        if not is_installed(package):
+            pytest.skip(f"needs {package}, which is not installed")
+    with PatientPool(ranks, preload=installed(preload)) as pool:
+        yield pool
+
+
+def patiently[T](run: Callable[[], T], directories: Collection[Path], what: str) -> T:
+    """Call `run`, and once more if gloo broke it, with the directories as they were before."""
+    before = [(directory, _copied(directory)) for directory in directories]
+    try:
+        return run()
+    except (RanksHung, RankFailed) as failure:
+        if not is_gloos(failure):
+            raise
+        warnings.warn(f"a training run hung or died in gloo and is repeated: {what}\n{failure}", stacklevel=3)
+    for directory, copy in before:
+        shutil.rmtree(directory, ignore_errors=True)
+        shutil.copytree(copy, directory)
+    return run()
+
+
+def _copied(directory: Path) -> Path:
     copy = directory.parent / f"{directory.name}.before"
     shutil.rmtree(copy, ignore_errors=True)
     directory.mkdir(parents=True, exist_ok=True)
     return Path(shutil.copytree(directory, copy))
 
 
-def _is_gloos(failure: Exception) -> bool:
+def is_gloos(failure: RanksHung | RankFailed) -> bool:
+    """Whether gloo broke a run: some rank was killed, all lost a connection, or they wait outside this package."""
     if isinstance(failure, RankFailed):
-        return "the process ended with return code -" in str(failure)
-    frames = [line for line in str(failure).splitlines() if "/mbridge_fsdp_ckpt/" in line]
-    return all("/mbridge_fsdp_ckpt/testing/" in line for line in frames)
+        texts = failure.tracebacks.values()
+        return any(text.startswith(KILLED) for text in texts) or all(LOST_CONNECTION in text for text in texts)
+    return not any(_is_ours(line) for stack in failure.stacks.values() for line in stack.splitlines())
+
+
+def _is_ours(line: str) -> bool:
+    return "/mbridge_fsdp_ckpt/" in line and "/mbridge_fsdp_ckpt/testing/" not in line

@@ -1,6 +1,7 @@
 """Run CUDA-only Megatron code on CPU ranks over gloo.
 
-`install()` sends every CUDA device to the CPU, makes streams and events do nothing, and lets
+`install()` sends every CUDA device to the CPU, makes streams and events do nothing, ends a collective before it
+returns (buffers that streams protect are freed while gloo, which knows none, would still write), and lets
 `Tensor.is_cuda` stay true for everything that the program did not explicitly move to the host, so that
 offloading optimizers take their real branches.  Sharding, collectives, hooks, optimizers and checkpointing
 are then the real code; only kernels that exist for CUDA alone cannot run (see `kernels`).
@@ -23,6 +24,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext, _device_constructors
@@ -35,6 +37,29 @@ _LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "ran
 _NEW = ("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full", "new_tensor")
 _COPIES = ("clone", "contiguous", "__deepcopy__", "double", "float", "half", "bfloat16")
 _INTEGER_COPIES = ("long", "int", "short", "char", "byte", "bool")
+_COLLECTIVES = (
+    "_allgather_base",
+    "_reduce_scatter_base",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "all_to_all_single",
+    "allgather",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "allreduce",
+    "allreduce_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "reduce_scatter_tensor_coalesced",
+    "scatter",
+)
+"""Methods of ProcessGroup, without point-to-point messages: a receive ends only after another rank went on to send."""
 _FROM_HOST = ("from_numpy", "frombuffer", "from_file")
 
 _clone = torch.Tensor.clone
@@ -50,6 +75,7 @@ class Installation:
         _replace_tensor_attributes(self._patches)
         _replace_factories(self._patches)
         _replace_device_mesh(self._patches)
+        _replace_collectives(self._patches)
 
     def uninstall(self) -> None:
         """Restore torch.  Calling it again does nothing."""
@@ -233,6 +259,24 @@ def _load(native: Callable[..., Any]) -> Callable[..., Any]:
         return native(file, runnable(map_location) if asks_for_device else map_location, *args, **kwargs)
 
     return load
+
+
+def _replace_collectives(patches: Patches) -> None:
+    for name in _COLLECTIVES:
+        native = getattr(dist.ProcessGroup, name, None)  # the names span versions of torch
+        if native is not None:
+            patches.set(dist.ProcessGroup, name, _finished(native))
+
+
+def _finished(native: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(native)
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        work = native(*args, **kwargs)
+        if isinstance(work, dist.Work):
+            work.wait()
+        return work
+
+    return collective
 
 
 def _replace_device_mesh(patches: Patches) -> None:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import itertools
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mbridge_fsdp_ckpt.testing.modules import MEGATRON_MODULES, installed, is_installed
-from mbridge_fsdp_ckpt.testing.pytest_plugin import RANKS
+from mbridge_fsdp_ckpt.testing.modules import MEGATRON_MODULES
 from mbridge_fsdp_ckpt.testing.ranks import Died, RankPool
 from tests.core import cases, deaths
+from tests.patience import patient_ranks
 from tests.soak import sampling
 
 WORLD = 4
@@ -34,12 +34,9 @@ def sampled(name: str, steps: Iterable[str]) -> list[tuple[str, int, str]]:
 
 
 @pytest.fixture(scope="module")
-def pool() -> Any:
-    """Ranks that may die: no patience with those."""
-    if not is_installed("megatron.core"):
-        pytest.skip("needs megatron.core, which is not installed")
-    with RankPool(RANKS, preload=installed(MEGATRON_MODULES)) as pool:
-        yield pool
+def pool() -> Iterator[RankPool]:
+    """Ranks that may die."""
+    yield from patient_ranks(("megatron.core",), MEGATRON_MODULES)
 
 
 @pytest.fixture(scope="module")

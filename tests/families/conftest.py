@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mbridge_fsdp_ckpt.testing.modules import BRIDGE_MODULES, MEGATRON_MODULES, is_installed
-from mbridge_fsdp_ckpt.testing.pytest_plugin import RANKS
+from mbridge_fsdp_ckpt.testing.modules import BRIDGE_MODULES, MEGATRON_MODULES
 from tests.families.shelf import Shelf
-from tests.patience import PatientPool
+from tests.patience import patient_ranks
 
 # Most models hold Transformer Engine's modules, and those of Gated DeltaNet need flash-linear-attention to be built.
 NEEDED = ("megatron.core", "transformer_engine", "fla")
@@ -29,8 +28,5 @@ def bridge_shelf(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shelf]:
 
 
 def _shelf(folder: Path, modules: tuple[str, ...], needed: tuple[str, ...]) -> Iterator[Shelf]:
-    for package in needed:
-        if not is_installed(package):
-            pytest.skip(f"needs {package}, which is not installed")
-    with PatientPool(RANKS, preload=modules) as pool:
+    for pool in patient_ranks(needed, modules):
         yield Shelf(pool, folder)

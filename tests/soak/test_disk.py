@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from mbridge_fsdp_ckpt.testing.modules import MEGATRON_MODULES, installed
+from mbridge_fsdp_ckpt.testing.modules import MEGATRON_MODULES
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
-from tests.patience import PatientPool
+from tests.patience import patient_ranks
 from tests.soak import disk, sampling
 from tests.soak.disk import Fault
 
@@ -46,8 +46,7 @@ ERRORS = (errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT)
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    with PatientPool(RANKS, preload=installed(MEGATRON_MODULES)) as pool:
-        yield pool
+    yield from patient_ranks(("megatron.core",), MEGATRON_MODULES, RANKS)
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import copy
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.tensor import DTensor, Shard
 
 from mbridge_fsdp_ckpt.testing import cpu_cuda
@@ -191,7 +193,7 @@ def test_the_answer_about_cuda_can_stay_true() -> None:
 
 def test_uninstall_restores_torch() -> None:
     owners: list[Any] = [torch, torch.Tensor, torch.cuda, torch.cuda.random, torch.cuda.device, torch.cuda.nvtx]
-    owners += [torch.accelerator, DeviceMesh]
+    owners += [torch.accelerator, DeviceMesh, dist.ProcessGroup]
     before = [dict(vars(owner)) for owner in owners]
     tensor = torch.zeros(3)
     seen = [tensor.is_cuda]
@@ -234,3 +236,24 @@ def test_dtensors_are_where_their_local_tensors_are(rank_pool: RankPool) -> None
         "sum": 12.0,
     }
     assert rank_pool.run(inspect_dtensors, ranks=2) == [expected, expected]
+
+
+def see_collectives() -> dict[str, bool]:
+    if dist.get_rank() == 1:
+        time.sleep(0.5)
+    own, every = torch.full((1 << 16,), 1.0 + dist.get_rank()), torch.zeros(1 << 17)
+    gathered = dist.all_gather_into_tensor(every, own, async_op=True)
+    own.untyped_storage().resize_(0)  # as Megatron-FSDP frees what it has sent
+    reduced = torch.ones(3)
+    with _coalescing_manager(async_ops=True) as coalesced:
+        dist.all_reduce(reduced)
+    return {
+        "finished": gathered.is_completed() and all(work.is_completed() for work in coalesced.works),
+        "gathered": every.view(2, -1).mean(1).tolist() == [1.0, 2.0],
+        "reduced": reduced.tolist() == [2.0, 2.0, 2.0],
+    }
+
+
+def test_a_collective_has_ended_when_it_returns(rank_pool: RankPool) -> None:
+    expected = {"finished": True, "gathered": True, "reduced": True}
+    assert rank_pool.run(see_collectives, ranks=2) == [expected, expected]

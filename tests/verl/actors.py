@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import faulthandler
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
-LIMIT = datetime.timedelta(seconds=200)
+LIMIT_S = 200.0
 
 
 class Trainer:
@@ -33,19 +35,25 @@ class Trainer:
         cpu_cuda.install()
         cleanup.seed()
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+        limit = datetime.timedelta(seconds=2 * LIMIT_S)
         dist.init_process_group(
-            "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks, timeout=LIMIT
+            "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks, timeout=limit
         )
 
     def process(self) -> tuple[int, bool]:
         """Its id, and whether `import verl` loaded our plug-in."""
         return os.getpid(), self.plugin_came_with_verl
 
-    def train(self, setup: Any, steps: int, save_at: tuple[int, ...] = ()) -> dict[str, Any]:
-        """See `cases.train`."""
+    def train(self, setup: Any, steps: int, save_at: tuple[int, ...], stacks: Path) -> dict[str, Any]:
+        """See `cases.train`; an actor that hangs writes its stacks to a file and ends."""
         from tests.verl import cases
 
-        return cases.train(setup, steps, save_at)
+        with stacks.open("w") as file:
+            faulthandler.dump_traceback_later(LIMIT_S, file=file, exit=True)
+            try:
+                return cases.train(setup, steps, save_at)
+            finally:
+                faulthandler.cancel_dump_traceback_later()
 
     def be_killed(self) -> None:
         """End at once."""

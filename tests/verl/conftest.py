@@ -6,23 +6,19 @@ from collections.abc import Iterator
 
 import pytest
 
-from mbridge_fsdp_ckpt.testing.modules import BRIDGE_MODULES, is_installed
+from mbridge_fsdp_ckpt.testing.modules import BRIDGE_MODULES
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
-from tests.patience import PatientPool
+from tests.patience import patient_ranks
 from tests.verl import tiny
 
 RANKS = 2
-NEEDED = ("transformer_engine", "megatron.bridge", "verl")
 
 
 @pytest.fixture(scope="package")
 def verl_ranks() -> Iterator[RankPool]:
     """Two ranks."""
-    for package in NEEDED:
-        if not is_installed(package):
-            pytest.skip(f"needs {package}, which is not installed")
-    with PatientPool(RANKS, preload=(*BRIDGE_MODULES, "verl.workers.engine.megatron.transformer_impl")) as pool:
-        yield pool
+    modules = (*BRIDGE_MODULES, "verl.workers.engine.megatron.transformer_impl")
+    yield from patient_ranks(("transformer_engine", "megatron.bridge", "verl"), modules, RANKS)
 
 
 @pytest.fixture(scope="package")

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from mbridge_fsdp_ckpt.testing.modules import is_installed
+from mbridge_fsdp_ckpt.testing.outcomes import RankFailed, RanksHung
 from mbridge_fsdp_ckpt.testing.process import rank_environment
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
 from mbridge_fsdp_ckpt.verl.choice import VARIABLE
+from tests.patience import KILLED, patiently
 from tests.verl import cases
 from tests.verl.actors import Trainer
 from tests.verl.tiny import SAFE, Setup
@@ -58,7 +60,30 @@ def start(ray: Any, **environment: str) -> list[Any]:
     return [actor.remote(rank, ACTORS, port) for rank in range(ACTORS)]
 
 
-@pytest.mark.timeout(2 * (START_S + CASE_S))
+def train(ray: Any, actors: list[Any], folder: Path, *arguments: Any) -> list[dict[str, Any]]:
+    """What the actors return, or what `RankPool.run` would raise."""
+    folder.mkdir(exist_ok=True)
+    stacks = [folder / str(rank) for rank in range(ACTORS)]
+    jobs = [actor.train.remote(*arguments, path) for actor, path in zip(actors, stacks, strict=True)]
+    ray.wait(jobs, num_returns=ACTORS, timeout=CASE_S)
+    written = {rank: path.read_text() for rank, path in enumerate(stacks)}
+    if any(written.values()):
+        raise RanksHung(f"actors hung: {written}", written)
+    failed = {}
+    for rank, job in enumerate(jobs):
+        try:
+            ray.get(job, timeout=0)
+        except ray.exceptions.RayActorError as error:
+            failed[rank] = f"{KILLED}: {error}"
+        except ray.exceptions.RayTaskError as error:
+            failed[rank] = str(error)
+    if failed:
+        raise RankFailed(f"actors failed: {failed}", failed)
+    results: list[dict[str, Any]] = ray.get(jobs)
+    return results
+
+
+@pytest.mark.timeout(3 * (START_S + CASE_S))
 def test_killed_actors_are_followed_by_others_that_repeat_the_run(
     source: str, ray_runtime: Any, verl_ranks: RankPool, tmp_path: Path
 ) -> None:
@@ -66,18 +91,23 @@ def test_killed_actors_are_followed_by_others_that_repeat_the_run(
     ray, setup = ray_runtime, Setup(source, str(tmp_path / "run"))
     whole = verl_ranks.run(cases.train, setup.on(directory=str(tmp_path / "whole")), 4)
 
-    first = start(ray)
-    processes = ray.get([actor.process.remote() for actor in first], timeout=START_S)
-    assert all(loaded for _, loaded in processes), "importing verl did not load the plug-in"
-    ray.get([actor.train.remote(setup, 2, (2,)) for actor in first], timeout=CASE_S)
-    for actor in first:
-        with pytest.raises(ray.exceptions.RayActorError):
-            ray.get(actor.be_killed.remote(), timeout=CASE_S)
+    def job(own: Setup, steps: int, **environment: str) -> tuple[set[int], list[dict[str, Any]]]:
+        """Actors that train, save at the end, and are killed: their processes, and what they saw."""
+        actors = start(ray, **environment)
+        try:
+            processes = ray.get([actor.process.remote() for actor in actors], timeout=START_S)
+            assert all(loaded for _, loaded in processes), "importing verl did not load the plug-in"
+            return {process for process, _ in processes}, train(ray, actors, tmp_path / "stacks", own, steps, (steps,))
+        finally:
+            for actor in actors:
+                with pytest.raises(ray.exceptions.RayActorError):
+                    ray.get(actor.be_killed.remote(), timeout=START_S)
 
-    second = start(ray, **{VARIABLE: SAFE})
-    others = ray.get([actor.process.remote() for actor in second], timeout=START_S)
-    assert not {process for process, _ in processes} & {process for process, _ in others}
-    resumed = ray.get([actor.train.remote(setup.on(mbridge_config={}), 4, (4,)) for actor in second], timeout=CASE_S)
+    runs = [Path(setup.directory)]
+    first, _ = patiently(lambda: job(setup, 2), runs, "2 steps in Ray actors")
+    unnamed = setup.on(mbridge_config={})
+    second, resumed = patiently(lambda: job(unnamed, 4, **{VARIABLE: SAFE}), runs, "4 steps in Ray actors")
+    assert not first & second
     for through, again in zip(whole, resumed, strict=True):
         assert again["from"] == 2
         assert again["losses"] == {number: through["losses"][number] for number in (3, 4)}

@@ -70,7 +70,7 @@ def stage(opened: Opened, budget: int, agreement: Agreement) -> Staged:
             budget -= chunk.length
             staged.kept[chunk] = opened.source.read(chunk)
         elif opened.verified:
-            staged.read(chunk)
+            opened.source.verify(chunk, staged.scratch)
         agreement.beat()
     filling.finish()
     return staged

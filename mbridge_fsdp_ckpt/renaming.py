@@ -65,6 +65,10 @@ class _Renamed:
         """See `CheckpointSource`."""
         return self._source.read(replace(chunk, key=self._old(chunk.key)), verify=verify, scratch=scratch)
 
+    def verify(self, chunk: StoredChunk, scratch: Scratch) -> None:
+        """See `CheckpointSource`."""
+        self._source.verify(replace(chunk, key=self._old(chunk.key)), scratch)
+
     def check_files(self, *, content: bool, progress: Callable[[], None] = lambda: None) -> None:
         """See `CheckpointSource`."""
         self._source.check_files(content=content, progress=progress)

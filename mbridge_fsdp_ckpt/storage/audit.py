@@ -19,13 +19,12 @@ from typing import Literal
 from mbridge_fsdp_ckpt.errors import CheckpointError, DamagedCheckpointError
 from mbridge_fsdp_ckpt.geometry import PRIME, Box, TilingSketch, whole
 from mbridge_fsdp_ckpt.storage.checksums import Hasher, checksum
-from mbridge_fsdp_ckpt.storage.files import AnyPath, check_file, opened, size_of
+from mbridge_fsdp_ckpt.storage.files import AnyPath, blocks, check_file, size_of
 from mbridge_fsdp_ckpt.storage.manifest import MANIFEST_NAME, read_manifest
 from mbridge_fsdp_ckpt.storage.schema import FileEntry, KeyEntry, TableEntry
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource
 from mbridge_fsdp_ckpt.storage.table import Chunk, read_table, read_table_header
 
-_BLOCK = 1 << 22
 _NO_BYTES = checksum(b"")
 
 Subject = Literal["manifest", "table", "file", "chunk", "tiling", "keys"]
@@ -248,19 +247,18 @@ class Audit:
         waiting = deque(sorted(range(len(spans)), key=lambda index: spans[index]))
         running: dict[int, Hasher] = {}
         position = 0
-        with opened(path) as file:
-            while block := file.read(_BLOCK):
-                view, end = memoryview(block), position + len(block)
-                total.update(view)
-                while waiting and spans[waiting[0]][0] < end:
-                    running[waiting.popleft()] = Hasher()
-                for index in list(running):
-                    first, last = spans[index][0], sum(spans[index])
-                    running[index].update(view[max(0, first - position) : last - position])
-                    if last <= end:
-                        found[index] = running.pop(index).result()
-                position = end
-                self._advance(len(block))
+        for block in blocks(path):
+            view, end = memoryview(block), position + len(block)
+            total.update(view)
+            while waiting and spans[waiting[0]][0] < end:
+                running[waiting.popleft()] = Hasher()
+            for index in list(running):
+                first, last = spans[index][0], sum(spans[index])
+                running[index].update(view[max(0, first - position) : last - position])
+                if last <= end:
+                    found[index] = running.pop(index).result()
+            position = end
+            self._advance(len(block))
         return total.result(), found
 
     def _advance(self, count: int) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Buffer
 
 import xxhash
 
-HASHED_AT_ONCE = 1 << 18
-"""Bytes that are hashed as soon as they were read or written: still in the processor's cache, where it costs least."""
+HASHED_AT_ONCE = 1 << 21
+"""Bytes that are hashed as soon as they were read or written: few enough to be in the processor's cache still."""
 
 _PREFIX = "xxh3_64:"
 

@@ -119,6 +119,10 @@ class DcpSource:
             )
         return tensor
 
+    def verify(self, chunk: StoredChunk, scratch: Scratch) -> None:
+        """See `CheckpointSource`: whether torch can read it."""
+        self.read(chunk, scratch=scratch)
+
     def check_files(self, *, content: bool, progress: Callable[[], None] = lambda: None) -> None:
         """See `CheckpointSource`; stock has no checksums."""
 

@@ -113,7 +113,11 @@ def check_content(
         DamagedCheckpointError: They are not.
     """
     path = check_file(directory, entry, listed_in)
-    found = file_checksum(path, progress)
+    _check_checksum(path, entry, file_checksum(path, progress), listed_in)
+    return path
+
+
+def _check_checksum(path: AnyPath, entry: FileEntry, found: str, listed_in: str) -> None:
     if found != entry.checksum:
         raise DamagedCheckpointError(
             expected=entry.checksum + (f", as {listed_in} has it" if listed_in else ""),
@@ -121,17 +125,52 @@ def check_content(
             remedy="The file was changed after it was written: use another checkpoint.",
             key=str(path),
         )
-    return path
 
 
 def file_checksum(path: AnyPath, progress: Callable[[], None] = lambda: None) -> str:
     """Checksum of a whole file, read block by block."""
     hasher = Hasher()
+    for block in blocks(path):
+        hasher.update(block)
+        progress()
+    return hasher.result()
+
+
+def copy_file(
+    path: AnyPath,
+    target: Path,
+    entry: FileEntry | None,
+    progress: Callable[[int], None] = lambda count: None,
+    listed_in: str = "",
+) -> None:
+    """Copy a file to one that is not there yet; where it has a record, check that its bytes are those of the record.
+
+    Args:
+        path: The file.
+        target: Its copy.
+        entry: The file's record.
+        progress: Called with the number of bytes of each block.
+        listed_in: The file that has the record.
+
+    Raises:
+        DamagedCheckpointError: They are not.
+        OSError: The storage refused.
+    """
+    hasher = Hasher()
+    with target.open("xb") as file:
+        for block in blocks(path):
+            hasher.update(block)
+            file.write(block)
+            progress(len(block))
+    if entry is not None:
+        _check_checksum(path, entry, hasher.result(), listed_in)
+
+
+def blocks(path: AnyPath) -> Iterator[bytes]:
+    """A file, a few megabytes at a time."""
     with opened(path) as file:
         while block := file.read(_BLOCK):
-            hasher.update(block)
-            progress()
-    return hasher.result()
+            yield block
 
 
 @contextmanager
@@ -169,36 +208,70 @@ def read_range(
         OSError: The storage refused.
     """
     if not isinstance(path, Path):
-        content = _stored_range(path, offset, length) if length else b""
-        _check_length(path, offset, length, len(content))
+        content = _stored_range(path, offset, length)
         if hasher is not None:
             hasher.update(content)
         return np.frombuffer(bytearray(content), dtype=np.uint8)
     data = np.empty(length, dtype=np.uint8) if scratch is None else scratch.take(length)
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_WILLNEED)  # hashed blocks are small for a disk
-        filled, view = 0, memoryview(data)
-        while filled < length:
-            end = length if hasher is None else filled + HASHED_AT_ONCE
-            count = os.preadv(descriptor, [view[filled:end]], offset + filled)
-            if count == 0:
-                _check_length(path, offset, length, filled)
+    step = length if hasher is None else HASHED_AT_ONCE
+    with _range_of(path, offset, length) as fill:
+        for start in range(0, length, step or 1):
+            block = memoryview(data)[start : start + step]
+            fill(block, start)
             if hasher is not None:
-                hasher.update(view[filled : filled + count])
-            filled += count
-    finally:
-        os.close(descriptor)
+                hasher.update(block)
     return data
 
 
+def range_checksum(path: AnyPath, offset: int, length: int, scratch: Scratch) -> str:
+    """Checksum of bytes [offset, offset + length), which pass through a part of the scratch memory.
+
+    Raises:
+        DamagedCheckpointError: The file ends too early.
+        OSError: The storage refused.
+    """
+    hasher = Hasher()
+    if not isinstance(path, Path):
+        hasher.update(_stored_range(path, offset, length))
+        return hasher.result()
+    with _range_of(path, offset, length) as fill:
+        for start in range(0, length, HASHED_AT_ONCE):
+            block = memoryview(scratch.take(min(HASHED_AT_ONCE, length - start)))
+            fill(block, start)
+            hasher.update(block)
+    return hasher.result()
+
+
+@contextmanager
+def _range_of(path: Path, offset: int, length: int) -> Iterator[Callable[[memoryview, int], None]]:
+    """What fills memory with bytes of a range, from a place in it on."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+    def fill(memory: memoryview, start: int) -> None:
+        filled = 0
+        while filled < len(memory):
+            count = os.preadv(descriptor, [memory[filled:]], offset + start + filled)
+            if count == 0:
+                _check_length(path, offset, length, start + filled)
+            filled += count
+
+    try:
+        os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_WILLNEED)  # hashed blocks are small for a disk
+        yield fill
+    finally:
+        os.close(descriptor)
+
+
 def _stored_range(path: UPath, offset: int, length: int) -> bytes:
-    if path.protocol != "msc":
-        content: bytes = path.fs.cat_file(path.path, start=offset, end=offset + length)
-        return content
-    with path.open("rb") as file:  # Multi-Storage Client's cat_file returns all of it
-        file.seek(offset)
-        return bytes(file.read(length))
+    content = b""
+    if length and path.protocol != "msc":
+        content = path.fs.cat_file(path.path, start=offset, end=offset + length)
+    elif length:
+        with path.open("rb") as file:  # Multi-Storage Client's cat_file returns all of it
+            file.seek(offset)
+            content = bytes(file.read(length))
+    _check_length(path, offset, length, len(content))
+    return content
 
 
 def _check_length(path: AnyPath, offset: int, length: int, found: int) -> None:

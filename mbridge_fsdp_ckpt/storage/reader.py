@@ -11,7 +11,16 @@ import torch
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError
 from mbridge_fsdp_ckpt.geometry import Box
 from mbridge_fsdp_ckpt.storage.checksums import Hasher
-from mbridge_fsdp_ckpt.storage.files import AnyPath, Bytes, Scratch, check_content, check_file, malformed, read_range
+from mbridge_fsdp_ckpt.storage.files import (
+    AnyPath,
+    Bytes,
+    Scratch,
+    check_content,
+    check_file,
+    malformed,
+    range_checksum,
+    read_range,
+)
 from mbridge_fsdp_ckpt.storage.manifest import MANIFEST_NAME, read_manifest
 from mbridge_fsdp_ckpt.storage.schema import KeyEntry, TableHeader
 from mbridge_fsdp_ckpt.storage.source import RankRecord, StoredChunk
@@ -84,6 +93,10 @@ class SafeSource:
         if hasher is not None:
             _check_record(chunk, hasher.result())
         return elements(record[chunk.start : chunk.start + chunk.box.volume * dtype.itemsize], dtype, chunk.box)
+
+    def verify(self, chunk: StoredChunk, scratch: Scratch) -> None:
+        """See `CheckpointSource`."""
+        _check_record(chunk, range_checksum(chunk.path, chunk.offset, chunk.length, scratch))
 
     def ranks(self) -> Iterator[RankRecord]:
         """See `CheckpointSource`."""

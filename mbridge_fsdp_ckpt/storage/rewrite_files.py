@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError
-from mbridge_fsdp_ckpt.storage.checksums import Hasher
-from mbridge_fsdp_ckpt.storage.files import AnyPath, is_plain_file, opened, read_bounded
+from mbridge_fsdp_ckpt.storage.files import AnyPath, copy_file, is_plain_file, read_bounded
 from mbridge_fsdp_ckpt.storage.manifest import MANIFEST_NAME
 from mbridge_fsdp_ckpt.storage.schema import ExtraEntry
 from mbridge_fsdp_ckpt.storage.source import DCP_METADATA
@@ -21,7 +20,6 @@ RUN_CONFIG = "run_config.yaml"
 
 _PARTS = re.compile(rf"{re.escape(MANIFEST_NAME)}|{re.escape(DCP_METADATA)}|chunks_\d+[^/]*\.jsonl|__[^/]*\.distcp")
 _MAX_CONFIG_BYTES = 1 << 24
-_BLOCK = 1 << 22
 _yaml: Any = import_module("yaml")  # of OmegaConf; it brings no types
 
 
@@ -84,19 +82,8 @@ def carry_over(
         DamagedCheckpointError: A file is not what was written.
     """
     for name in names:
-        hasher, target = Hasher(), into / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with opened(directory / name) as source, target.open("xb") as file:
-            while block := source.read(_BLOCK):
-                hasher.update(block)
-                file.write(block)
-        if name in listed and listed[name].checksum != hasher.result():
-            raise DamagedCheckpointError(
-                expected=f"{listed[name].checksum}, as {MANIFEST_NAME} has it",
-                found=hasher.result(),
-                remedy="The file was changed after it was written: use another checkpoint.",
-                key=str(directory / name),
-            )
+        (into / name).parent.mkdir(parents=True, exist_ok=True)
+        copy_file(directory / name, into / name, listed.get(name), listed_in=MANIFEST_NAME)
     config = into / RUN_CONFIG
     if config.is_file():
         config.write_bytes(edit(config.read_bytes()))

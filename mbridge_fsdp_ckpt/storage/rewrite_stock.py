@@ -10,11 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mbridge_fsdp_ckpt.errors import DamagedCheckpointError
-from mbridge_fsdp_ckpt.storage.checksums import Hasher
 from mbridge_fsdp_ckpt.storage.content import Commit
 from mbridge_fsdp_ckpt.storage.dcp_writer import write_dcp_view
-from mbridge_fsdp_ckpt.storage.files import AnyPath, check_file, opened, sync_directory
+from mbridge_fsdp_ckpt.storage.files import check_file, copy_file, sync_directory
 from mbridge_fsdp_ckpt.storage.manifest import read_manifest
 from mbridge_fsdp_ckpt.storage.reader import SafeSource
 from mbridge_fsdp_ckpt.storage.rename import put_in_place
@@ -24,7 +22,6 @@ from mbridge_fsdp_ckpt.storage.schema import FileEntry, KeyEntry, TableHeader
 from mbridge_fsdp_ckpt.storage.table import read_table_header
 
 _RANDOM = "rng_state"
-_BLOCK = 1 << 22
 
 
 def payload_files(source: SafeSource) -> list[FileEntry]:
@@ -62,7 +59,7 @@ def write_stock(
     for key, entry in head.keys.items():
         covering(key, entry, chunks.pop(key))
     for file in files:
-        _copy(source.directory, file, staging / file.name, progress)
+        copy_file(check_file(source.directory, file), staging / file.name, file, progress)
     add_files(staging)
     beside = (staging / TRAIN_STATE).exists()  # where stock keeps what this format has among its values
     values = {name: value for name, value in source.values.items() if name != "train_state" or not beside}
@@ -79,23 +76,6 @@ def _flush(directory: Path) -> None:
         else:
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-
-
-def _copy(directory: AnyPath, entry: FileEntry, target: Path, progress: Callable[[int], None]) -> None:
-    """Copy a payload file whose every byte belongs to a record, and check that it is what was written."""
-    hasher = Hasher()
-    with opened(check_file(directory, entry)) as source, target.open("xb") as file:
-        while block := source.read(_BLOCK):
-            hasher.update(block)
-            file.write(block)
-            progress(len(block))
-    if hasher.result() != entry.checksum:
-        raise DamagedCheckpointError(
-            expected=entry.checksum,
-            found=hasher.result(),
-            remedy="The file was changed after it was written: use another checkpoint, or see verify for what is lost.",
-            key=str(directory / entry.name),
-        )
 
 
 def not_in_stock(source: SafeSource) -> Iterator[str]:

@@ -97,6 +97,9 @@ class CheckpointSource(Protocol):
         They may lie in the scratch memory, and are gone when it is used again.
         """
 
+    def verify(self, chunk: StoredChunk, scratch: Scratch) -> None:
+        """Raise what `read` would, and keep nothing."""
+
     def check_files(self, *, content: bool, progress: Callable[[], None] = lambda: None) -> None:
         """Check the files beside payload and tables, as far as the format lists them: sizes, and content if asked."""
 

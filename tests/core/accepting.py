@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -52,15 +53,20 @@ def load_verifying(directory: str, verify: Any, buffer: int | None = None) -> di
     trainable = cases.prepared(RECIPE, steps=1, seed=7)
     settings = mbridge_fsdp_ckpt.Settings(verify=verify, read_buffer=buffer)
     read: list[int] = []
-    original = files.read_range
 
-    def counted(path: Any, offset: int, length: int, *hasher: Any) -> Any:
-        read.append(length)
-        return original(path, offset, length, *hasher)
+    def counted(original: Callable[..., Any]) -> Callable[..., Any]:
+        def reading(path: Any, offset: int, length: int, *arguments: Any) -> Any:
+            read.append(length)
+            return original(path, offset, length, *arguments)
+
+        return reading
 
     before = oracle.live(trainable)
     error = ""
-    with patch.object(reader, "read_range", counted):
+    with (
+        patch.object(reader, "read_range", counted(files.read_range)),
+        patch.object(reader, "range_checksum", counted(files.range_checksum)),
+    ):
         try:
             mbridge_fsdp_ckpt.load(directory, model=trainable.model, optimizer=trainable.optimizer, settings=settings)
         except CheckpointError as caught:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mbridge_fsdp_ckpt.storage import audit, files
+from mbridge_fsdp_ckpt.storage import files
 from mbridge_fsdp_ckpt.storage.audit import Audit
 from mbridge_fsdp_ckpt.storage.checksums import checksum
 from mbridge_fsdp_ckpt.storage.files import file_checksum
@@ -104,7 +104,7 @@ def test_the_roots_tracker_is_followed(directory: Path) -> None:
 def test_each_flipped_byte_of_payload_is_found_in_its_chunk_and_its_file(
     directory: Path, monkeypatch: pytest.MonkeyPatch, block: int
 ) -> None:
-    monkeypatch.setattr(audit, "_BLOCK", block)
+    monkeypatch.setattr(files, "_BLOCK", block)
     chunks = chunks_of(directory, 1)
     path = directory / payload(1)
     for position in range(0, path.stat().st_size, 61):
@@ -210,7 +210,7 @@ def test_a_payload_file_that_cannot_be_read_is_a_finding(directory: Path, monkey
             raise OSError(5, "Input/output error")
         return original(path)
 
-    monkeypatch.setattr(audit, "opened", broken)
+    monkeypatch.setattr(files, "opened", broken)
     assert audited(directory) == [("file", payload(0), None)]
 
 
@@ -272,10 +272,10 @@ def test_the_header_alone_does_not_read_payload(directory: Path, monkeypatch: py
         read.append(path.name)
         return original(path)
 
-    monkeypatch.setattr(audit, "opened", noted)
+    monkeypatch.setattr(files, "opened", noted)
     found = data("verify", directory, "--header")
     assert found["notes"] == ["payload was not read (--header)"]
-    assert sorted(read) == [table(0), table(1)]
+    assert sorted(read) == [table(0), table(1), "manifest.json"]
 
 
 def test_total_bytes_are_those_that_are_read(directory: Path) -> None:

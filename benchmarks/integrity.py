@@ -120,7 +120,7 @@ def report(about: dict[str, str], found: dict[str, dict[str, float]], size: int)
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.integrity", description=__doc__)
-    parser.add_argument("--repeats", type=int, default=7, help="of each kind of save and load (default: 7)")
+    parser.add_argument("--repeats", type=int, default=15, help="of each kind of save and load (default: 15)")
     parser.add_argument("--hidden", type=int, default=512, help="the model's width (default: 512)")
     parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="where checkpoints go")
     arguments = parser.parse_args()

@@ -9,16 +9,27 @@ Importing this package imports neither torch nor Megatron; see docs/.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from mbridge_fsdp_ckpt.bridge import register, unregister
     from mbridge_fsdp_ckpt.checkpoint import Loaded, Settings, load, save
 
 __version__ = "0.1.0"
-FORMAT_NAME = "fsdp_dtensor_safe"
+FORMAT_NAME: Final = "fsdp_dtensor_safe"
+STOCK_FORMAT: Final = "fsdp_dtensor"
 
-__all__ = ["FORMAT_NAME", "Loaded", "Settings", "__version__", "load", "register", "save", "unregister"]
+__all__ = [
+    "FORMAT_NAME",
+    "STOCK_FORMAT",
+    "Loaded",
+    "Settings",
+    "__version__",
+    "load",
+    "register",
+    "save",
+    "unregister",
+]
 
 _HOMES = {
     "Loaded": "checkpoint",

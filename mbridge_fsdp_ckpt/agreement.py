@@ -31,6 +31,7 @@ from mbridge_fsdp_ckpt.errors import (
     ConfigurationError,
     InternalError,
     RankMissingError,
+    brief,
     describe_unexpected,
 )
 
@@ -138,7 +139,7 @@ class Agreement:
         except (dist.DistError, ConnectionError, OSError) as error:
             lost = RankMissingError(
                 expected=f"the job's rendezvous store to answer at {phase!r}",
-                found=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+                found=brief(error),
                 remedy="Rank 0, or the process that serves the store, has ended: look at its log.",
                 rank=self.rank,
             )

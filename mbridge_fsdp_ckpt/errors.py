@@ -145,6 +145,12 @@ class InternalError(CheckpointError):
     """Something that cannot happen did: a defect of this package."""
 
 
+def brief(error: BaseException) -> str:
+    """An exception's name and the beginning of its first line."""
+    first, *_ = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {first[:300]}"
+
+
 def describe_unexpected(error: BaseException, *, rank: int | None, doing: str) -> CheckpointError:
     """Name an exception that is not ours, so that every rank can raise it alike.
 

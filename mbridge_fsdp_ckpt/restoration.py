@@ -1,4 +1,4 @@
-"""Putting back what a load brings besides tensors.  Each function checks first; its result puts in place."""
+"""Putting back what a load brings besides tensors.  Each checks first; its result puts in place."""
 
 from __future__ import annotations
 
@@ -46,6 +46,12 @@ def schedule(scheduler: Any, saved: dict[str, Any], remedy: str) -> Callable[[],
         scheduler.load_state_dict(saved)
 
     return restore
+
+
+def saved_loss_scales(optimizer: Any) -> dict[str, Any]:
+    """What `loss_scales` puts back, among a checkpoint's values under Megatron's name; empty without fp16."""
+    scales = {str(index): scaler.state_dict() for index, scaler in enumerate(grad_scalers(optimizer))}
+    return {"grad_scaler": scales} if scales else {}
 
 
 def loss_scales(optimizer: Any, saved: dict[str, Any]) -> list[Callable[[], None]]:

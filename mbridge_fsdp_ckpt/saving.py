@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from mbridge_fsdp_ckpt import consensus
+from mbridge_fsdp_ckpt import FORMAT_NAME, consensus
 from mbridge_fsdp_ckpt.agreement import Agreement
 from mbridge_fsdp_ckpt.errors import ConfigurationError, PlanDisagreementError
 from mbridge_fsdp_ckpt.inventory import (
@@ -29,7 +29,7 @@ from mbridge_fsdp_ckpt.storage.dcp_writer import write_dcp_view
 from mbridge_fsdp_ckpt.storage.files import AnyPath, as_path, check_file, write_file
 from mbridge_fsdp_ckpt.storage.manifest import manifest_bytes
 from mbridge_fsdp_ckpt.storage.payload import PayloadWriter
-from mbridge_fsdp_ckpt.storage.schema import FORMAT, VERSION, ExtraEntry, KeyEntry, Manifest, TableEntry, TableHeader
+from mbridge_fsdp_ckpt.storage.schema import VERSION, ExtraEntry, KeyEntry, Manifest, TableEntry, TableHeader
 from mbridge_fsdp_ckpt.storage.table import read_table_header, table_bytes
 from mbridge_fsdp_ckpt.storage.values import encode
 from mbridge_fsdp_ckpt.topology import coordinates, sharding_strategy, topology
@@ -194,7 +194,7 @@ class Job:
             keys.update(header.keys)
             self.agreement.beat()
         manifest = Manifest(
-            format=FORMAT,
+            format=FORMAT_NAME,
             version=VERSION,
             writer=_writer_versions(),
             topology={**topology(), "strategy": self._strategy},

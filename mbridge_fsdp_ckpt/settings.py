@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
@@ -71,6 +71,14 @@ class Settings:
         if is_local(directory):
             return 0
         return _available_memory() // 4 // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+    def for_vocabulary(self, tokens: int | None) -> Settings:
+        """The same for a model of so many tokens, unless the user gave another number."""
+        return replace(self, vocabulary_size=tokens) if self.vocabulary_size is None else self
+
+    def without_optimizer(self) -> Settings:
+        """The same for a run that keeps no optimizer state, and so may load without."""
+        return replace(self, allow_missing=(*self.allow_missing, "optimizer.*"))
 
     def may_be_missing(self, key: str) -> bool:
         """Whether the user allows a key to be absent."""

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mbridge_fsdp_ckpt import FORMAT_NAME
 from mbridge_fsdp_ckpt.bridge.plain_model import PlainModel, load_plain
-from mbridge_fsdp_ckpt.bridge.plugin import SAFE, register
+from mbridge_fsdp_ckpt.bridge.plugin import register
 from mbridge_fsdp_ckpt.bridge.without_gpu import as_if_there_was_one, current_device_is_cpu
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.storage.files import AnyPath
@@ -92,7 +93,7 @@ def import_model(source: Source, sizes: Sizes, directory: AnyPath) -> None:
         save_megatron_model(
             [PlainModel(model)],
             str(directory),
-            ckpt_format=SAFE,
+            ckpt_format=FORMAT_NAME,
             hf_tokenizer_path=source.place if _has_tokenizer(source.place) else None,
             hf_tokenizer_kwargs=_tokenizer_arguments(bridge, source),
         )

@@ -16,13 +16,13 @@ from megatron.bridge.training.utils.pg_utils import get_pg_collection
 from megatron.bridge.utils.common_utils import print_rank_0
 from megatron.core.utils import unwrap_model
 
-from mbridge_fsdp_ckpt import checkpoint
+from mbridge_fsdp_ckpt import STOCK_FORMAT, checkpoint
 from mbridge_fsdp_ckpt.bridge import after_save
 from mbridge_fsdp_ckpt.bridge.locate import locate
-from mbridge_fsdp_ckpt.bridge.plugin import STOCK, check_settings, presented_as_stock, settings_of
+from mbridge_fsdp_ckpt.bridge.plugin import check_settings, presented_as_stock, settings_of
 from mbridge_fsdp_ckpt.bridge.restoration import Parts, restoration
 from mbridge_fsdp_ckpt.errors import ConfigurationError
-from mbridge_fsdp_ckpt.optimizer_state import grad_scalers
+from mbridge_fsdp_ckpt.restoration import saved_loss_scales
 from mbridge_fsdp_ckpt.storage.files import as_path
 
 _log = logging.getLogger(__name__)
@@ -139,17 +139,16 @@ def _values(state: Any, optimizer: Any, scheduler: Any, train_state: dict[str, t
     }
     if scheduler is not None:
         values["opt_param_scheduler"] = scheduler.state_dict()
-    scalers = grad_scalers(optimizer)
-    if scalers:
-        values["grad_scaler"] = {str(index): scaler.state_dict() for index, scaler in enumerate(scalers)}
-    return values
+    return values | saved_loss_scales(optimizer)
 
 
 def _rank_values(cfg: Any, pg_collection: Any) -> dict[str, Any]:
     if not cfg.checkpoint.save_rng:
         return {}
     random = stock.get_rng_state(
-        cfg.rng.data_parallel_random_init if cfg.rng is not None else False, STOCK, pg_collection=pg_collection
+        cfg.rng.data_parallel_random_init if cfg.rng is not None else False,
+        STOCK_FORMAT,
+        pg_collection=pg_collection,
     )
     return {"rng_state": random}
 

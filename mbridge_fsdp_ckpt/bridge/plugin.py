@@ -7,33 +7,31 @@ a takeover, for the stock one):
     ConfigContainer.validate                         knows three format names by heart; sets custom_manager_class
     checkpointing.save_checkpoint                    called directly by save_megatron_model and by users
     checkpointing._load_checkpoint_from_path         called by load_checkpoint and by Bridge's set-up
-    megatron.core.optimizer.HybridDeviceOptimizer    cannot step under Megatron-FSDP; see sharded_hybrid.py
     optim.sync_hybrid_device_optimizer_...           assumes a distributed optimizer without Megatron-FSDP
-    finalize_model_grads._get_main_grad_attr         does not find decoupled gradients; see `_grad_attribute`
+
+megatron-core itself is corrected in corrections.py.
 """
 
 from __future__ import annotations
 
 import difflib
 import functools
-import importlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
+from mbridge_fsdp_ckpt import FORMAT_NAME, STOCK_FORMAT, corrections
 from mbridge_fsdp_ckpt.errors import ConfigurationError, UnknownFormatError
 from mbridge_fsdp_ckpt.patching import Patches, rebind_everywhere
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.versions import require
 
-SAFE, STOCK = "fsdp_dtensor_safe", "fsdp_dtensor"
 TAKEOVER = "MBRIDGE_FSDP_CKPT_TAKEOVER"
 """Environment variable: "1" is `register(takeover=True)`."""
 
 MANAGER = "mbridge_fsdp_ckpt.bridge.manager.SafeCheckpointManager"
-_KNOWN = ("torch_dist", STOCK, SAFE, "torch", "torch_dcp", "zarr")
+_KNOWN = ("torch_dist", STOCK_FORMAT, FORMAT_NAME, "torch", "torch_dcp", "zarr")
 
 _patches: Patches | None = None
 _settings = Settings()
@@ -66,9 +64,11 @@ def register(settings: Settings | None = None, *, takeover: bool | None = None) 
     require("torch", "megatron-core", "megatron-bridge")
     patches = Patches()
     try:
+        corrections.apply(__name__)
         _patch(patches)
     except BaseException:
         patches.undo()
+        corrections.withdraw(__name__)
         raise
     _patches = patches
 
@@ -78,12 +78,13 @@ def unregister() -> None:
     global _patches, _settings, _takeover
     if _patches is not None:
         _patches.undo()
+        corrections.withdraw(__name__)
         _patches, _settings, _takeover = None, Settings(), False
 
 
 def is_ours(ckpt_format: Any) -> bool:
     """Whether a run that says this format is saved and loaded here."""
-    return ckpt_format == SAFE or (_takeover and ckpt_format == STOCK)
+    return ckpt_format == FORMAT_NAME or (_takeover and ckpt_format == STOCK_FORMAT)
 
 
 def takeover_by_environment() -> bool:
@@ -106,54 +107,35 @@ def settings_of(cfg: Any) -> Settings:
     A run that keeps no optimizer state may also load without.  The size of a padded vocabulary is the model's, unless
     the user gave one.
     """
-    settings = _settings
-    if settings.vocabulary_size is None and getattr(cfg.model, "should_pad_vocab", False):
-        settings = replace(settings, vocabulary_size=cfg.model.vocab_size)
-    if cfg.checkpoint.save_optim:
-        return settings
-    return replace(settings, allow_missing=(*settings.allow_missing, "optimizer.*"))
+    settings = _settings.for_vocabulary(tokens_of(cfg.model))
+    return settings if cfg.checkpoint.save_optim else settings.without_optimizer()
+
+
+def tokens_of(provider: Any) -> int | None:
+    """The size of a vocabulary that Bridge pads; None where it doesn't."""
+    return provider.vocab_size if getattr(provider, "should_pad_vocab", False) else None
 
 
 def _patch(patches: Patches) -> None:
-    import megatron.core.optimizer as megatron_optimizer
     from megatron.bridge.training import checkpointing, optim
     from megatron.bridge.training.config import ConfigContainer
     from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
 
     from mbridge_fsdp_ckpt.bridge import conversion_seams, manager
     from mbridge_fsdp_ckpt.bridge.export_fix import correct_export
-    from mbridge_fsdp_ckpt.optimizer_state.sharded_hybrid import ShardedHybridDeviceOptimizer
 
     register_allowed_target_prefix("mbridge_fsdp_ckpt")
     patches.set(ConfigContainer, "validate", _validate(ConfigContainer.validate))
-    patches.set(megatron_optimizer, "HybridDeviceOptimizer", ShardedHybridDeviceOptimizer)
-    finalize = importlib.import_module("megatron.core.distributed.finalize_model_grads")  # a function hides the module
-    patches.set(finalize, "_get_main_grad_attr", _grad_attribute(finalize._get_main_grad_attr))
     save, load = checkpointing.save_checkpoint, checkpointing._load_checkpoint_from_path
     sync = optim.sync_hybrid_device_optimizer_fp32_master_copies
     replacements = [
         (save, _routed(save, manager.save_checkpoint)),
         (load, _routed(load, manager.load_from_path)),
         (sync, _sync_copies(sync)),
-        *conversion_seams.replacements(SAFE),
+        *conversion_seams.replacements(FORMAT_NAME),
     ]
     correct_export(patches)
     rebind_everywhere(patches, replacements)
-
-
-def _grad_attribute(stock: Callable[[Any], str]) -> Callable[[Any], str]:
-    """Where a parameter's gradient is.
-
-    Megatron sums the gradients of norms over the tensor-parallel ranks, which hold copies of them.  With
-    `megatron_fsdp_use_decoupled_grad`, megatron-core 0.19 finds no gradient to sum: the copies drift apart without a
-    word, and no checkpoint, which holds one of them, can resume the run bit for bit.
-    """
-
-    @functools.wraps(stock)
-    def attribute(param: Any) -> str:
-        return "decoupled_grad" if getattr(param, "decoupled_grad", None) is not None else stock(param)
-
-    return attribute
 
 
 def _routed(stock: Callable[..., Any], safe: Callable[..., Any]) -> Callable[..., Any]:
@@ -187,7 +169,7 @@ def _validate(stock: Callable[[Any], None]) -> Callable[[Any], None]:
 @contextmanager
 def presented_as_stock(checkpoint: Any) -> Iterator[None]:
     """Let Bridge's code that compares format names take our format for the stock one."""
-    said, checkpoint.ckpt_format = checkpoint.ckpt_format, STOCK
+    said, checkpoint.ckpt_format = checkpoint.ckpt_format, STOCK_FORMAT
     try:
         yield
     finally:
@@ -226,7 +208,7 @@ def check_settings(checkpoint: Any) -> None:
     for setting, present in refused.items():
         if present:
             raise ConfigurationError(
-                expected=f"settings that {SAFE} supports",
+                expected=f"settings that {FORMAT_NAME} supports",
                 found=f"checkpoint.{setting}",
                 remedy="Remove that setting, or use another ckpt_format.",
             )

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 
 from mbridge_fsdp_ckpt.bridge.torch_dist_reader import COMMON
-from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, UnsupportedStateError
+from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, UnsupportedStateError, brief
 from mbridge_fsdp_ckpt.storage.dcp_reader import DcpSource
 from mbridge_fsdp_ckpt.storage.dcp_unpickler import REMEDY, load_record
 from mbridge_fsdp_ckpt.storage.files import AnyPath, is_plain_file, read_bounded
 from mbridge_fsdp_ckpt.storage.rewrite_source import Record
-from mbridge_fsdp_ckpt.storage.rewrite_stock_source import TRAIN_STATE, read_train_state
+from mbridge_fsdp_ckpt.storage.rewrite_stock_source import read_train_state
+from mbridge_fsdp_ckpt.storage.source import TRAIN_STATE
 from mbridge_fsdp_ckpt.storage.values import encode
 
 _COMMON_KEY = "common_state/shard_0_1"
@@ -92,7 +93,7 @@ def _load_common(path: AnyPath) -> Any:
     try:
         return load_record(np.frombuffer(read_bounded(path, _MAX_COMMON_BYTES), dtype=np.uint8))
     except Exception as error:  # a pickle stream can raise anything
-        text = f"{type(error).__name__}: {str(error).splitlines()[0][:300] if str(error) else ''}"
+        text = brief(error)
         raise _no_common(path, text) from error
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mbridge_fsdp_ckpt import FORMAT_NAME
+from mbridge_fsdp_ckpt import FORMAT_NAME, STOCK_FORMAT
 from mbridge_fsdp_ckpt.cli.app import EXIT_CODES, fail, say
 from mbridge_fsdp_ckpt.cli.app import app as frame
 from mbridge_fsdp_ckpt.cli.convert_storage import from_stock, from_torch_dist, reshard, to_stock
@@ -29,9 +29,8 @@ from mbridge_fsdp_ckpt.storage.files import AnyPath, as_path
 if TYPE_CHECKING:
     from mbridge_fsdp_ckpt.bridge.conversion import Sizes, Source
 
-STOCK = "fsdp_dtensor"
 _ELSEWHERE = {
-    STOCK: "Stock reads what is written; `convert to-stock` makes a copy without this format's files.",
+    STOCK_FORMAT: "Stock reads what is written; `convert to-stock` makes a copy without this format's files.",
     "torch_dist": "`convert from-torch-dist` reads it; Megatron-Bridge's own conversion script writes it.",
 }
 GRACE_S = 5.0
@@ -129,7 +128,7 @@ def export(
     A checkpoint that stock fsdp_dtensor wrote is read, too.
     """
     with _one_voice():
-        _check_format(ckpt_format, (FORMAT_NAME, STOCK))
+        _check_format(ckpt_format, (FORMAT_NAME, STOCK_FORMAT))
         _check_sizes(tp, cp, ep, etp)
         model, target = _hugging_face(hf_model), Path(hf_path).expanduser()
         _check_is_new(target)

@@ -6,14 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mbridge_fsdp_ckpt.cli.repair_plan import TRAIN_STATE, TRAIN_STATE_TRACKER
 from mbridge_fsdp_ckpt.cli.root import tracked
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.storage.files import AnyPath, as_path, is_plain_file, read_bounded, replace_file
 from mbridge_fsdp_ckpt.storage.retention import iteration_of
-from mbridge_fsdp_ckpt.storage.source import TRACKER, has_head
-
-_MAX_TRAIN_STATE = 1 << 28
+from mbridge_fsdp_ckpt.storage.source import MAX_TRAIN_STATE_BYTES, TRACKER, TRAIN_STATE, TRAIN_STATE_TRACKER, has_head
 
 
 def open_destination(place: str, source: AnyPath, iteration: Any) -> AnyPath:
@@ -94,6 +91,6 @@ def publish(target: AnyPath) -> Published:
         )
     state = target / TRAIN_STATE
     if is_plain_file(state):
-        replace_file(root / TRAIN_STATE_TRACKER, read_bounded(state, _MAX_TRAIN_STATE))
+        replace_file(root / TRAIN_STATE_TRACKER, read_bounded(state, MAX_TRAIN_STATE_BYTES))
     replace_file(root / TRACKER, str(number).encode())
     return Published(True, f"checkpoint.load={root}")

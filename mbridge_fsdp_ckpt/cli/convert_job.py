@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mbridge_fsdp_ckpt import FORMAT_NAME, STOCK_FORMAT
 from mbridge_fsdp_ckpt.bridge.torch_dist_reader import COMMON, METADATA
 from mbridge_fsdp_ckpt.cli.app import print_facts, print_json, progress_bar, say, size_text
 from mbridge_fsdp_ckpt.cli.compare import batches
@@ -26,13 +27,12 @@ from mbridge_fsdp_ckpt.storage.retention import reading
 from mbridge_fsdp_ckpt.storage.rewrite import Chunks, Rewriting, Shares, rewrite
 from mbridge_fsdp_ckpt.storage.rewrite_files import RUN_CONFIG, RunConfig, carry_over, other_files
 from mbridge_fsdp_ckpt.storage.rewrite_source import Description
-from mbridge_fsdp_ckpt.storage.schema import FORMAT
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource, find_checkpoint, open_checkpoint
 
 if TYPE_CHECKING:
     from mbridge_fsdp_ckpt.bridge.torch_dist_common import Common
 
-STOCK, TORCH_DIST = "fsdp_dtensor", "torch_dist"
+TORCH_DIST = "torch_dist"
 
 
 @dataclass(slots=True)
@@ -106,7 +106,7 @@ def job_of(source: str, destination: str, written: str, read: str = "") -> Itera
             common = read_common(opened)
         values = opened.values if common is None else common.values
         target = open_destination(destination, directory, values.get("iteration"))
-        found = FORMAT if isinstance(opened, SafeSource) else read or STOCK
+        found = FORMAT_NAME if isinstance(opened, SafeSource) else read or STOCK_FORMAT
         report = Report(str(directory), found, str(target), written, len(opened.keys))
         missing = [path for path in (target.parent, *target.parent.parents) if not path.exists()]
         try:
@@ -122,7 +122,9 @@ def _check_kind(directory: AnyPath, read: str) -> None:
     is_torch_dist = (directory / METADATA).exists() and not (directory / MANIFEST_NAME).exists()
     if is_torch_dist != (read == TORCH_DIST):
         raise ConfigurationError(
-            expected=f"a checkpoint in the format {TORCH_DIST}" if read else f"one in the format {FORMAT} or {STOCK}",
+            expected=f"a checkpoint in the format {TORCH_DIST}"
+            if read
+            else f"one in the format {FORMAT_NAME} or {STOCK_FORMAT}",
             found=f"{directory}, which is {'in the format' if is_torch_dist else 'not in the format'} {TORCH_DIST}",
             remedy="Use from-torch-dist." if is_torch_dist else f"{METADATA} would tell: use another command.",
         )
@@ -204,7 +206,7 @@ def added_files(job: Job) -> Callable[[Path], None]:
     def edited(data: bytes) -> bytes:
         config = RunConfig.of(data).with_setting("checkpoint", "ckpt_format", job.report.written)
         manager = config.get("checkpoint", "custom_manager_class") or ""
-        if job.report.written == STOCK and manager.startswith("mbridge_fsdp_ckpt."):
+        if job.report.written == STOCK_FORMAT and manager.startswith("mbridge_fsdp_ckpt."):
             config = config.with_setting("checkpoint", "custom_manager_class", "null")
         return config.encoded()
 

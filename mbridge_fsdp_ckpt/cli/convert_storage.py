@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
+from mbridge_fsdp_ckpt import FORMAT_NAME, STOCK_FORMAT
 from mbridge_fsdp_ckpt.cli.app import Json
 from mbridge_fsdp_ckpt.cli.convert_job import (
-    STOCK,
     TORCH_DIST,
     added_files,
     committing,
@@ -31,7 +31,7 @@ from mbridge_fsdp_ckpt.storage.rewrite_shares import even_shares, rank_of_file
 from mbridge_fsdp_ckpt.storage.rewrite_source import Description, describe, with_few_records
 from mbridge_fsdp_ckpt.storage.rewrite_stock import not_in_stock, payload_files, write_stock
 from mbridge_fsdp_ckpt.storage.rewrite_stock_source import describe_stock
-from mbridge_fsdp_ckpt.storage.schema import FORMAT, KeyEntry
+from mbridge_fsdp_ckpt.storage.schema import KeyEntry
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource, StoredChunk
 from mbridge_fsdp_ckpt.storage.values import dtype_from_name
 
@@ -46,11 +46,11 @@ def from_stock(source: Source, destination: Destination, as_json: Json = False) 
 
     Every block stays with the rank that wrote it. Training goes on from the result as it would from the original.
     """
-    with job_of(source, destination, FORMAT) as job:
+    with job_of(source, destination, FORMAT_NAME) as job:
         if not isinstance(job.source, DcpSource):
             raise ConfigurationError(
-                expected=f"a checkpoint in the format {STOCK}",
-                found=f"{job.directory}, which is in the format {FORMAT}",
+                expected=f"a checkpoint in the format {STOCK_FORMAT}",
+                found=f"{job.directory}, which is in the format {FORMAT_NAME}",
                 remedy="To change the number of its files, use reshard; for the other way, to-stock.",
             )
         chunks = job.source.chunks(job.source.keys)
@@ -71,7 +71,7 @@ def from_torch_dist(source: Source, destination: Destination, as_json: Json = Fa
             found=f"one of {os.environ['WORLD_SIZE']}",
             remedy="Start it without torchrun: tensors go from file to file, no rank holds a model.",
         )
-    with job_of(source, destination, FORMAT, read=TORCH_DIST) as job:
+    with job_of(source, destination, FORMAT_NAME, read=TORCH_DIST) as job:
         from mbridge_fsdp_ckpt.bridge.torch_dist import describe_torch_dist
 
         assert isinstance(job.source, DcpSource)
@@ -105,7 +105,7 @@ def reshard(
     def evenly(key: str, entry: KeyEntry, chunks: Sequence[StoredChunk]) -> Iterable[tuple[int, Box]]:
         return even_shares(key, entry.shape, dtype_from_name(entry.dtype).itemsize, ranks)
 
-    with job_of(source, destination, FORMAT) as job:
+    with job_of(source, destination, FORMAT_NAME) as job:
         description = describe(job.source) if isinstance(job.source, SafeSource) else _described_stock(job.source)
         write_safe(job, with_few_records(description) if merge_tables else description, evenly, range(ranks))
     show(job.report, as_json)
@@ -116,11 +116,11 @@ def to_stock(source: Source, destination: Destination, as_json: Json = False) ->
 
     Notes name what stock has no place for. What is read is verified; stock itself has no checksums.
     """
-    with job_of(source, destination, STOCK) as job:
+    with job_of(source, destination, STOCK_FORMAT) as job:
         if not isinstance(job.source, SafeSource):
             raise ConfigurationError(
-                expected=f"a checkpoint in the format {FORMAT}",
-                found=f"{job.directory}, which is in the format {STOCK}",
+                expected=f"a checkpoint in the format {FORMAT_NAME}",
+                found=f"{job.directory}, which is in the format {STOCK_FORMAT}",
                 remedy="Stock loads it as it is; to convert it the other way, use from-stock.",
             )
         if not isinstance(job.target, Path):

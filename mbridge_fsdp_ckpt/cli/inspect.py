@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from mbridge_fsdp_ckpt import STOCK_FORMAT
 from mbridge_fsdp_ckpt.cli.app import (
     EXIT_CODES,
     Checkpoint,
@@ -19,7 +20,7 @@ from mbridge_fsdp_ckpt.cli.app import (
 )
 from mbridge_fsdp_ckpt.cli.balance import balance
 from mbridge_fsdp_ckpt.cli.shard_map import ShardMap
-from mbridge_fsdp_ckpt.cli.survey import STOCK, Survey, key_bytes, survey, visit_chunks
+from mbridge_fsdp_ckpt.cli.survey import Survey, key_bytes, survey, visit_chunks
 from mbridge_fsdp_ckpt.storage.files import as_path, replace_file
 from mbridge_fsdp_ckpt.storage.source import find_checkpoint
 
@@ -108,11 +109,14 @@ def _show(found: Survey, listed: ShardMap | None) -> None:
     say(found.directory, style="bold")
     version = ".".join(map(str, found.version))
     facts = [
-        ("format", f"{found.format} {version}".strip() + (" (stock: no checksums)" if found.format == STOCK else "")),
+        (
+            "format",
+            f"{found.format} {version}".strip() + (" (stock: no checksums)" if found.format == STOCK_FORMAT else ""),
+        ),
         ("written by", ", ".join(f"{name} {version}" for name, version in found.writer.items())),
         ("topology", ", ".join(f"{name}={size}" for name, size in found.topology.items())),
         ("families", ", ".join(f"{name} ({count} keys)" for name, count in found.families.items()) or "none"),
-        ("stock's view", "" if found.format == STOCK else "yes" if found.stock_view else "no"),
+        ("stock's view", "" if found.format == STOCK_FORMAT else "yes" if found.stock_view else "no"),
     ]
     print_facts([fact for fact in facts if fact[1]])
     say()
@@ -125,7 +129,7 @@ def _show(found: Survey, listed: ShardMap | None) -> None:
     print_table(("rank", "bytes", "chunks", "files"), rows, right=("bytes", "chunks", "files"))
     for line in shares.summary:
         say(line)
-    if found.format == STOCK:
+    if found.format == STOCK_FORMAT:
         say("Ranks are those of the file names: stock records no others.")
     if listed is not None:
         _show_keys(listed)

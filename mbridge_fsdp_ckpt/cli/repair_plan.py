@@ -24,10 +24,14 @@ from mbridge_fsdp_ckpt.storage.files import AnyPath, check_content, is_plain_fil
 from mbridge_fsdp_ckpt.storage.manifest import MANIFEST_NAME, read_manifest
 from mbridge_fsdp_ckpt.storage.rename import REPLACED, put_aside
 from mbridge_fsdp_ckpt.storage.retention import READING, iteration_of, iterations
-from mbridge_fsdp_ckpt.storage.source import TRACKER, has_head, open_checkpoint
-
-TRAIN_STATE, TRAIN_STATE_TRACKER = "train_state.pt", "latest_train_state.pt"
-_MAX_TRAIN_STATE = 1 << 28
+from mbridge_fsdp_ckpt.storage.source import (
+    MAX_TRAIN_STATE_BYTES,
+    TRACKER,
+    TRAIN_STATE,
+    TRAIN_STATE_TRACKER,
+    has_head,
+    open_checkpoint,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +170,7 @@ def _copy_train_state(directory: AnyPath, copy: AnyPath) -> None:
         for entry in read_manifest(directory).files:
             if entry.name == TRAIN_STATE:
                 check_content(directory, entry)
-    replace_file(copy, read_bounded(directory / TRAIN_STATE, _MAX_TRAIN_STATE))
+    replace_file(copy, read_bounded(directory / TRAIN_STATE, MAX_TRAIN_STATE_BYTES))
 
 
 def _plan_leftovers(root: AnyPath, plan: Plan, *, force: bool) -> None:

@@ -19,10 +19,8 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from mbridge_fsdp_ckpt import FORMAT_NAME
+from mbridge_fsdp_ckpt import FORMAT_NAME, STOCK_FORMAT
 from mbridge_fsdp_ckpt.cli.app import EXIT_CODES, app
-
-STOCK = "fsdp_dtensor"
 
 
 @app.command(
@@ -96,7 +94,11 @@ def _widening(stock: Callable[..., Any]) -> Callable[..., Any]:
     def add_argument(self: Any, *args: Any, **kwargs: Any) -> Any:
         action = stock(self, *args, **kwargs)
         choices = action.choices
-        if isinstance(choices, list | tuple | set | frozenset) and STOCK in choices and FORMAT_NAME not in choices:
+        if (
+            isinstance(choices, list | tuple | set | frozenset)
+            and STOCK_FORMAT in choices
+            and FORMAT_NAME not in choices
+        ):
             action.choices = type(choices)((*choices, FORMAT_NAME))
         return action
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from mbridge_fsdp_ckpt import FORMAT_NAME, STOCK_FORMAT
 from mbridge_fsdp_ckpt.geometry import Box, whole
 from mbridge_fsdp_ckpt.storage.files import AnyPath, check_content
 from mbridge_fsdp_ckpt.storage.manifest import MANIFEST_NAME, read_manifest
-from mbridge_fsdp_ckpt.storage.schema import FORMAT, KeyEntry, Manifest
+from mbridge_fsdp_ckpt.storage.rewrite_shares import rank_of_file
+from mbridge_fsdp_ckpt.storage.schema import KeyEntry, Manifest
 from mbridge_fsdp_ckpt.storage.source import DCP_METADATA, CheckpointSource, open_checkpoint
 from mbridge_fsdp_ckpt.storage.table import read_table, read_table_header
 from mbridge_fsdp_ckpt.storage.values import dtype_from_name
-
-STOCK = "fsdp_dtensor"
-_PAYLOAD = re.compile(r"__(\d+)_\d+.*\.distcp")
 
 Visit = Callable[[str, int, Box], None]
 """Called with each chunk's key, the rank that wrote it (-1: unknown), and its block."""
@@ -87,7 +85,7 @@ def survey(directory: AnyPath) -> Survey:
         head = read_manifest(directory)
         return Survey(
             directory=str(directory),
-            format=FORMAT,
+            format=FORMAT_NAME,
             version=head.version,
             writer=dict(head.writer),
             topology=dict(head.topology),
@@ -96,7 +94,7 @@ def survey(directory: AnyPath) -> Survey:
             stock_view=stock_view,
         )
     source = open_checkpoint(directory)
-    return Survey(str(directory), STOCK, (), {}, {}, source.sections, dict(source.keys), stock_view)
+    return Survey(str(directory), STOCK_FORMAT, (), {}, {}, source.sections, dict(source.keys), stock_view)
 
 
 def visit_chunks(directory: AnyPath, found: Survey, visit: Visit = lambda key, rank, box: None) -> None:
@@ -105,7 +103,7 @@ def visit_chunks(directory: AnyPath, found: Survey, visit: Visit = lambda key, r
     Raises:
         CheckpointError: A table is damaged.
     """
-    chunks = _safe_chunks if found.format == FORMAT else _stock_chunks
+    chunks = _safe_chunks if found.format == FORMAT_NAME else _stock_chunks
     files: dict[int, set[str]] = {}
     for key, rank, box, name in chunks(directory, found):
         share = found.ranks.setdefault(rank, RankShare())
@@ -132,5 +130,4 @@ def _stock_chunks(directory: AnyPath, found: Survey) -> Iterator[tuple[str, int,
     source: CheckpointSource = open_checkpoint(directory)
     for key in found.keys:
         for chunk in source.chunks([key])[key]:
-            match = _PAYLOAD.fullmatch(chunk.path.name)
-            yield key, int(match[1]) if match else -1, chunk.box, chunk.path.name
+            yield key, rank_of_file(chunk.path.name, unknown=-1), chunk.box, chunk.path.name

@@ -8,13 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
+from mbridge_fsdp_ckpt import FORMAT_NAME, STOCK_FORMAT
 from mbridge_fsdp_ckpt.cli.app import EXIT_CODES, Checkpoint, Json, app, print_json, progress_bar, say, size_text
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, ManifestError
 from mbridge_fsdp_ckpt.storage.audit import Audit, Finding, stock_findings
 from mbridge_fsdp_ckpt.storage.files import AnyPath, as_path
 from mbridge_fsdp_ckpt.storage.manifest import MANIFEST_NAME
 from mbridge_fsdp_ckpt.storage.retention import reading
-from mbridge_fsdp_ckpt.storage.schema import FORMAT
 from mbridge_fsdp_ckpt.storage.source import DCP_METADATA, find_checkpoint, open_checkpoint
 
 STOCK_NOTE = "stock fsdp_dtensor has no checksums: only structure and file sizes were checked"
@@ -51,7 +51,7 @@ def verify(
 ) -> None:
     """Check a checkpoint's structure and every byte of it, and name all that is damaged."""
     directory = find_checkpoint(as_path(checkpoint))
-    report = Report(str(directory), FORMAT if (directory / MANIFEST_NAME).exists() else "fsdp_dtensor")
+    report = Report(str(directory), FORMAT_NAME if (directory / MANIFEST_NAME).exists() else STOCK_FORMAT)
     damage: list[Finding] = []
     with progress_bar() as bar, reading(directory) as alive:
 
@@ -74,12 +74,12 @@ def verify(
 
 def _findings(directory: AnyPath, report: Report, plan: Plan) -> Iterator[Finding]:
     try:
-        if report.format == FORMAT:
+        if report.format == FORMAT_NAME:
             yield from _audit(directory, report, plan)
         else:
             yield from _stock(directory, report)
     except (ManifestError, DamagedCheckpointError) as error:  # the head itself
-        name = MANIFEST_NAME if report.format == FORMAT else DCP_METADATA
+        name = MANIFEST_NAME if report.format == FORMAT_NAME else DCP_METADATA
         file = error.key.rpartition("/")[2] if error.key else name
         yield Finding("manifest", file, error.expected, error.found)
         report.notes.append("nothing else was checked: the head cannot be read")

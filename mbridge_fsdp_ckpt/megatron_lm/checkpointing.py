@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -18,10 +17,9 @@ from megatron.training import checkpointing as stock
 from megatron.training import ft_integration, get_args, one_logger_utils, wandb_utils
 from megatron.training.utils import is_last_rank, print_rank_0
 
-from mbridge_fsdp_ckpt import checkpoint, restoration
+from mbridge_fsdp_ckpt import STOCK_FORMAT, checkpoint, restoration
 from mbridge_fsdp_ckpt.errors import ConfigurationError, NotACheckpointError
-from mbridge_fsdp_ckpt.megatron_lm.plugin import STOCK, check_arguments, settings_in_use
-from mbridge_fsdp_ckpt.optimizer_state import grad_scalers
+from mbridge_fsdp_ckpt.megatron_lm.plugin import check_arguments, settings_in_use
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.files import AnyPath, as_path, replace_file
 from mbridge_fsdp_ckpt.storage.retention import remove_unless_read
@@ -89,17 +87,18 @@ def _values(args: Any, iteration: int, optimizer: Any, scheduler: Any, operation
     }
     if scheduler is not None and not args.no_save_optim:
         values["opt_param_scheduler"] = scheduler.state_dict()
-    scalers = grad_scalers(optimizer)
-    if scalers:
-        values["grad_scaler"] = {str(index): scaler.state_dict() for index, scaler in enumerate(scalers)}
-    return values
+    return values | restoration.saved_loss_scales(optimizer)
 
 
 def _rank_values(args: Any) -> dict[str, Any]:
     if args.no_save_rng:
         return {}
     groups = _groups()
-    return {"rng_state": stock.get_rng_state(STOCK, groups.tp, groups.pp, dp_cp_group=groups.dp_cp, dp_group=groups.dp)}
+    return {
+        "rng_state": stock.get_rng_state(
+            STOCK_FORMAT, groups.tp, groups.pp, dp_cp_group=groups.dp_cp, dp_group=groups.dp
+        )
+    }
 
 
 def _groups() -> Any:
@@ -262,9 +261,5 @@ def _check_like(saved: dict[str, Any]) -> None:
 
 
 def _settings_of(args: Any) -> Settings:
-    settings = settings_in_use()
-    if settings.vocabulary_size is None and args.vocab_size:
-        settings = replace(settings, vocabulary_size=args.vocab_size)
-    if args.no_save_optim:
-        settings = replace(settings, allow_missing=(*settings.allow_missing, "optimizer.*"))
-    return settings
+    settings = settings_in_use().for_vocabulary(args.vocab_size or None)
+    return settings.without_optimizer() if args.no_save_optim else settings

@@ -6,7 +6,8 @@ module is imported, and only act for our format name:
     checkpointing.save_checkpoint, load_checkpoint    called by the training loop, which imports them by name
     arguments.add_megatron_arguments                  knows the format names by heart
     arguments.validate_args                           wants fsdp_dtensor for Megatron-FSDP
-    megatron.core.optimizer.HybridDeviceOptimizer     cannot step under Megatron-FSDP; see sharded_hybrid.py
+
+megatron-core itself is corrected in corrections.py.
 """
 
 from __future__ import annotations
@@ -17,13 +18,12 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from mbridge_fsdp_ckpt import FORMAT_NAME, STOCK_FORMAT, corrections
 from mbridge_fsdp_ckpt.after_import import AfterImport
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.patching import Patches, rebind_everywhere
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.versions import require
-
-SAFE, STOCK = "fsdp_dtensor_safe", "fsdp_dtensor"
 
 _patches = Patches()
 _hook: AfterImport | None = None
@@ -60,6 +60,7 @@ def unregister() -> None:
     if _hook is not None:
         _hook.uninstall()
         _patches.undo()
+        corrections.withdraw(__name__)
         _hook, _settings = None, Settings()
 
 
@@ -81,17 +82,15 @@ def check_arguments(args: argparse.Namespace) -> None:
     ):
         if present:
             raise ConfigurationError(
-                expected=f"options that --ckpt-format {SAFE} supports", found=option, remedy="Remove that option."
+                expected=f"options that --ckpt-format {FORMAT_NAME} supports",
+                found=option,
+                remedy="Remove that option.",
             )
 
 
 def _patch_checkpointing(module: ModuleType) -> None:
     require("torch", "megatron-core")
-    import megatron.core.optimizer as megatron_optimizer
-
-    from mbridge_fsdp_ckpt.optimizer_state.sharded_hybrid import ShardedHybridDeviceOptimizer
-
-    _patches.set(megatron_optimizer, "HybridDeviceOptimizer", ShardedHybridDeviceOptimizer)
+    corrections.apply(__name__)
     save, load = module.save_checkpoint, module.load_checkpoint
     rebind_everywhere(_patches, [(save, _routed(save)), (load, _routed(load))])
 
@@ -110,7 +109,7 @@ def _routed(stock: Callable[..., Any]) -> Callable[..., Any]:
 
         from mbridge_fsdp_ckpt.megatron_lm import checkpointing  # imports the module that is being patched
 
-        ours = get_args().ckpt_format == SAFE
+        ours = get_args().ckpt_format == FORMAT_NAME
         return (getattr(checkpointing, stock.__name__) if ours else stock)(*args, **kwargs)
 
     return routed
@@ -121,8 +120,8 @@ def _widened(stock: Callable[..., Any]) -> Callable[..., Any]:
     def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser = stock(parser)
         for action in parser._actions:
-            if action.dest == "ckpt_format" and action.choices is not None and SAFE not in action.choices:
-                action.choices = [*action.choices, SAFE]
+            if action.dest == "ckpt_format" and action.choices is not None and FORMAT_NAME not in action.choices:
+                action.choices = [*action.choices, FORMAT_NAME]
         return parser
 
     return add_megatron_arguments
@@ -131,13 +130,13 @@ def _widened(stock: Callable[..., Any]) -> Callable[..., Any]:
 def _validating(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def validate_args(args: argparse.Namespace, *others: Any, **named: Any) -> Any:
-        if args.ckpt_format != SAFE:
+        if args.ckpt_format != FORMAT_NAME:
             return stock(args, *others, **named)
         check_arguments(args)
-        args.ckpt_format = STOCK
+        args.ckpt_format = STOCK_FORMAT
         try:
             return stock(args, *others, **named)
         finally:
-            args.ckpt_format = SAFE
+            args.ckpt_format = FORMAT_NAME
 
     return validate_args

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from mbridge_fsdp_ckpt import FORMAT_NAME
+
 SEQUENCE = 4096
 
 
@@ -104,8 +106,6 @@ def offload_optimizer(config: Any) -> None:
 def _complete(config: Any, model: Any, layout: Layout) -> None:
     from megatron.bridge.training.config import CheckpointConfig
 
-    from mbridge_fsdp_ckpt.bridge.plugin import SAFE
-
     layout.apply(model)
     model.seq_length = SEQUENCE
     model.recompute_granularity, model.recompute_method, model.recompute_num_layers = "full", "uniform", 1
@@ -116,5 +116,7 @@ def _complete(config: Any, model: Any, layout: Layout) -> None:
     ddp.use_megatron_fsdp = ddp.use_distributed_optimizer = True
     ddp.data_parallel_sharding_strategy = "optim_grads_params"
     ddp.overlap_grad_reduce = ddp.overlap_param_gather = True
-    config.checkpoint = CheckpointConfig(save="checkpoints", load="checkpoints", save_interval=50, ckpt_format=SAFE)
+    config.checkpoint = CheckpointConfig(
+        save="checkpoints", load="checkpoints", save_interval=50, ckpt_format=FORMAT_NAME
+    )
     config.logger.tensorboard_dir = None

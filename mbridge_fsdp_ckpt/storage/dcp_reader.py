@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch.distributed.checkpoint import metadata
 
-from mbridge_fsdp_ckpt.errors import CheckpointError, DamagedCheckpointError
+from mbridge_fsdp_ckpt.errors import CheckpointError, DamagedCheckpointError, brief
 from mbridge_fsdp_ckpt.geometry import Box
 from mbridge_fsdp_ckpt.storage.dcp_unpickler import REMEDY, load_record, malformed, read_metadata
 from mbridge_fsdp_ckpt.storage.files import (
@@ -181,7 +181,7 @@ class DcpSource:
         except Exception as error:  # a pickle stream can raise anything
             raise DamagedCheckpointError(
                 expected=f"data for {chunk.key}",
-                found=f"{type(error).__name__}: {str(error).splitlines()[0][:300] if str(error) else ''}",
+                found=brief(error),
                 remedy=REMEDY,
                 key=str(chunk.path),
             ) from error

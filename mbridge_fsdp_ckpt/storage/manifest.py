@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from mbridge_fsdp_ckpt import FORMAT_NAME
 from mbridge_fsdp_ckpt.errors import NotACheckpointError, UnsupportedVersionError
 from mbridge_fsdp_ckpt.storage.checksums import checksum
 from mbridge_fsdp_ckpt.storage.files import (
@@ -17,7 +18,7 @@ from mbridge_fsdp_ckpt.storage.files import (
     read_bounded,
     what_is_there,
 )
-from mbridge_fsdp_ckpt.storage.schema import FORMAT, VERSION, Manifest
+from mbridge_fsdp_ckpt.storage.schema import VERSION, Manifest
 
 MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 28
@@ -52,9 +53,9 @@ def read_manifest(directory: AnyPath) -> Manifest:
             key=str(directory),
         )
     body = parse_json(path, read_bounded(path, MAX_MANIFEST_BYTES))
-    if not isinstance(body, dict) or body.get("format") != FORMAT:
+    if not isinstance(body, dict) or body.get("format") != FORMAT_NAME:
         found = repr(body.get("format") if isinstance(body, dict) else body)[:100]
-        raise malformed(path, f"a {FORMAT} manifest", f"format {found}")
+        raise malformed(path, f"a {FORMAT_NAME} manifest", f"format {found}")
     _check_version(path, body.get("version"))
     found = body.pop("checksum", None)
     if found != _body_checksum(body):

@@ -19,6 +19,7 @@ from typing import Protocol
 
 import torch
 
+from mbridge_fsdp_ckpt import FORMAT_NAME
 from mbridge_fsdp_ckpt.errors import InternalError
 from mbridge_fsdp_ckpt.geometry import Box
 from mbridge_fsdp_ckpt.storage.checksums import checksum
@@ -28,7 +29,7 @@ from mbridge_fsdp_ckpt.storage.files import AnyPath, write_file
 from mbridge_fsdp_ckpt.storage.manifest import manifest_bytes
 from mbridge_fsdp_ckpt.storage.payload import PayloadWriter
 from mbridge_fsdp_ckpt.storage.rewrite_source import Description, Record, covering
-from mbridge_fsdp_ckpt.storage.schema import FORMAT, VERSION, ExtraEntry, KeyEntry, Manifest, TableEntry, TableHeader
+from mbridge_fsdp_ckpt.storage.schema import VERSION, ExtraEntry, KeyEntry, Manifest, TableEntry, TableHeader
 from mbridge_fsdp_ckpt.storage.source import StoredChunk
 from mbridge_fsdp_ckpt.storage.table import Chunk, table_bytes
 from mbridge_fsdp_ckpt.storage.values import decode, dtype_from_name
@@ -229,7 +230,7 @@ def _finish(commit: Commit, work: Rewriting, tables: Sequence[TableEntry]) -> No
     description = work.description
     names = {name for entry in tables for name in _names(commit, entry.rank)}
     head = Manifest(
-        format=FORMAT,
+        format=FORMAT_NAME,
         version=VERSION,
         writer=description.writer,
         topology=description.topology,

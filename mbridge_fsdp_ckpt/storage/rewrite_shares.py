@@ -54,7 +54,7 @@ def even_shares(
             yield writer, Box((start, *(0,) * len(rest)), (min(at_once, end - start), *rest))
 
 
-def rank_of_file(name: str) -> int:
-    """The rank whose payload stock named so: `__3_0.distcp` is rank 3's; 0 where the name does not say."""
+def rank_of_file(name: str, unknown: int = 0) -> int:
+    """The rank whose payload is named so, `__3_0.distcp` is rank 3's; `unknown` where the name does not say."""
     match = _PAYLOAD.fullmatch(name)
-    return int(match[1]) if match else 0
+    return int(match[1]) if match else unknown

@@ -17,8 +17,8 @@ from mbridge_fsdp_ckpt.storage.manifest import read_manifest
 from mbridge_fsdp_ckpt.storage.reader import SafeSource
 from mbridge_fsdp_ckpt.storage.rename import put_in_place
 from mbridge_fsdp_ckpt.storage.rewrite_source import covering
-from mbridge_fsdp_ckpt.storage.rewrite_stock_source import TRAIN_STATE
 from mbridge_fsdp_ckpt.storage.schema import FileEntry, KeyEntry, TableHeader
+from mbridge_fsdp_ckpt.storage.source import TRAIN_STATE
 from mbridge_fsdp_ckpt.storage.table import read_table_header
 
 _RANDOM = "rng_state"

@@ -12,16 +12,15 @@ from typing import Any
 
 import torch
 
-from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, UnsupportedStateError
+from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, UnsupportedStateError, brief
 from mbridge_fsdp_ckpt.storage.dcp_reader import DcpSource
 from mbridge_fsdp_ckpt.storage.dcp_unpickler import REMEDY
 from mbridge_fsdp_ckpt.storage.files import AnyPath, is_plain_file, read_bounded
 from mbridge_fsdp_ckpt.storage.rewrite_files import RunConfig
 from mbridge_fsdp_ckpt.storage.rewrite_source import Description, Groups, Record, writer_versions
+from mbridge_fsdp_ckpt.storage.source import MAX_TRAIN_STATE_BYTES, TRAIN_STATE
 from mbridge_fsdp_ckpt.storage.values import encode
 
-TRAIN_STATE = "train_state.pt"
-_MAX_TRAIN_STATE = 1 << 28
 _MODEL, _OPTIMIZER, _RANDOM = "model", "optimizer", "rng_state"
 _GROUP_META = "param_to_group_meta"
 _SIZES = {
@@ -115,13 +114,13 @@ def read_train_state(path: AnyPath) -> Any:
     Raises:
         DamagedCheckpointError: It is no data.
     """
-    data = read_bounded(path, _MAX_TRAIN_STATE)
+    data = read_bounded(path, MAX_TRAIN_STATE_BYTES)
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # a pickle stream can raise anything
         raise DamagedCheckpointError(
             expected="the train state as Bridge saves it",
-            found=f"{type(error).__name__}: {str(error).splitlines()[0][:300] if str(error) else ''}",
+            found=brief(error),
             remedy=REMEDY,
             key=str(path),
         ) from error

@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from mbridge_fsdp_ckpt.storage.values import dtype_from_name
 
-FORMAT: Final = "fsdp_dtensor_safe"
 VERSION = (1, 0)
 MAX_INT = (1 << 63) - 1
 MAX_NAME_BYTES, MAX_PATH_LENGTH = 255, 1024
@@ -97,7 +96,7 @@ def _one_a_rank(tables: tuple[TableEntry, ...]) -> tuple[TableEntry, ...]:
 class Manifest(_Model):
     """The head."""
 
-    format: Literal["fsdp_dtensor_safe"]
+    format: Literal["fsdp_dtensor_safe"]  # FORMAT_NAME, which a type cannot name
     version: tuple[Count, Count]
     writer: dict[str, str]
     topology: dict[str, Count | str]

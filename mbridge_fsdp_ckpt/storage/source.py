@@ -108,6 +108,10 @@ class CheckpointSource(Protocol):
 
 
 TRACKER = "latest_checkpointed_iteration.txt"
+TRAIN_STATE, TRAIN_STATE_TRACKER = "train_state.pt", "latest_train_state.pt"
+"""Of Bridge: in an iteration directory, and a copy of the newest in the root."""
+
+MAX_TRAIN_STATE_BYTES = 1 << 28
 _MAX_TRACKER_BYTES = 1 << 12
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mbridge_fsdp_ckpt import FORMAT_NAME
+from mbridge_fsdp_ckpt import FORMAT_NAME, STOCK_FORMAT
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -54,9 +54,12 @@ def choice_of(checkpoint_config: Any) -> Choice | None:
         said = f"{VARIABLE}={name}"
     if name == FORMAT_NAME:
         return Choice(said, _settings(options.get(FORMAT_NAME)))
-    from mbridge_fsdp_ckpt.bridge.plugin import STOCK, TAKEOVER, check_format, takeover_by_environment
+    from mbridge_fsdp_ckpt.bridge.plugin import TAKEOVER, check_format, takeover_by_environment
 
-    if name in (None, STOCK):  # STOCK is all that VeRL itself has under Megatron-FSDP, and needs no name
+    if name in (
+        None,
+        STOCK_FORMAT,
+    ):  # all that VeRL itself has under Megatron-FSDP, which needs no name
         return Choice(f"{TAKEOVER}=1", _settings(options.get(FORMAT_NAME)), True) if takeover_by_environment() else None
     check_format(name)
     return None

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,11 @@ import torch
 import torch.distributed as dist
 
 from mbridge_fsdp_ckpt import checkpoint
+from mbridge_fsdp_ckpt.bridge.plugin import tokens_of
 from mbridge_fsdp_ckpt.errors import KeyMismatchError, NotACheckpointError
 from mbridge_fsdp_ckpt.filling import refresh
 from mbridge_fsdp_ckpt.inventory import optimizer_parts, plan_model
-from mbridge_fsdp_ckpt.optimizer_state import grad_scalers
+from mbridge_fsdp_ckpt.restoration import saved_loss_scales
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.verl.restoration import CONTENTS, Parts, restoration
 
@@ -66,7 +67,7 @@ def save(manager: Any, directory: str, settings: Settings) -> None:
         values=_values(manager),
         rank_values={"rng_state": manager.get_rng_state()} if manager.should_save_extra else {},
         include=None if manager.should_save_model else _no_weights,
-        settings=_for_model(settings, manager.provider),
+        settings=settings.for_vocabulary(tokens_of(manager.provider)),
     )
     _say("saved an fsdp_dtensor_safe checkpoint to %s", directory)
 
@@ -79,9 +80,7 @@ def _values(manager: Any) -> dict[str, Any]:
     if manager.should_save_optimizer:
         if manager.lr_scheduler is not None:
             values["lr_scheduler"] = manager.lr_scheduler.state_dict()
-        scalers = grad_scalers(manager.optimizer)
-        if scalers:
-            values["grad_scaler"] = {str(index): scaler.state_dict() for index, scaler in enumerate(scalers)}
+        values |= saved_loss_scales(manager.optimizer)
     return values
 
 
@@ -113,7 +112,7 @@ def load(manager: Any, directory: str, export: Export, settings: Settings) -> No
                 optimizer=manager.optimizer,
                 include=None if model else _no_weights,
                 accept=lambda found: restoration(manager, found, wanted),
-                settings=_for_model(settings, manager.provider),
+                settings=settings.for_vocabulary(tokens_of(manager.provider)),
             )
         if loaded.skipped:
             _log.warning("not in %s, left as they were: %s", directory, ", ".join(loaded.skipped[:20]))
@@ -126,13 +125,6 @@ def load(manager: Any, directory: str, export: Export, settings: Settings) -> No
 
 def _no_weights(key: str) -> bool:
     return False
-
-
-def _for_model(settings: Settings, provider: Any) -> Settings:
-    """The size of a padded vocabulary is the model's, unless the user gave one."""
-    if settings.vocabulary_size is None and getattr(provider, "should_pad_vocab", False):
-        return replace(settings, vocabulary_size=provider.vocab_size)
-    return settings
 
 
 def _check_export(export: Export) -> None:

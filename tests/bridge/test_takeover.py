@@ -12,8 +12,8 @@ import pytest
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.testing.ranks import RankPool, no_process_group
-from tests.bridge.test_training import only_iteration_2
 from tests.bridge.training import Run, train
+from tests.run_directories import as_it_was
 
 pytestmark = pytest.mark.bridge
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.bridge
 def test_a_stock_run_goes_on_by_takeover_and_then_again_by_stock(bridge_ranks: RankPool, tmp_path: Path) -> None:
     stock = Run(str(tmp_path / "whole"), format="fsdp_dtensor", iterations=6)
     whole = bridge_ranks.run(train, stock, ranks=2)
-    place = only_iteration_2(tmp_path / "whole", tmp_path / "again")
+    place = as_it_was(tmp_path / "whole", tmp_path / "again")
     taken_over = stock.on(directory=place, takeover=True, iterations=4)
     for through, again in zip(whole, bridge_ranks.run(train, taken_over, ranks=2), strict=True):
         assert again["losses"] == {step: through["losses"][step] for step in (3, 4)}

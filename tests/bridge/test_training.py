@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
 from tests.bridge.training import Run, train
 from tests.core import oracle
+from tests.run_directories import as_it_was
 
 pytestmark = pytest.mark.bridge
 
@@ -34,18 +34,11 @@ LAYOUTS = [
 ]  # fmt: skip
 
 
-def only_iteration_2(source: Path, target: Path) -> str:
-    """A copy of a run's directory as it was after its first save."""
-    shutil.copytree(source / "iter_0000002", target / "iter_0000002")
-    (target / "latest_checkpointed_iteration.txt").write_text("2")
-    return str(target)
-
-
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_resumed_run_repeats_the_uninterrupted_one(name: str, bridge_ranks: RankPool, tmp_path: Path) -> None:
     run = Run(str(tmp_path / "whole"), **OPTIMIZERS[name])
     whole = bridge_ranks.run(train, run, ranks=2)
-    resumed = bridge_ranks.run(train, run.on(directory=only_iteration_2(tmp_path / "whole", tmp_path / "b")), ranks=2)
+    resumed = bridge_ranks.run(train, run.on(directory=as_it_was(tmp_path / "whole", tmp_path / "b")), ranks=2)
     for through, again in zip(whole, resumed, strict=True):
         assert list(through["losses"]) == [1, 2, 3, 4]
         assert again["losses"] == {step: through["losses"][step] for step in (3, 4)}
@@ -63,7 +56,7 @@ def test_a_checkpoint_resumes_in_every_other_layout(bridge_ranks: RankPool, tmp_
     assert disk == saved["end"]
     for ranks, tensor, expert in LAYOUTS:
         place = tmp_path / f"{ranks}-{tensor}-{expert}"
-        run = first.on(directory=only_iteration_2(tmp_path / "first", place), tensor=tensor, expert=expert)
+        run = first.on(directory=as_it_was(tmp_path / "first", place), tensor=tensor, expert=expert)
         again = run.on(iterations=2, save_every=1, config={"train.train_iters": 3, "checkpoint.save_interval": 3})
         resumed = bridge_ranks.run(train, again, ranks=ranks)[0]
         assert resumed["loaded"] == saved["end"], (ranks, tensor, expert)
@@ -81,7 +74,7 @@ def test_stock_reads_what_safe_wrote_and_safe_what_stock_wrote(bridge_ranks: Ran
     stock_disk = oracle.on_disk(tmp_path / "fsdp_dtensor" / "iter_0000002")
     assert oracle.on_disk(tmp_path / "fsdp_dtensor_safe" / "iter_0000002") == stock_disk
     for reader, written in ((stock, "fsdp_dtensor_safe"), (safe, "fsdp_dtensor")):
-        place = only_iteration_2(tmp_path / written, tmp_path / f"{reader.format}-reads")
+        place = as_it_was(tmp_path / written, tmp_path / f"{reader.format}-reads")
         read = bridge_ranks.run(train, reader.on(directory=place), ranks=2)[0]
         assert read["loaded"] == stock_disk
         assert read["losses"] == {step: by_stock["losses"][step] for step in (3, 4)}

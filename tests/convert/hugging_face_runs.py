@@ -13,10 +13,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 
 from tests.models import hugging_face
-from tests.models.imported import all_gather_uneven, let_mamba_be_built
+from tests.models.imported import gloo_gathers_uneven, let_mamba_be_built
 
 SCRIPT = Path(__file__).with_name("upstream_script.py")
 FORMAT = ("--ckpt-format", "fsdp_dtensor_safe")
@@ -62,7 +61,7 @@ def script(verb: str, source: str, checkpoint: str, *arguments: str) -> None:
     """Run the script under `mbridge_fsdp_ckpt run`, in this process."""
     from mbridge_fsdp_ckpt.cli.run import run
 
-    with begun_anew(), patch.object(dist, "all_gather", all_gather_uneven):
+    with begun_anew(), gloo_gathers_uneven():
         run([str(SCRIPT), verb, "--hf-model", source, "--megatron-path", checkpoint, *FORMAT, *arguments])
 
 

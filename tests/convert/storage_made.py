@@ -14,11 +14,12 @@ import numpy as np
 import torch
 from torch.distributed import checkpoint as dcp
 
+from mbridge_fsdp_ckpt import FORMAT_NAME
 from mbridge_fsdp_ckpt.geometry import Box
 from mbridge_fsdp_ckpt.storage.files import file_checksum
 from mbridge_fsdp_ckpt.storage.manifest import write_manifest
 from mbridge_fsdp_ckpt.storage.payload import PayloadWriter
-from mbridge_fsdp_ckpt.storage.schema import FORMAT, VERSION, KeyEntry, Manifest, TableEntry, TableHeader
+from mbridge_fsdp_ckpt.storage.schema import VERSION, KeyEntry, Manifest, TableEntry, TableHeader
 from mbridge_fsdp_ckpt.storage.table import table_bytes
 
 Choose = Callable[[int], int]
@@ -71,7 +72,7 @@ def save_tiled(directory: Path, tensors: dict[str, torch.Tensor], ranks: int, de
         path.write_bytes(table_bytes(header, chunks))
         entries.append(TableEntry(name=path.name, size=path.stat().st_size, checksum=file_checksum(path), rank=rank))
     head = Manifest(
-        format=FORMAT,
+        format=FORMAT_NAME,
         version=VERSION,
         writer={},
         topology={"world": ranks, "tensor": 2},

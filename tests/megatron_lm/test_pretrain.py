@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
 from tests.core import oracle
 from tests.megatron_lm.running import pretrain
+from tests.run_directories import as_it_was
 
 pytestmark = pytest.mark.bridge  # Transformer Engine and megatron.training come with the full installation
 
@@ -25,13 +25,6 @@ def runs(training_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> 
         for result in training_ranks.run(pretrain, name, str(place), 4, ranks=2):
             assert result["code"] == 0, result["out"]
     return places
-
-
-def only_iteration_2(source: Path, target: Path) -> str:
-    """A copy of a run's directory as it was after its first save."""
-    shutil.copytree(source / "iter_0000002", target / "iter_0000002")
-    (target / "latest_checkpointed_iteration.txt").write_text("2")
-    return str(target)
 
 
 def resume(pool: RankPool, *arguments: Any, ranks: int = 2, **named: Any) -> list[dict[str, Any]]:
@@ -49,7 +42,7 @@ def test_only_our_format_is_saved_here(runs: dict[str, Path]) -> None:
 def test_a_resumed_run_saves_what_the_uninterrupted_one_saved(
     saved_in: str, runs: dict[str, Path], training_ranks: RankPool, tmp_path: Path
 ) -> None:
-    place = only_iteration_2(runs[saved_in], tmp_path)
+    place = as_it_was(runs[saved_in], tmp_path)
     for result in resume(training_ranks, SAFE, place, 4):
         assert result["code"] == 0, result["out"]
     again = tmp_path / "iter_0000004"
@@ -60,7 +53,7 @@ def test_a_resumed_run_saves_what_the_uninterrupted_one_saved(
 
 
 def test_a_run_resumes_in_another_layout(runs: dict[str, Path], training_ranks: RankPool, tmp_path: Path) -> None:
-    place = only_iteration_2(runs[SAFE], tmp_path)
+    place = as_it_was(runs[SAFE], tmp_path)
     parallel = "--tensor-model-parallel-size", "2"
     nothing_learnt = "--no-load-optim", "--lr", "0", "--weight-decay", "0"
     for result in resume(training_ranks, SAFE, place, 3, *parallel, *nothing_learnt, ranks=4, save_every=3):
@@ -85,7 +78,7 @@ def test_a_run_resumes_in_another_layout(runs: dict[str, Path], training_ranks: 
 def test_what_cannot_be_is_refused_by_name(
     more: tuple[str, ...], says: str, runs: dict[str, Path], training_ranks: RankPool, tmp_path: Path
 ) -> None:
-    place = only_iteration_2(runs[SAFE], tmp_path)
+    place = as_it_was(runs[SAFE], tmp_path)
     for result in resume(training_ranks, SAFE, place, 4, *more):
         assert result["code"] == 1
         assert says in result["out"]

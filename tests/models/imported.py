@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -219,7 +220,7 @@ def _export(source: str, model: Any) -> dict[str, bool]:
 
     original = load_file(str(Path(source) / "model.safetensors"))
     bridge = AutoBridge.from_hf_pretrained(source, torch_dtype=torch.bfloat16)
-    with patch.object(dist, "all_gather", all_gather_uneven):
+    with gloo_gathers_uneven():
         exported = dict(bridge.export_hf_weights([model], cpu=True, show_progress=False))
     found = {name: name in exported and _same_values(exported[name], tensor) for name, tensor in original.items()}
     return found | dict.fromkeys(exported.keys() - original.keys(), False)
@@ -229,7 +230,14 @@ def _same_values(exported: torch.Tensor, original: torch.Tensor) -> bool:
     return torch.equal(exported.float(), original.float())  # some are kept in fp32; every bf16 number is one in fp32
 
 
-def all_gather_uneven(tensors: list[torch.Tensor], own: torch.Tensor, group: Any = None, **_: Any) -> None:
+@contextmanager
+def gloo_gathers_uneven() -> Iterator[None]:
+    """Bridge's export gathers shards of different sizes, which NCCL can."""
+    with patch.object(dist, "all_gather", _all_gather_uneven):
+        yield
+
+
+def _all_gather_uneven(tensors: list[torch.Tensor], own: torch.Tensor, group: Any = None, **_: Any) -> None:
     """NCCL gathers tensors of different sizes, as Megatron-FSDP does with its shards; gloo does not."""
     for rank, tensor in zip(dist.get_process_group_ranks(group or dist.group.WORLD), tensors, strict=True):
         if rank == dist.get_rank():

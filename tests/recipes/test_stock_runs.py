@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
 from tests.core import oracle
 from tests.recipes.runs import Run, train
+from tests.run_directories import as_it_was
 
 pytestmark = pytest.mark.bridge
 
@@ -20,9 +20,8 @@ RECIPE = "qwen3_next_80b_a3b_pretrain_tiny"
 def test_a_stock_run_with_multi_token_prediction_goes_on(bridge_ranks: RankPool, tmp_path: Path) -> None:
     stock = Run(RECIPE, str(tmp_path / "stock"), format="fsdp_dtensor")
     whole = bridge_ranks.run(train, stock, ranks=RANKS)
-    shutil.copytree(tmp_path / "stock" / "iter_0000001", tmp_path / "safe" / "iter_0000001")
-    (tmp_path / "safe" / "latest_checkpointed_iteration.txt").write_text("1")
-    later = bridge_ranks.run(train, Run(RECIPE, str(tmp_path / "safe")), ranks=RANKS)
+    place = as_it_was(tmp_path / "stock", tmp_path / "safe", 1)
+    later = bridge_ranks.run(train, Run(RECIPE, place), ranks=RANKS)
     for through, again in zip(whole, later, strict=True):
         assert again == {step: through[step] for step in (2, 3)}
     theirs = oracle.on_disk(tmp_path / "stock" / "iter_0000003")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from mbridge_fsdp_ckpt.testing.ranks import Died, RankPool
 from tests.core import oracle
 from tests.recipes.data import write_data, write_tokenizer
 from tests.recipes.runs import Death, Run, train
+from tests.run_directories import as_it_was
 from tests.soak import sampling
 
 pytestmark = pytest.mark.bridge
@@ -82,10 +82,8 @@ def test_a_killed_run_resumes_as_if_nothing_had_happened(
         of = f"iter_{iteration:07}"
         assert oracle.on_disk(tmp_path / "again" / of) == oracle.on_disk(tmp_path / "whole" / of), context
     if name in ALONE:
-        place = tmp_path / "alone"
-        shutil.copytree(tmp_path / "whole" / "iter_0000002", place / "iter_0000002")
-        (place / "latest_checkpointed_iteration.txt").write_text("2")
-        [alone] = bridge_ranks.run(train, run.on(directory=str(place), arguments=(*arguments, *ONE_RANK)), ranks=1)
+        place = as_it_was(tmp_path / "whole", tmp_path / "alone")
+        [alone] = bridge_ranks.run(train, run.on(directory=place, arguments=(*arguments, *ONE_RANK)), ranks=1)
         assert alone == {3: pytest.approx(whole[0][3], rel=1e-3)}, "the layouts compute different things"
 
 

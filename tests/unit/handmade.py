@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 
+from mbridge_fsdp_ckpt import FORMAT_NAME
 from mbridge_fsdp_ckpt.geometry import Box
 from mbridge_fsdp_ckpt.storage.files import file_checksum
 from mbridge_fsdp_ckpt.storage.manifest import write_manifest
 from mbridge_fsdp_ckpt.storage.payload import PayloadWriter
 from mbridge_fsdp_ckpt.storage.schema import (
-    FORMAT,
     VERSION,
     KeyEntry,
     Manifest,
@@ -90,7 +90,7 @@ def make_rank(directory: Path, rank: int) -> TableEntry:
 def write_head(directory: Path, tables: list[TableEntry]) -> None:
     """Write the manifest."""
     head = Manifest(
-        format=FORMAT,
+        format=FORMAT_NAME,
         version=VERSION,
         writer={"mbridge-fsdp-ckpt": "0"},
         topology={"world": 2, "tensor": 2},

@@ -12,12 +12,13 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner, Result
 
+from mbridge_fsdp_ckpt import FORMAT_NAME
 from mbridge_fsdp_ckpt.cli import app as frame
 from mbridge_fsdp_ckpt.cli import convert, diff, families, inspect, prune, repair, verify
 from mbridge_fsdp_ckpt.cli import run as run_command
 from mbridge_fsdp_ckpt.families import default_registry
 from mbridge_fsdp_ckpt.storage.manifest import write_manifest
-from mbridge_fsdp_ckpt.storage.schema import FORMAT, VERSION, KeyEntry, Manifest
+from mbridge_fsdp_ckpt.storage.schema import VERSION, KeyEntry, Manifest
 
 SUBCOMMANDS = [convert, diff, families, inspect, prune, repair, run_command, verify]
 
@@ -92,7 +93,14 @@ def root(tmp_path: Path) -> Path:
     directory.mkdir()
     keys = {key: KeyEntry(dtype="float32", shape=(4,), family=f, component=c) for key, (f, c) in FUSED.items()}
     head = Manifest(
-        format=FORMAT, version=VERSION, writer={}, topology={}, sections=("model",), keys=keys, tables=(), values={}
+        format=FORMAT_NAME,
+        version=VERSION,
+        writer={},
+        topology={},
+        sections=("model",),
+        keys=keys,
+        tables=(),
+        values={},
     )
     write_manifest(directory / "manifest.json", head)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("10\n")

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch.distributed import checkpoint as dcp
 
+from mbridge_fsdp_ckpt import FORMAT_NAME
 from mbridge_fsdp_ckpt.cli import compare
 from mbridge_fsdp_ckpt.geometry import Box, whole
 from mbridge_fsdp_ckpt.storage.files import file_checksum
 from mbridge_fsdp_ckpt.storage.manifest import read_manifest, write_manifest
 from mbridge_fsdp_ckpt.storage.payload import PayloadWriter
 from mbridge_fsdp_ckpt.storage.schema import (
-    FORMAT,
     VERSION,
     KeyEntry,
     Manifest,
@@ -77,7 +77,7 @@ def build(
         path.write_bytes(table_bytes(header, chunks))
         tables.append(TableEntry(name=path.name, size=path.stat().st_size, checksum=file_checksum(path), rank=rank))
     head = Manifest(
-        format=FORMAT,
+        format=FORMAT_NAME,
         version=VERSION,
         writer={},
         topology={"world": ranks},

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import xxhash
 
+from mbridge_fsdp_ckpt import FORMAT_NAME
 from mbridge_fsdp_ckpt.errors import (
     DamagedCheckpointError,
     ManifestError,
@@ -17,7 +18,7 @@ from mbridge_fsdp_ckpt.errors import (
 from mbridge_fsdp_ckpt.storage import manifest as module
 from mbridge_fsdp_ckpt.storage.files import check_file
 from mbridge_fsdp_ckpt.storage.manifest import read_manifest, write_manifest
-from mbridge_fsdp_ckpt.storage.schema import FORMAT, VERSION, FileEntry, KeyEntry, Manifest, TableEntry
+from mbridge_fsdp_ckpt.storage.schema import VERSION, FileEntry, KeyEntry, Manifest, TableEntry
 
 Body = dict[str, Any]
 Change = Callable[[Body], Any]
@@ -25,7 +26,7 @@ Change = Callable[[Body], Any]
 
 def head(**changes: Any) -> Manifest:
     fields: dict[str, Any] = {
-        "format": FORMAT,
+        "format": FORMAT_NAME,
         "version": VERSION,
         "writer": {"torch": "2.13.0"},
         "topology": {"world": 4, "tensor": 2, "strategy": "optim_grads_params"},
@@ -97,7 +98,9 @@ def test_unknown_fields_of_a_newer_minor_version_are_passed_over(tmp_path: Path,
 
 @pytest.mark.parametrize("version", [[2, 0], [2], [99, "x", None]])
 def test_a_newer_major_version_says_so_whatever_else_is_new(tmp_path: Path, version: list[Any]) -> None:
-    (tmp_path / "manifest.json").write_text(json.dumps({"format": FORMAT, "version": version, "checksum": "new form"}))
+    (tmp_path / "manifest.json").write_text(
+        json.dumps({"format": FORMAT_NAME, "version": version, "checksum": "new form"})
+    )
     with pytest.raises(UnsupportedVersionError, match="newer release") as caught:
         read_manifest(tmp_path)
     assert caught.value.key == str(tmp_path / "manifest.json")

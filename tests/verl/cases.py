@@ -6,29 +6,20 @@ import itertools
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 
 from mbridge_fsdp_ckpt.errors import CheckpointError
 from mbridge_fsdp_ckpt.storage.payload import PayloadWriter
-from tests.models.imported import all_gather_uneven
+from tests.models.imported import gloo_gathers_uneven
 from tests.verl import tiny
 from tests.verl.tiny import Setup, Snapshot
 
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
-
-
-@contextmanager
-def gloo_gathers_uneven() -> Iterator[None]:
-    """Bridge's export gathers shards of different sizes, which NCCL can."""
-    with patch.object(dist, "all_gather", all_gather_uneven):
-        yield
 
 
 def train(setup: Setup, steps: int, save_at: tuple[int, ...] = (), keep: int | None = None) -> dict[str, Any]:

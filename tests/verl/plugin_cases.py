@@ -9,8 +9,8 @@ from typing import Any
 from unittest.mock import patch
 
 from mbridge_fsdp_ckpt.errors import CheckpointError
+from tests.models.imported import gloo_gathers_uneven
 from tests.verl import tiny
-from tests.verl.cases import gloo_gathers_uneven
 from tests.verl.tiny import Setup
 
 

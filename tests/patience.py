@@ -1,8 +1,8 @@
 """Training runs that are patient with gloo.
 
-On a busy machine gloo now and then locks up Megatron-FSDP's overlapped collectives in a training step, aborts the
-process there, or loses a connection, with stock as with this package.  Such a run is tried once more from the
-checkpoints it began with.  A hang in this package fails at once, as does every other exception.
+On a busy machine gloo now and then hangs, aborts the process or loses a connection in the middle of a training step,
+with stock as with this package.  Such a run is tried once more from the checkpoints it began with.  A hang in this
+package fails at once, as does every other exception.
 """
 
 from __future__ import annotations

@@ -71,8 +71,7 @@ def test_a_job_killed_in_a_save_resumes_from_the_one_before(chunks: int, setup: 
 
 
 def test_every_combination_of_what_is_saved_and_loaded(setup: Setup, verl_ranks: RankPool) -> None:
-    # A load ends with a gather that the next forward pass waits for; gloo does not survive hundreds without one.
-    for wrong in verl_ranks.run(cases.every_combination, setup.on(overlap=False), time_limit=400):
+    for wrong in verl_ranks.run(cases.every_combination, setup, time_limit=400):
         assert wrong == []
     for contents in ("optimizer", "extra", "model+hf_model"):
         assert verified(Path(setup.directory) / contents / "global_step_1" / "model" / "dist_ckpt")

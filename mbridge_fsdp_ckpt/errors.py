@@ -118,7 +118,7 @@ class FamilyError(CheckpointError):
 
 
 class UnsupportedStateError(CheckpointError):
-    """Optimizer state, or a value, that the format cannot hold."""
+    """Optimizer state, or a value, that the format cannot hold; or a tensor that a load cannot fill."""
 
 
 class PlanDisagreementError(CheckpointError):

@@ -11,20 +11,21 @@ from typing import Any
 import torch
 
 from mbridge_fsdp_ckpt.agreement import Agreement
+from mbridge_fsdp_ckpt.destinations import Destination, block, refuse_copy, scalar
 from mbridge_fsdp_ckpt.errors import InternalError
-from mbridge_fsdp_ckpt.geometry import Box, whole
+from mbridge_fsdp_ckpt.geometry import whole
 from mbridge_fsdp_ckpt.inventory import OptimizerPart
 from mbridge_fsdp_ckpt.loading import Opened
 from mbridge_fsdp_ckpt.matching import in_file_order
 from mbridge_fsdp_ckpt.optimizer_state import STEP, Slot, SlotSpec
-from mbridge_fsdp_ckpt.parameters import find_fsdp_module, local_shard
-from mbridge_fsdp_ckpt.plan import Component, ParameterPlan, Piece
+from mbridge_fsdp_ckpt.parameters import find_fsdp_module, local_shard, storage_of
+from mbridge_fsdp_ckpt.plan import Component, ParameterPlan
 from mbridge_fsdp_ckpt.storage.files import Scratch
 from mbridge_fsdp_ckpt.storage.source import StoredChunk
 from mbridge_fsdp_ckpt.storage.values import dtype_from_name
 
-Targets = dict[str, list[tuple[Piece | None, torch.Tensor]]]
-"""For each key, the blocks wanted of it with the flat tensors they go to; None for a scalar."""
+Targets = dict[str, list[Destination]]
+"""For each key, the blocks that are wanted of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +58,11 @@ def stage(opened: Opened, budget: int, agreement: Agreement) -> Staged:
         CheckpointError, OSError: Bytes are damaged, or cannot be read.
     """
     weights: Targets = defaultdict(list)
+    held = {storage_of(buffer) for buffer in find_fsdp_module(opened.model).buffers()}
     for item in opened.planned:
-        _add_targets(weights, item.plan, item.plan.model_key, local_shard(item.tensor).reshape(-1), opened.asked)
+        if item.parameter.is_buffer:
+            refuse_copy(item.tensor, held, item.plan.layout.key)
+        _add_targets(weights, item.plan, item.plan.model_key, local_shard(item.tensor), opened.asked)
     slots: Targets = defaultdict(list)
     allocated = [item for part in opened.parts for item in _allocate(opened, part, slots)] if opened.with_state else []
     staged = Staged(opened, weights, allocated, {}, Scratch())
@@ -114,11 +118,11 @@ def _allocate(opened: Opened, part: OptimizerPart, targets: Targets) -> Iterator
             if slot.kind == "sharded":
                 _add_targets(targets, plan, partial(plan.slot_key, slot=name), slot.tensor, opened.asked)
             else:
-                targets[plan.slot_key(first, name)].append((None, slot.tensor))
+                targets[plan.slot_key(first, name)].append(scalar(slot.tensor))
         step = None
         if STEP in specs and plan.pieces:
             step = torch.zeros((), dtype=torch.float64)
-            targets[plan.slot_key(first, STEP)].append((None, step))
+            targets[plan.slot_key(first, STEP)].append(scalar(step))
         yield _Allocated(part, parameter, plan, slots, step)
 
 
@@ -126,12 +130,13 @@ def _add_targets(
     targets: Targets,
     plan: ParameterPlan,
     key_of: Callable[[Component], str],
-    flat: torch.Tensor,
+    live: torch.Tensor,
     asked: set[str],
 ) -> None:
     for piece in plan.pieces:
-        if key_of(piece.component) in asked:
-            targets[key_of(piece.component)].append((piece, flat))
+        key = key_of(piece.component)
+        if key in asked:
+            targets[key].append(block(piece, live, key))
 
 
 class _Filling:
@@ -144,8 +149,8 @@ class _Filling:
     def copy(self, chunk: StoredChunk, data: torch.Tensor) -> None:
         """What the chunk has of each place of its key."""
         with torch.no_grad():
-            for number, (piece, flat) in enumerate(self._targets.get(chunk.key, ())):
-                self._filled[chunk.key, number] += _copy(data, chunk.box, piece, flat)
+            for number, destination in enumerate(self._targets.get(chunk.key, ())):
+                self._filled[chunk.key, number] += destination.take(chunk.box, data)
 
     def finish(self) -> None:
         """Every place of every key got all its elements; only padding of the vocabulary has none in the checkpoint.
@@ -155,8 +160,8 @@ class _Filling:
         """
         for key, places in self._targets.items():
             saved = whole(self._opened.source.keys[key].shape)
-            for number, (piece, _) in enumerate(places):
-                common = Box((), ()) if piece is None else piece.box.intersect(saved)
+            for number, destination in enumerate(places):
+                common = destination.box.intersect(saved)
                 wanted = 0 if common is None else common.volume
                 if self._filled[key, number] != wanted:
                     raise InternalError(
@@ -165,18 +170,6 @@ class _Filling:
                         remedy="Report it with the layouts of the save and of this job.",
                         key=key,
                     )
-
-
-def _copy(data: torch.Tensor, box: Box, piece: Piece | None, flat: torch.Tensor) -> int:
-    """Copy what the chunk has of the piece; returns the number of elements."""
-    if piece is None:
-        flat.copy_(data)
-        return 1
-    common = box.intersect(piece.box)
-    if common is None:
-        return 0
-    piece.block(flat)[common.slices_in(piece.box)].copy_(data[common.slices_in(box)])
-    return common.volume
 
 
 def _install(opened: Opened, allocated: list[_Allocated]) -> None:

@@ -105,7 +105,7 @@ def model_holdings(
     for item in planned:
         if include is None or include(item.plan.layout.key):
             dtype = dtype_name(item.tensor.dtype)
-            yield from _blocks(item.plan, item.plan.model_key, dtype, item.parameter.local, vocabulary_size)
+            yield from _blocks(item.plan, item.plan.model_key, dtype, item.parameter.elements(), vocabulary_size)
 
 
 @dataclass(frozen=True, slots=True)

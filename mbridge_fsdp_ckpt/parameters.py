@@ -33,7 +33,7 @@ from mbridge_fsdp_ckpt.layout import LAYOUT_REMEDY, Axis, ParameterLayout
 
 @dataclass(frozen=True, slots=True)
 class ModelParameter:
-    """A layout with the tensor it describes and what a family may look at (nothing, for a buffer)."""
+    """A layout with the tensor it describes and what a family may look at (None for a buffer)."""
 
     layout: ParameterLayout
     context: ParameterContext | None
@@ -41,14 +41,23 @@ class ModelParameter:
     """The parameter that the optimizer updates, the main weight; or a persistent buffer."""
 
     @property
-    def local(self) -> torch.Tensor:
-        """This rank's shard, flattened; shares memory."""
+    def is_buffer(self) -> bool:
+        """Whether it is a buffer: whole on every rank that has it, of any strides."""
+        return self.context is None
+
+    def elements(self) -> torch.Tensor:
+        """This rank's shard, flattened, to be read: a copy of a buffer that cannot be flattened in place."""
         return local_shard(self.tensor).reshape(-1)
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """The local tensor of a DTensor, or the tensor itself; detached, shares memory."""
     return getattr(tensor, "_local_tensor", tensor).detach()
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """What a tensor and its views have in common."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def find_fsdp_module(model: Any) -> Any:

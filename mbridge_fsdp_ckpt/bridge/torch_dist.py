@@ -23,12 +23,12 @@ from mbridge_fsdp_ckpt.bridge import conversion
 from mbridge_fsdp_ckpt.bridge.plain_model import PlainModel
 from mbridge_fsdp_ckpt.bridge.torch_dist_common import Common, read_random_states
 from mbridge_fsdp_ckpt.bridge.torch_dist_links import Link, Part, block_of, links, parts_of
-from mbridge_fsdp_ckpt.bridge.torch_dist_model import UnshardedModel, hyperparameters_of, storage_of
+from mbridge_fsdp_ckpt.bridge.torch_dist_model import UnshardedModel, hyperparameters_of
 from mbridge_fsdp_ckpt.bridge.torch_dist_reader import LinkedChunks
 from mbridge_fsdp_ckpt.errors import KeyMismatchError
 from mbridge_fsdp_ckpt.inventory import Holding, Planned, model_holdings, plan_model
 from mbridge_fsdp_ckpt.matching import listed
-from mbridge_fsdp_ckpt.parameters import local_shard
+from mbridge_fsdp_ckpt.parameters import local_shard, storage_of
 from mbridge_fsdp_ckpt.storage.dcp_reader import DcpSource
 from mbridge_fsdp_ckpt.storage.rewrite_files import RUN_CONFIG
 from mbridge_fsdp_ckpt.storage.rewrite_source import Description, Groups, writer_versions

@@ -14,7 +14,7 @@ from mbridge_fsdp_ckpt.bridge.without_gpu import as_if_there_was_one
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.families.naming import is_expert_name
 from mbridge_fsdp_ckpt.inventory import Planned
-from mbridge_fsdp_ckpt.parameters import local_shard
+from mbridge_fsdp_ckpt.parameters import local_shard, storage_of
 from mbridge_fsdp_ckpt.storage.files import AnyPath
 from mbridge_fsdp_ckpt.storage.rewrite_files import RUN_CONFIG
 from mbridge_fsdp_ckpt.storage.rewrite_source import Groups
@@ -23,11 +23,6 @@ from mbridge_fsdp_ckpt.storage.values import encode
 _IDENTIFYING = ("wd_mult", "lr_mult", "is_decoupled_lr")
 _BY_SCHEDULE = ("max_lr", "min_lr")
 _OF_THE_LAYOUT = ("params", "is_expert_parallel")  # Megatron-FSDP keeps experts in the group of all else
-
-
-def storage_of(tensor: Any) -> int:
-    """What a tensor and its views have in common."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ from __future__ import annotations
 import json
 import os
 import socket
-import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,10 +34,10 @@ from mbridge_fsdp_ckpt.errors import (
     brief,
     describe_unexpected,
 )
+from mbridge_fsdp_ckpt.signs import STORE_ERRORS, Signs, Watch
 
-DEFAULT_TIME_LIMIT = 120.0  # seconds
+DEFAULT_TIME_LIMIT, DEFAULT_STORAGE_LIMIT = 120.0, 1800.0  # seconds
 _GRACE = 15.0  # seconds that others wait for the judge's verdict beyond the limit it waited itself
-_POLL = 0.005, 0.2  # seconds between looks, first and longest
 _MISSING_NAMED = 32
 _MAX_BYTES = 6 << 20  # the store closes the connection of who sends 8 MiB
 
@@ -58,7 +58,8 @@ class Agreement:
         time_limit: Seconds that a rank waits for the others at each meeting, counted from its own arrival or from
             the last sign of life of any other rank.
         store: The store they meet in; None with a single rank.
-        on_beat: Called with every sign of life.
+        storage_limit: Seconds that a rank may be inside one call of the storage, without a step of its own.
+        on_beat: Called with every step, in the thread that works.
     """
 
     name: str
@@ -66,10 +67,14 @@ class Agreement:
     world_size: int
     time_limit: float
     store: Any = None
+    storage_limit: float = DEFAULT_STORAGE_LIMIT
     on_beat: Callable[[], None] = lambda: None
     _meetings: int = field(default=0)
-    _last_beat: float = field(default=0.0)
     _sealed: bool = field(default=False)
+    _signs: Signs = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._signs = Signs(self.store, self.name, self.time_limit, self.storage_limit)
 
     def meet(self, phase: str, message: Any, judge: Judge) -> Any:
         """Bring a message; get what `judge`, called on rank 0 with all messages by rank, returns.
@@ -111,7 +116,7 @@ class Agreement:
             return self._sealed
         try:
             return self._outcome(f"{self.name}/{self._meetings}") == _SEALED
-        except (dist.DistError, ConnectionError, OSError):
+        except STORE_ERRORS:
             return True  # nobody knows
 
     def _settle(self, prefix: str, outcome: str) -> str:
@@ -125,18 +130,28 @@ class Agreement:
         return str(self.store.get(key).decode()) if self.store.check([key]) else ""
 
     def beat(self) -> None:
-        """A sign of life during long work: others waiting for this rank begin their limit anew.  Cheap to call."""
+        """After each step of long work: others waiting for this rank begin their limit anew.  Cheap to call."""
         self.on_beat()
-        now = time.monotonic()
-        if self.store is not None and now - self._last_beat > min(5.0, self.time_limit / 8):
-            self._last_beat = now
-            self.store.add(f"{self.name}/beats", 1)
+        self._signs.give()
+
+    def at_work(self) -> AbstractContextManager[None]:
+        """Around all that touches storage between meetings, on any rank: a call that takes long is no silence.
+
+            with agreement.at_work():
+                for item in items:
+                    write(item)         # may block for up to the storage limit
+                    agreement.beat()    # a step is done: that limit, too, begins anew
+
+        A judge is inside one already, and blocks may be nested.  Leave out what waits for other ranks, or for nothing
+        of the storage's: who is stuck there is to be named within the time limit.
+        """
+        return self._signs.at_work()
 
     def _meet_in_store(self, prefix: str, phase: str, wire: dict[str, Any], judge: Judge) -> dict[str, Any]:
         try:
             self._arrive(prefix, wire)
             return self._lead(prefix, phase, judge) if self.rank == 0 else self._follow(prefix, phase)
-        except (dist.DistError, ConnectionError, OSError) as error:
+        except STORE_ERRORS as error:
             lost = RankMissingError(
                 expected=f"the job's rendezvous store to answer at {phase!r}",
                 found=brief(error),
@@ -153,7 +168,7 @@ class Agreement:
 
     def _lead(self, prefix: str, phase: str, judge: Judge) -> dict[str, Any]:
         """Rank 0: collect, judge, publish.  An early failure does not wait for the rest."""
-        watch = _Watch(self)
+        watch = Watch(self._signs, self.time_limit)
         while int(self.store.add(f"{prefix}/arrived", 0)) < self.world_size:
             if self.store.check([f"{prefix}/failed"]):
                 failed = int(self.store.get(f"{prefix}/failed"))
@@ -161,18 +176,19 @@ class Agreement:
             if watch.over():
                 return self._publish(prefix, {"failed": json.loads(self._give_up(prefix, phase))})
         wires = [json.loads(self.store.get(f"{prefix}/{rank}")) for rank in range(self.world_size)]
-        verdict = _judged(wires, judge, phase)
+        with self.at_work():
+            verdict = _judged(wires, judge, phase)
         outcome = self._settle(prefix, _SEALED)
         return self._publish(prefix, verdict if outcome == _SEALED else {"failed": json.loads(outcome)})
 
     def _follow(self, prefix: str, phase: str) -> dict[str, Any]:
-        watch, sealed = _Watch(self, grace=_GRACE), False
+        watch, sealed = Watch(self._signs, self.time_limit + _GRACE), False
         while not self.store.check([f"{prefix}/verdict"]):
             outcome = self._outcome(prefix)
             if not outcome and watch.over():
                 outcome = self._give_up(prefix, phase)
             if outcome == _SEALED and not sealed:
-                watch, sealed = _Watch(self, grace=_GRACE), True
+                watch, sealed = Watch(self._signs, self.time_limit + _GRACE), True
             elif outcome and outcome != _SEALED:
                 return {"failed": json.loads(outcome)}
             if sealed and watch.over():
@@ -203,29 +219,6 @@ class Agreement:
     def _with_host(self, rank: int) -> str:
         key = f"{_HOSTS}/{rank}"
         return f"{rank} on {self.store.get(key).decode()}" if self.store.check([key]) else str(rank)
-
-
-class _Watch:
-    """Time since the start or since the last sign of life of any rank."""
-
-    def __init__(self, agreement: Agreement, grace: float = 0.0) -> None:
-        self._agreement, self._limit = agreement, agreement.time_limit + grace
-        self._pause, longest = _POLL
-        self._longest = min(longest, max(_POLL[0], agreement.time_limit / 10))
-        self._since, self._beats = time.monotonic(), -1
-        self._next_look = self._since
-
-    def over(self) -> bool:
-        """Sleep a little; whether the limit has passed."""
-        time.sleep(self._pause)
-        self._pause = min(self._pause * 1.5, self._longest)
-        now = time.monotonic()
-        if now >= self._next_look:
-            self._next_look = now + 1.0
-            beats = int(self._agreement.store.add(f"{self._agreement.name}/beats", 0))
-            if beats != self._beats:
-                self._beats, self._since = beats, now
-        return now - self._since > self._limit
 
 
 def _to_wire(message: Any, phase: str, rank: int) -> dict[str, Any]:
@@ -265,23 +258,31 @@ def _judged(wires: list[dict[str, Any]], judge: Judge, phase: str) -> dict[str, 
         return {"failed": describe_unexpected(error, rank=0, doing=phase).to_wire()}
 
 
-def next_agreement(purpose: str, time_limit: float = DEFAULT_TIME_LIMIT) -> Agreement:
+def next_agreement(
+    purpose: str, time_limit: float = DEFAULT_TIME_LIMIT, storage_limit: float = DEFAULT_STORAGE_LIMIT
+) -> Agreement:
     """The next sequence of meetings of all ranks of this job.  Every rank calls it once a save or load, first thing.
 
     Raises:
-        ConfigurationError: The time limit is not positive.
+        ConfigurationError: A limit is not positive.
     """
-    if not time_limit > 0:
-        raise ConfigurationError(
-            expected="a positive time limit in seconds", found=str(time_limit), remedy="Set time_limit to 120, say."
-        )
+    for name, limit, usual in (
+        ("time", time_limit, DEFAULT_TIME_LIMIT),
+        ("storage", storage_limit, DEFAULT_STORAGE_LIMIT),
+    ):
+        if not limit > 0:
+            raise ConfigurationError(
+                expected=f"a positive {name} limit in seconds",
+                found=str(limit),
+                remedy=f"Set {name}_limit to {usual:g}, say.",
+            )
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Agreement(purpose, 0, 1, time_limit)
     store, rank = _default_store(), dist.get_rank()
     job = f"mbridge_fsdp_ckpt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     store.set(f"{_HOSTS}/{rank}", socket.gethostname())
     number = store.add(f"{job}/{rank}/agreements", 1)  # counted in the store: a new process group starts anew
-    return Agreement(f"{job}/{number}/{purpose}", rank, dist.get_world_size(), time_limit, store)
+    return Agreement(f"{job}/{number}/{purpose}", rank, dist.get_world_size(), time_limit, store, storage_limit)
 
 
 def _default_store() -> Any:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ def save(
         CheckpointError: The same on every rank.  Nothing was committed, the previous checkpoint stands.
     """
     settings = settings or Settings()
-    agreement = next_agreement("save", settings.time_limit)
+    agreement = next_agreement("save", settings.time_limit, settings.storage_limit)
     target = as_path(directory)
     job = saving.Job(target, settings, agreement, values or {}, add_files)
 
@@ -94,7 +95,8 @@ def save(
         if answer["disputed"]:
             disputed = saving.disputed(prepared, answer["disputed"])
             agreement.meet("disagreement on the plan", disputed, job.judge_dispute)
-        written = _attempt(agreement, "writing chunks", lambda: saving.write(prepared, answer, agreement))
+        with agreement.at_work():
+            written = _attempt(agreement, "writing chunks", lambda: saving.write(prepared, answer, agreement))
         try:
             agreement.meet("commit", written, job.judge_written)
         except CheckpointError:
@@ -156,7 +158,7 @@ def _load(
     *,
     with_state: bool,
 ) -> Loaded:
-    agreement = next_agreement("load", settings.time_limit)
+    agreement = next_agreement("load", settings.time_limit, settings.storage_limit)
     source = as_path(directory)
 
     def prepare() -> _Prepared:
@@ -166,14 +168,17 @@ def _load(
         put_in_place = accept(loaded) if accept is not None else _nothing
         return _Prepared(filling.stage(opened, settings.read_budget(source), agreement), loaded, put_in_place)
 
-    with reading(source, enabled=agreement.rank == 0) as agreement.on_beat:
-        prepared = _attempt(agreement, "reading the checkpoint", prepare)
+    with ExitStack() as stack:
+        with agreement.at_work():
+            agreement.on_beat = stack.enter_context(reading(source, enabled=agreement.rank == 0))
+            prepared = _attempt(agreement, "reading the checkpoint", prepare)
         opened: Any = prepared if isinstance(prepared, CheckpointError) else prepared.staged.opened
         answer = agreement.meet("verification", _message(opened, loading.announce), loading.judge(opened, settings))
         if answer["disputed"]:
             named = loading.disputed(opened, answer["disputed"])
             answer = agreement.meet("unexpected keys", named, loading.judge_unexpected(opened, settings))
-        filled = _attempt(agreement, "filling tensors", lambda: _fill(prepared, agreement))
+        with agreement.at_work():
+            filled = _attempt(agreement, "filling tensors", lambda: _fill(prepared, agreement))
         try:
             message = filled if isinstance(filled, CheckpointError) else None
             agreement.meet("completion of the load", message, lambda messages: None)

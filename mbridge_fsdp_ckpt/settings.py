@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
-from mbridge_fsdp_ckpt.agreement import DEFAULT_TIME_LIMIT
+from mbridge_fsdp_ckpt.agreement import DEFAULT_STORAGE_LIMIT, DEFAULT_TIME_LIMIT
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.storage.commit import COMMIT_METHODS, CommitMethod
 from mbridge_fsdp_ckpt.storage.files import AnyPath, is_local
@@ -24,6 +24,8 @@ class Settings:
 
     Args:
         time_limit: Seconds without a sign of life after which a waiting rank gives up.
+        storage_limit: Seconds that a rank may be inside one call of the storage, such as a flush, before its silence
+            counts.
         dcp_metadata: Whether a save writes `.metadata` and the pickled values that stock needs to read it: "auto" does
             up to 512 ranks.  This package reads neither.
         verify: What a load checks before it changes anything: "full" also hashes every byte that this rank reads,
@@ -43,6 +45,7 @@ class Settings:
     """
 
     time_limit: float = DEFAULT_TIME_LIMIT
+    storage_limit: float = DEFAULT_STORAGE_LIMIT
     dcp_metadata: Literal["auto", "always", "never"] = "auto"
     verify: Literal["full", "header"] = "full"
     read_buffer: int | None = None

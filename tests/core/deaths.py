@@ -21,6 +21,7 @@ from tests.patched import patched
 
 RECIPE = Recipe(layers=1)
 LIMIT_S, GRACE_S = 1.5, 1.0
+STORAGE_LIMIT_S = 0.5  # most steps that stall are inside what may touch storage: its limit comes first
 STALL_S = 2 * (LIMIT_S + GRACE_S) + 1.0
 
 Ending = Literal["raises", "dies", "stalls"]
@@ -44,7 +45,7 @@ def load(directory: str, victim: int, step: str, ending: Ending) -> dict[str, An
 
 def _seen(trainable: Any, action: Any) -> dict[str, Any]:
     before, begin = _own(trainable), time.monotonic()
-    settings = mbridge_fsdp_ckpt.Settings(time_limit=LIMIT_S)
+    settings = mbridge_fsdp_ckpt.Settings(time_limit=LIMIT_S, storage_limit=STORAGE_LIMIT_S)
     try:
         action(settings, model=trainable.model, optimizer=trainable.optimizer)
     except CheckpointError as error:

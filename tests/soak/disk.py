@@ -47,11 +47,11 @@ def save_old(directory: str) -> Any:
     return oracle.live(trainable)
 
 
-def save_on(directory: str, fault: Fault | None, time_limit: float) -> dict[str, Any]:
+def save_on(directory: str, fault: Fault | None, time_limit: float, storage_limit: float) -> dict[str, Any]:
     """A save while the fault holds: what this rank saw, and whether the state stayed as it was."""
     trainable = cases.prepared(RECIPE, steps=2)
     before, begin = oracle.live(trainable), time.monotonic()
-    settings = mbridge_fsdp_ckpt.Settings(time_limit=time_limit)
+    settings = mbridge_fsdp_ckpt.Settings(time_limit=time_limit, storage_limit=storage_limit)
     error = None
     dist.barrier()
     with holding(fault):

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from mbridge_fsdp_ckpt.agreement import DEFAULT_STORAGE_LIMIT
 from mbridge_fsdp_ckpt.testing.modules import MEGATRON_MODULES
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
 from tests.patience import patient_ranks
@@ -82,8 +83,16 @@ def test_a_call_that_fails_is_one_error_everywhere(pool: RankPool, old: tuple[Pa
     sampling.record("disk", sampling.Result(time.monotonic() - begin, found))
 
 
-def run_save(pool: RankPool, root: Path, fault: Fault | None, overwrites: bool, limit: float = LIMIT_S) -> Any:
-    return pool.run(disk.save_on, str(root / f"iter_000000{1 if overwrites else 2}"), fault, limit)
+def run_save(
+    pool: RankPool,
+    root: Path,
+    fault: Fault | None,
+    overwrites: bool,
+    limit: float = LIMIT_S,
+    storage_limit: float = DEFAULT_STORAGE_LIMIT,
+) -> Any:
+    target = root / f"iter_000000{1 if overwrites else 2}"
+    return pool.run(disk.save_on, str(target), fault, limit, storage_limit)
 
 
 def check_same_error(seen: list[dict[str, Any]], name: str, context: str = "") -> str:
@@ -127,8 +136,8 @@ def test_a_disk_that_stalls_is_one_error_everywhere(
 ) -> None:
     root = Path(shutil.copytree(old[0], tmp_path / "root"))
     grace = 16.0 if rank == 0 else 0.0  # how much longer others wait for rank 0, which is to judge
-    fault = Fault(f"{PACKAGE}.payload:PayloadWriter.close", rank, seconds=4.0 + grace)
-    seen = run_save(pool, root, fault, overwrites=True, limit=2.0)
+    fault = Fault(f"{PACKAGE}.payload:PayloadWriter.close", rank, seconds=5.0 + grace)
+    seen = run_save(pool, root, fault, overwrites=True, limit=2.0, storage_limit=1.0)  # it stalls for longer than both
     text = check_same_error(seen, "RankMissingError")
     assert f"no sign of rank {rank} on {socket.gethostname()}" in text
     assert "'commit'" in text

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mbridge_fsdp_ckpt import agreement
+from mbridge_fsdp_ckpt import agreement, signs
 from mbridge_fsdp_ckpt.agreement import Agreement, next_agreement
 from mbridge_fsdp_ckpt.errors import (
     CheckpointError,
@@ -38,12 +38,12 @@ class Meeting:
             "127.0.0.1", self.server.port, is_master=False, timeout=timedelta(seconds=60), wait_for_workers=False
         )
 
-    def ranks(self, world_size: int, time_limit: float = AMPLE) -> list[Agreement]:
+    def ranks(self, world_size: int, time_limit: float = AMPLE, storage_limit: float = AMPLE) -> list[Agreement]:
         """One agreement a rank, under a new name."""
         self._sequences += 1
         name = f"test{self._sequences}"
         connections = zip(range(world_size), self._connections, strict=False)
-        return [Agreement(name, rank, world_size, time_limit, store) for rank, store in connections]
+        return [Agreement(name, rank, world_size, time_limit, store, storage_limit) for rank, store in connections]
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +175,7 @@ def test_nobody_commits_what_others_gave_up_and_nobody_gives_up_what_is_sealed(
     meeting: Meeting, monkeypatch: pytest.MonkeyPatch, sealed: bool
 ) -> None:
     monkeypatch.setattr(agreement, "_GRACE", 1.0)
-    ranks = meeting.ranks(3, time_limit=1.0)
+    ranks = meeting.ranks(3, time_limit=1.0, storage_limit=0.1)
     done: list[str] = []
 
     def judge(messages: list[Any]) -> str:
@@ -198,7 +198,7 @@ def test_nobody_commits_what_others_gave_up_and_nobody_gives_up_what_is_sealed(
 
 def test_a_judge_that_stalls_after_the_seal_is_named(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "_GRACE", 0.2)
-    judge, waiting = meeting.ranks(2, time_limit=0.3)
+    judge, waiting = meeting.ranks(2, time_limit=0.3, storage_limit=0.1)
 
     def stall(messages: list[Any]) -> None:
         judge.seal()
@@ -275,7 +275,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(agreement, "time", clock)
+    monkeypatch.setattr(signs, "time", clock)
     return clock
 
 
@@ -303,6 +303,81 @@ def test_signs_of_life_are_sent_seldom(meeting: Meeting, clock: Clock) -> None:
         clock.now += 0.1
         working.beat()
     assert 15 <= int(meeting.server.add(f"{working.name}/beats", 0)) <= 20
+
+
+def test_a_rank_inside_one_long_call_is_not_silent(meeting: Meeting) -> None:
+    waiting, working = meeting.ranks(2, time_limit=0.8)
+
+    def work() -> Any:
+        with working.at_work():
+            time.sleep(2.0)
+        return working.meet("write", "done", len)
+
+    assert outcomes([lambda: waiting.meet("write", "done", len), work]) == [2, 2]
+
+
+def test_a_judge_inside_one_long_call_is_not_silent(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "_GRACE", 0.0)
+    ranks = meeting.ranks(3, time_limit=0.8)
+
+    def judge(messages: list[Any]) -> str:
+        time.sleep(2.0)
+        ranks[0].seal()
+        time.sleep(2.0)
+        return "committed"
+
+    assert outcomes([lambda a=a: a.meet("commit", {}, judge) for a in ranks]) == ["committed"] * 3
+
+
+def test_a_rank_inside_a_call_that_never_returns_is_named(meeting: Meeting) -> None:
+    waiting, stuck = meeting.ranks(2, time_limit=0.4, storage_limit=0.8)
+    named = threading.Event()
+
+    def hang() -> bool:
+        with stuck.at_work():
+            return named.wait(SOON)
+
+    def wait() -> None:
+        try:
+            waiting.meet("write", "done", len)
+        finally:
+            named.set()
+
+    raised, was_named = outcomes([wait, hang])
+    assert was_named
+    assert "rank 1" in same_error([raised], RankMissingError).found
+
+
+def test_steps_keep_the_pulse_of_work_that_takes_longer_than_the_storage_limit(meeting: Meeting) -> None:
+    waiting, working = meeting.ranks(2, time_limit=0.4, storage_limit=0.8)
+
+    def work() -> Any:
+        with working.at_work():
+            for _ in range(6):
+                time.sleep(0.5)
+                working.beat()
+        return working.meet("write", "done", len)
+
+    assert outcomes([lambda: waiting.meet("write", "done", len), work]) == [2, 2]
+
+
+def test_who_only_waits_has_no_pulse(meeting: Meeting) -> None:
+    """Two that wait would keep each other waiting."""
+    first, second = meeting.ranks(3, time_limit=0.4)[:2]
+    with first.at_work(), second.at_work():
+        pass
+    found = outcomes([lambda a=a: a.meet("write", "done", len) for a in (first, second)])
+    assert "rank 2" in same_error(found, RankMissingError).found
+
+
+def test_a_pulse_ends_with_its_store(mortal_meeting: Meeting) -> None:
+    working = mortal_meeting.ranks(2, time_limit=0.4)[1]
+    with working.at_work():
+        mortal_meeting.server = None
+        time.sleep(0.5)
+        assert not [thread for thread in threading.enumerate() if thread.name == "signs of life"]
+    with pytest.raises(RankMissingError, match="rendezvous store"):
+        working.meet("write", "done", len)
 
 
 def test_a_dying_store_is_an_error_with_a_name(mortal_meeting: Meeting) -> None:
@@ -335,6 +410,8 @@ def test_a_single_rank_needs_no_store() -> None:
 
 
 @pytest.mark.parametrize("limit", [0.0, -1.0, float("nan")])
-def test_a_time_limit_must_be_positive(limit: float) -> None:
+def test_a_limit_must_be_positive(limit: float) -> None:
     with pytest.raises(ConfigurationError, match="positive time limit"):
         next_agreement("save", limit)
+    with pytest.raises(ConfigurationError, match="positive storage limit"):
+        next_agreement("save", AMPLE, limit)

@@ -1,0 +1,109 @@
+"""Signs of life: what a rank gives while it works, and how long others wait for it.
+
+Two threads of a rank give them.  The one that works does after each step (`Signs.give`).  While it is inside a single
+call of the storage, which may take minutes (a flush, a rename), the pulse does it in its place (`Signs.at_work`): for
+as long as the last step of the work is not older than the storage limit.  A process that died has no pulse, and one
+that is stuck for good loses it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+STORE_ERRORS = dist.DistError, ConnectionError, OSError
+"""What a call of the rendezvous store raises once nobody serves it any more."""
+
+_POLL = 0.005, 0.2  # seconds between looks, first and longest
+_SELDOM = 5.0  # seconds between signs, where the limit is long
+_log = logging.getLogger(__name__)
+
+
+class Signs:
+    """The signs of life of all ranks in one sequence of meetings: a number in the store, which each adds to.
+
+    Args:
+        store: The store; None with a single rank.
+        name: The sequence's.
+        time_limit: Seconds without any sign after which who waits gives up.
+        storage_limit: Seconds without a step of a rank's own after which its pulse stops.
+    """
+
+    def __init__(self, store: Any, name: str, time_limit: float, storage_limit: float) -> None:
+        self._store, self._key, self._storage_limit = store, f"{name}/beats", storage_limit
+        self._pause = min(_SELDOM, time_limit / 8)
+        self._sent, self._last_step = 0.0, 0.0
+        self._has_pulse = False
+
+    def give(self) -> None:
+        """A step of the work is done.  Cheap: most calls send nothing."""
+        self._last_step = now = time.monotonic()
+        if self._store is not None and now - self._sent > self._pause:
+            self._sent = now
+            self._store.add(self._key, 1)
+
+    def count(self) -> int:
+        """How many signs all ranks have given."""
+        return int(self._store.add(self._key, 0))
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """While the block runs, storage calls in it are no silence.  Blocks may be nested."""
+        self._last_step = time.monotonic()
+        if self._store is None or self._has_pulse:
+            yield
+            return
+        over = threading.Event()
+        pulse = threading.Thread(target=self._pulse, args=(over,), name="signs of life", daemon=True)
+        self._has_pulse = True
+        pulse.start()
+        try:
+            yield
+        finally:
+            over.set()
+            pulse.join(self._pause)  # it may be in a call of a store that has gone
+            self._has_pulse = False
+
+    def _pulse(self, over: threading.Event) -> None:
+        while not over.wait(self._pause):
+            if time.monotonic() - self._last_step > self._storage_limit:
+                continue
+            try:
+                self._store.add(self._key, 1)
+            except STORE_ERRORS as error:  # the next meeting raises it
+                _log.info("no more signs of life can be given: %s", error)
+                return
+
+
+class Watch:
+    """Time since the start or since the last sign of life of any rank.
+
+    Args:
+        signs: What to look at.
+        limit: Seconds without a sign until it is over.
+    """
+
+    def __init__(self, signs: Signs, limit: float) -> None:
+        self._signs, self._limit = signs, limit
+        self._pause, longest = _POLL
+        self._longest = min(longest, max(_POLL[0], limit / 10))
+        self._since, self._signs_seen = time.monotonic(), -1
+        self._next_look, self._look_every = self._since, min(1.0, limit / 8)
+
+    def over(self) -> bool:
+        """Sleep a little; whether the limit has passed."""
+        time.sleep(self._pause)
+        self._pause = min(self._pause * 1.5, self._longest)
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + self._look_every
+            count = self._signs.count()
+            if count != self._signs_seen:
+                self._signs_seen, self._since = count, now
+        return now - self._since > self._limit

@@ -9,11 +9,13 @@ from __future__ import annotations
 import socket
 from typing import Any, ClassVar
 
+from mbridge_fsdp_ckpt.printable import printable
+
 _WIRE_TEXT_LIMIT = 8_000  # characters a text field keeps on its way to other ranks
 
 
 class CheckpointError(Exception):
-    """Base of all named errors of this package.
+    """Base of all named errors of this package.  The message is one line and safe to print, the fields are as given.
 
     Args:
         expected: What should have been there.
@@ -55,7 +57,7 @@ class CheckpointError(Exception):
         )
         where = ", ".join(part for part in parts if part)
         prefix = f"[{where}] " if where else ""
-        return f"{prefix}expected {self.expected}; found {self.found}. {self.remedy}"
+        return printable(f"{prefix}expected {self.expected}; found {self.found}. {self.remedy}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CheckpointError.from_wire, (self.to_wire(),)
@@ -148,7 +150,7 @@ class InternalError(CheckpointError):
 def brief(error: BaseException) -> str:
     """An exception's name and the beginning of its first line."""
     first, *_ = str(error).splitlines() or [""]
-    return f"{type(error).__name__}: {first[:300]}"
+    return printable(f"{type(error).__name__}: {first[:300]}")
 
 
 def describe_unexpected(error: BaseException, *, rank: int | None, doing: str) -> CheckpointError:

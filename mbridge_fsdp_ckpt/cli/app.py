@@ -22,6 +22,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from mbridge_fsdp_ckpt.errors import CheckpointError, describe_unexpected
+from mbridge_fsdp_ckpt.printable import printable
 
 EXIT_CODES = "Exit codes: 0 done; 1 a named error, damage or differences found; 2 wrong usage; 130 interrupted."
 
@@ -76,7 +77,7 @@ def main() -> None:
 def fail(error: CheckpointError, code: int = 1) -> NoReturn:
     """Print a named error in one line, and end."""
     console = Console(stderr=True, soft_wrap=True, highlight=False)
-    console.print(f"{type(error).__name__}: {error}", markup=False, style="red")
+    console.print(as_text(f"{type(error).__name__}: {error}", "red"))
     raise typer.Exit(code)
 
 
@@ -86,15 +87,20 @@ def print_json(data: Any) -> None:
 
 
 def say(text: str = "", style: str = "") -> None:
-    """Print a line, never broken."""
-    Console(highlight=False).print(text, style=style, markup=False, soft_wrap=True)
+    """Print a line, never broken; what a checkpoint says in it is shown, and neither obeyed nor taken for markup."""
+    Console(highlight=False).print(as_text(text, style), soft_wrap=True)
+
+
+def as_text(text: str, style: str = "") -> Text:
+    """Text for rich as it stands, in one line."""
+    return Text(printable(text), style=style)
 
 
 def print_facts(facts: Iterable[tuple[str, str]]) -> None:
     """Print names with what they stand for, side by side."""
     grid = Table.grid("", Column(overflow="fold"), padding=(0, 3, 0, 0))
     for name, text in facts:
-        grid.add_row(name, Text(text))
+        grid.add_row(name, as_text(text))
     _print_columns(grid)
 
 
@@ -111,7 +117,7 @@ def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]], right: S
         number = heading in right
         table.add_column(heading, overflow="fold", justify="right" if number else "left", no_wrap=number)
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*map(as_text, row))
     _print_columns(table)
 
 
@@ -159,7 +165,7 @@ class Bar:
 
     def begin(self, what: str, total: int) -> None:
         """Say what is read, and how much of it there is."""
-        self._progress.update(self._task, description=what, total=total)
+        self._progress.update(self._task, description=printable(what), total=total)
 
     def advance(self, count: int) -> None:
         """So many more bytes were read."""
@@ -171,7 +177,7 @@ def progress_bar() -> Iterator[Bar]:
     """Show progress while the body runs."""
     console = Console(stderr=True)
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),

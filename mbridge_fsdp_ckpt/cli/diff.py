@@ -200,20 +200,28 @@ def _show(places: list[AnyPath], found: Differences) -> None:
     say(f"B  {places[1]}")
     for side, names in (("A", found.only_in_a), ("B", found.only_in_b)):
         if names:
-            say(f"\nOnly in {side}: {len(names)}", style="bold")
+            _head(f"Only in {side}: {len(names)}")
             for name in names:
                 say(f"  {name}")
     for title, pairs in (("Other shape or dtype", found.structure), ("Other state", found.values)):
         if pairs:
-            say(f"\n{title}: {len(pairs)}", style="bold")
+            _head(f"{title}: {len(pairs)}")
             for name, (left, right) in pairs.items():
-                say(f"  {name}\n    A  {left}\n    B  {right}")
+                say(f"  {name}")
+                say(f"    A  {left}")
+                say(f"    B  {right}")
     if found.tensors:
-        say(f"\nOther elements: {len(found.tensors)}", style="bold")
+        _head(f"Other elements: {len(found.tensors)}")
         for key, unequal in found.tensors.items():
-            say(f"  {key}\n    {unequal.elements} of {unequal.total}, max |a - b| {unequal.largest:.6g}")
+            say(f"  {key}")
+            say(f"    {unequal.elements} of {unequal.total}, max |a - b| {unequal.largest:.6g}")
     say()
     for note in found.notes:
         say(f"Note: {note}.")
     say(f"Compared {found.compared} tensors.")
     say("Equal." if found.equal else "Different.", style="bold green" if found.equal else "bold red")
+
+
+def _head(text: str) -> None:
+    say()
+    say(text, style="bold")

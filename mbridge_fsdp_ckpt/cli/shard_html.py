@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Iterable, Mapping
-from html import escape
 
 from mbridge_fsdp_ckpt.cli.app import size_text
 from mbridge_fsdp_ckpt.cli.balance import Balance, balance
 from mbridge_fsdp_ckpt.cli.shard_map import NAMED_RANKS, Bar, ShardMap, colours, describe, elided
 from mbridge_fsdp_ckpt.cli.survey import Survey, key_bytes
+from mbridge_fsdp_ckpt.printable import printable
 
 _NAMES, _BARS, _SHAPES, _ROW = 520, 640, 260, 22  # pixels
 _STYLE = """
@@ -66,7 +67,7 @@ def _facts(found: Survey) -> str:
         *((section, size_text(found.section_bytes(section))) for section in found.sections),
         ("keys", str(len(found.keys))),
     ]
-    return _table((), [(f"<th>{name}</th>", f"<td>{escape(text)}</td>") for name, text in rows if text])
+    return _table((), [(f"<th>{escape(name)}</th>", f"<td>{escape(text)}</td>") for name, text in rows if text])
 
 
 def _ranks(shares: Balance, palette: Mapping[int, str]) -> str:
@@ -112,7 +113,7 @@ def _svg_row(y: int, bar: Bar, palette: Mapping[int, str]) -> str:
 def _keys(bars: list[Bar]) -> str:
     rows = [
         (
-            f'<td class="key" title="{escape(_tooltip(bar))}">{escape(bar.key)}</td>',
+            f'<td class="key" title="{_tooltip(bar)}">{escape(bar.key)}</td>',
             f"<td>{escape(describe(bar.entry))}</td>",
             f'<td class="n">{size_text(key_bytes(bar.entry))}</td>',
             f"<td>{escape(bar.entry.family or '')}</td>",
@@ -124,7 +125,7 @@ def _keys(bars: list[Bar]) -> str:
 
 
 def _tooltip(bar: Bar) -> str:
-    shown = [block.text for block in bar.blocks[:NAMED_RANKS]]
+    shown = [escape(block.text) for block in bar.blocks[:NAMED_RANKS]]
     return "\n".join([*shown, f"and {len(bar.blocks) - NAMED_RANKS} more"] if len(bar.blocks) > NAMED_RANKS else shown)
 
 
@@ -140,3 +141,8 @@ def _table(headings: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     )
     top = f"<thead><tr>{head}</tr></thead>" if headings else ""
     return f"<table>{top}<tbody>{''.join(f'<tr>{"".join(row)}</tr>' for row in rows)}</tbody></table>"
+
+
+def escape(text: str) -> str:
+    """Text as HTML shows it, in an attribute, too."""
+    return html.escape(printable(text))

@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 
 from mbridge_fsdp_ckpt.cli.survey import Survey, key_bytes
 from mbridge_fsdp_ckpt.geometry import Box
+from mbridge_fsdp_ckpt.printable import printable
 from mbridge_fsdp_ckpt.storage.schema import KeyEntry
 
 MAX_KEYS = 100
@@ -150,8 +151,8 @@ def describe(entry: KeyEntry) -> str:
 
 
 def elided(text: str, limit: int) -> str:
-    """Text of at most so many characters, without its middle."""
-    keep = limit - 1
+    """Text of at most so many characters, all of which print, without its middle."""
+    text, keep = printable(text), limit - 1
     return text if len(text) <= limit else f"{text[: keep // 3]}…{text[len(text) - (keep - keep // 3) :]}"
 
 

@@ -11,10 +11,12 @@ from rich.filesize import decimal
 from mbridge_fsdp_ckpt.cli.shard_map import NAMED_RANKS, Bar, ShardMap, colours, describe, elided
 from mbridge_fsdp_ckpt.cli.survey import Survey
 from mbridge_fsdp_ckpt.errors import ConfigurationError
+from mbridge_fsdp_ckpt.printable import printable
 
 _WIDTH, _BAR, _BALANCE = 14.0, 0.215, 1.5  # inches
 _LEFT, _RIGHT = 0.345, 0.155  # of the width: names, shapes
 _INK, _FAINT, _EMPTY = "#222222", "#666666", "#eeeeee"
+_AS_IT_IS: Any = {"parse_math": False}  # a dollar in a key begins no formula
 
 
 def require_matplotlib() -> Any:
@@ -56,7 +58,7 @@ def draw_png(found: Survey, shown: ShardMap) -> bytes:
     _draw_bars(axes, bars, palette)
     for index, note in enumerate(notes):
         place = (bottom - 0.62 - 0.2 * index) / height
-        figure.text(0.015, place, note, fontsize=9, color=_FAINT)
+        figure.text(0.015, place, note, fontsize=9, color=_FAINT, **_AS_IT_IS)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=120)
     return buffer.getvalue()
@@ -66,9 +68,9 @@ def _title(figure: Any, found: Survey, height: float) -> None:
     name = elided(found.directory, 110)
     sizes = ", ".join(f"{section} {decimal(found.section_bytes(section))}" for section in found.sections)
     version = f" {'.'.join(map(str, found.version))}" if found.version else ""
-    figure.text(0.015, 1 - 0.32 / height, name, fontsize=13, fontweight="bold", color=_INK)
+    figure.text(0.015, 1 - 0.32 / height, name, fontsize=13, fontweight="bold", color=_INK, **_AS_IT_IS)
     text = f"{found.format}{version}   ·   {len(found.ranks)} ranks   ·   {len(found.keys)} keys   ·   {sizes}"
-    figure.text(0.015, 1 - 0.6 / height, text, fontsize=10, color=_FAINT)
+    figure.text(0.015, 1 - 0.6 / height, printable(text), fontsize=10, color=_FAINT, **_AS_IT_IS)
 
 
 def _draw_balance(axes: Any, found: Survey, palette: Any) -> None:
@@ -110,7 +112,8 @@ def _draw_bars(axes: Any, bars: list[Bar], palette: Any) -> None:
     axes.add_collection(PatchCollection(patches, facecolors=faces, edgecolors="white", linewidths=edge))
     axes.set_xlim(0, 1)
     axes.set_ylim(max(3, len(bars)) - 0.5, -0.5)
-    axes.set_yticks(range(len(bars)), [elided(bar.key, 68) for bar in bars], fontsize=8, family="monospace")
+    names = [elided(bar.key, 68) for bar in bars]
+    axes.set_yticks(range(len(bars)), names, fontsize=8, family="monospace", **_AS_IT_IS)
     axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["first row", "¼", "½", "¾", "last row"])
     axes.set_title("blocks of each key: rows from left to right, columns from top to bottom", fontsize=10, loc="left")
     for row, bar in enumerate(bars):
@@ -132,4 +135,4 @@ def _notes(found: Survey, shown: ShardMap, bars: list[Bar]) -> list[str]:
         notes.append(f"No key matches {shown.pattern}.")
     if -1 in found.ranks:
         notes.append("Some file names don't tell the rank.")
-    return [line for note in notes for line in textwrap.wrap(note, 150)]
+    return [line for note in notes for line in textwrap.wrap(printable(note), 150)]

@@ -110,7 +110,7 @@ def write(prepared: Prepared, place: Mapping[str, str], agreement: Agreement) ->
     rank, chunks, files, keys = agreement.rank, [], [], {}
     own = [holding for holding in prepared.holdings if holding.piece.writes]
     if own:
-        writer = PayloadWriter(staging / payload)
+        writer = PayloadWriter(staging / payload, progress=agreement.beat)
         try:
             for holding in own:
                 chunks.append(writer.add(holding.key, holding.elements(), holding.box))

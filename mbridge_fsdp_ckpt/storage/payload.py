@@ -8,7 +8,7 @@ copied on the host: a device shard passes through one buffer of the chunk's size
 from __future__ import annotations
 
 import os
-from collections.abc import Buffer, Iterator
+from collections.abc import Buffer, Callable, Iterator
 from contextlib import contextmanager
 from typing import IO, Any, cast
 
@@ -22,6 +22,7 @@ from mbridge_fsdp_ckpt.storage.checksums import HASHED_AT_ONCE, Hasher
 from mbridge_fsdp_ckpt.storage.files import AnyPath, is_local
 from mbridge_fsdp_ckpt.storage.schema import FileEntry
 from mbridge_fsdp_ckpt.storage.table import Chunk
+from mbridge_fsdp_ckpt.storage.writeback import WriteBack
 
 
 class PayloadWriter:
@@ -30,14 +31,16 @@ class PayloadWriter:
     Args:
         path: A file that does not exist yet.
         file_index: Its index in the table's files.
+        progress: Called after every block: a chunk may take minutes.
 
     Raises:
         OSError: The storage refused.
     """
 
-    def __init__(self, path: AnyPath, file_index: int = 0) -> None:
-        self.path, self._file_index = path, file_index
+    def __init__(self, path: AnyPath, file_index: int = 0, progress: Callable[[], None] = lambda: None) -> None:
+        self.path, self._file_index, self._progress = path, file_index, progress
         self._file: IO[bytes] = path.open("xb" if is_local(path) else "wb")
+        self._write_back = WriteBack(self._file.fileno()) if is_local(path) else None
         self._hasher, self._record = Hasher(), Hasher()
         self._position = 0
         self._awaited, self._found = (0, 0), -1
@@ -59,7 +62,10 @@ class PayloadWriter:
             self._file.write(block)
             self._hasher.update(block)
             self._record.update(block)
-        self._position += view.nbytes
+            self._position += block.nbytes
+            if self._write_back is not None:
+                self._write_back.reached(self._position)
+            self._progress()
         return view.nbytes
 
     def flush(self) -> None:

@@ -1,11 +1,29 @@
 """docs/compatibility.md says what the tests prove now."""
 
+import re
+
+from mbridge_fsdp_ckpt.versions import SUPPORTED
 from tests import compatibility
 
 
 def test_the_tables_are_those_of_the_tests() -> None:
     page = compatibility.PAGE.read_text()
     assert compatibility.rewritten(page) == page, "run: python -m tests.compatibility"
+
+
+def test_everybody_who_checks_versions_is_on_the_page() -> None:
+    files = {str(file.relative_to(compatibility.PACKAGE)) for file in compatibility.PACKAGE.rglob("*.py")}
+    assert {file for file in files if compatibility.required(compatibility.PACKAGE / file)} == set(
+        compatibility.CALLERS
+    )
+
+
+def test_every_package_of_the_list_is_on_the_page_as_the_code_has_it() -> None:
+    page = compatibility.PAGE.read_text().replace(">= ", ">=").replace("< ", "<").replace(", ", ",")
+    for package, versions in SUPPORTED.items():
+        assert re.search(rf"^\| {package}[^|]*\| {re.escape(versions.replace('==', ''))} \|", page, re.MULTILINE), (
+            package
+        )
 
 
 def test_every_family_loads_in_three_layouts_that_differ() -> None:

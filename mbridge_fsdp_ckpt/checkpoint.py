@@ -94,7 +94,7 @@ def save(
         answer = agreement.meet("agreement on the plan", _message(prepared, saving.announce), job.judge_plans)
         if answer["disputed"]:
             disputed = saving.disputed(prepared, answer["disputed"])
-            agreement.meet("disagreement on the plan", disputed, job.judge_dispute)
+            answer = agreement.meet("disagreement on the plan", disputed, job.judge_dispute)
         with agreement.at_work():
             written = _attempt(agreement, "writing chunks", lambda: saving.write(prepared, answer, agreement))
         try:

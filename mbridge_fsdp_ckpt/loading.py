@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from mbridge_fsdp_ckpt.agreement import Agreement
 from mbridge_fsdp_ckpt.errors import ConfigurationError, KeyMismatchError, PlanDisagreementError
 from mbridge_fsdp_ckpt.extra_state import Restoration
 from mbridge_fsdp_ckpt.families import default_registry
-from mbridge_fsdp_ckpt.geometry import PRIME, Box
+from mbridge_fsdp_ckpt.geometry import Box
 from mbridge_fsdp_ckpt.inventory import KeyFilter, OptimizerPart, Planned, optimizer_parts, plan_model
 from mbridge_fsdp_ckpt.matching import (
     MODEL_PREFIX,
@@ -25,7 +25,7 @@ from mbridge_fsdp_ckpt.matching import (
     listed,
     slots_by_name,
 )
-from mbridge_fsdp_ckpt.plan import Component, ParameterPlan
+from mbridge_fsdp_ckpt.plan import ParameterPlan, Piece
 from mbridge_fsdp_ckpt.quantization import restorations
 from mbridge_fsdp_ckpt.renaming import under_new_names
 from mbridge_fsdp_ckpt.settings import Settings
@@ -148,33 +148,27 @@ def _same(one: Any, other: Any) -> bool:
 
 def announce(opened: Opened) -> dict[str, Any]:
     """The bounded message for the agreement: which checkpoint, and a sketch of the keys that this rank asked for."""
-    return {"checkpoint": opened.source.identity, "asked": _key_sketch(_declared(opened))}
+    asked = ((key, consensus.key_word(key) * consensus.share_of_one(piece.replica)) for key, piece in _declared(opened))
+    return {"checkpoint": opened.source.identity, "asked": consensus.in_buckets(asked)}
 
 
-def _declared(opened: Opened) -> set[str]:
+def _declared(opened: Opened) -> list[tuple[str, Piece]]:
     """Keys whose first element this rank holds: over all ranks, each key once a replica."""
-    origin = set()
+    declared = []
     for item in opened.planned:
-        origin |= {item.plan.model_key(component) for component in _origins(item.plan)}
+        declared += [(item.plan.model_key(piece.component), piece) for piece in _origins(item.plan)]
     if opened.with_state:
         for part in opened.parts:
             for _, plan in part.parameters():
-                for component in _origins(plan):
-                    slots = opened.slots.get(plan.state_name(component), {})
-                    origin |= {plan.slot_key(component, slot) for slot in slots}
-    return origin & opened.asked
+                for piece in _origins(plan):
+                    slots = opened.slots.get(plan.state_name(piece.component), {})
+                    declared += [(plan.slot_key(piece.component, slot), piece) for slot in slots]
+    return [(key, piece) for key, piece in declared if key in opened.asked]
 
 
-def _origins(plan: ParameterPlan) -> list[Component]:
-    return [piece.component for piece in plan.pieces if piece.is_origin and piece.writes]
-
-
-def _key_sketch(keys: Iterable[str]) -> list[int]:
-    buckets = [0] * consensus.BUCKETS
-    for key in keys:
-        bucket = consensus.bucket_of(key)
-        buckets[bucket] = (buckets[bucket] + consensus.key_word(key)) % PRIME
-    return buckets
+def _origins(plan: ParameterPlan) -> list[Piece]:
+    """A later stage's copy is no replica: the first stage asks for its key."""
+    return [] if plan.layout.is_copy else [piece for piece in plan.pieces if piece.is_origin]
 
 
 def judge(opened: Any, settings: Settings) -> Callable[[list[Any]], dict[str, Any]]:
@@ -188,10 +182,9 @@ def judge(opened: Any, settings: Settings) -> Callable[[list[Any]], dict[str, An
                 found=f"{len(identities)} different ones: {', '.join(sorted(identities))}",
                 remedy="Is the directory on a file system that all hosts share, and settled?",
             )
-        offered = _key_sketch(_offered(opened, settings))
-        negative = [-word % PRIME for word in offered]
-        bad = consensus.add([*(message["asked"] for message in messages), negative])
-        return {"disputed": bad, "unread": _unread_by_choice(opened, settings)}
+        offered = consensus.in_buckets((key, -consensus.key_word(key)) for key in _offered(opened, settings))
+        bad = consensus.add([*(message["asked"] for message in messages), offered])
+        return {"disputed": list(bad), "unread": _unread_by_choice(opened, settings)}
 
     return judged
 
@@ -209,33 +202,36 @@ def _unread_by_choice(opened: Opened, settings: Settings) -> list[str]:
 
 
 def disputed(opened: Opened, buckets: list[int]) -> dict[str, Any]:
-    """Keys that this rank asked for, in the buckets that did not add up."""
+    """Keys that this rank asked for, in the buckets that did not add up, each with the replica that it holds."""
     wanted = set(buckets)
-    asked = sorted(key for key in _declared(opened) if consensus.bucket_of(key) in wanted)
+    asked = sorted((key, p.replica.index) for key, p in _declared(opened) if consensus.bucket_of(key) in wanted)
     return {"asked": asked, "buckets": buckets}
 
 
 def judge_unexpected(opened: Any, settings: Settings) -> Callable[[list[Any]], dict[str, Any]]:
-    """Only where keys of the checkpoint are left over: name them."""
+    """Only where the keys do not add up: name those that nobody asks for.  Some ranks alone may ask for one."""
 
     def judged(messages: list[Any]) -> dict[str, Any]:
-        asked = Counter(key for message in messages for key in message["asked"])
+        asked = Counter((key, replica) for message in messages for key, replica in message["asked"])
+        known = {key for key, _ in asked}
         wanted = {bucket for message in messages for bucket in message["buckets"]}
         offered = [key for key in _offered(opened, settings) if consensus.bucket_of(key) in wanted]
-        unexpected = [key for key in offered if key not in asked]
-        twice = sorted(key for key, times in asked.items() if times > 1)
-        if not unexpected and twice:
+        unexpected = [key for key in offered if key not in known]
+        if unexpected:
+            raise KeyMismatchError(
+                expected="every key of the checkpoint to have a place in the model",
+                found=f"{len(unexpected)} unexpected: {listed(unexpected)}",
+                remedy="Load a checkpoint of the same model, or name keys to leave unread in allow_unexpected.",
+            )
+        twice = sorted({key for (key, _), times in asked.items() if times > 1})
+        if twice:
             raise PlanDisagreementError(
-                expected="one rank to hold the first element of a tensor",
+                expected="one rank to hold the first element of a replica",
                 found=f"{len(twice)} keys of which several do: {listed(twice)}",
                 remedy="The ranks hold different models, or do not know of each other. Nothing was changed.",
                 key=twice[0],
             )
-        raise KeyMismatchError(
-            expected="every key of the checkpoint to have a place in the model",
-            found=f"{len(unexpected)} unexpected: {listed(unexpected)}",
-            remedy="Load a checkpoint of the same model, or name keys to leave unread in allow_unexpected.",
-        )
+        return {"unread": _unread_by_choice(opened, settings)}
 
     return judged
 

@@ -208,9 +208,10 @@ def _layout(tensor: Any, key: str, optimizer_name: str, context: ParameterContex
     replicated = [tensor_parallel] if dim is None else []
     if is_shared_by_experts(context):
         replicated.append(_expert_parallel())
-    if index.use_hybrid_fsdp and not index.hsdp_outer_dp_shard:
+    is_whole = shard is None or not math.prod(shape)
+    if index.use_hybrid_fsdp and (is_whole or not index.hsdp_outer_dp_shard):
         replicated.append(_axis(index, index.dp_outer_dim, is_expert))
-    if shard is None:
+    if is_whole:
         replicated.append(_axis(index, index.dp_shard_dim, is_expert))
     return ParameterLayout(key, optimizer_name, shape, dim, tensor_parallel, flat, _combine(replicated))
 

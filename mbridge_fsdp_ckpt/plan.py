@@ -70,8 +70,8 @@ class Piece:
 
     @property
     def is_origin(self) -> bool:
-        """Whether it holds the component's first element: exactly one writer's piece does."""
-        return self.box.volume > 0 and not any(self.box.offset)
+        """Whether it holds the component's first element, or would: exactly one writer's piece does."""
+        return not any(self.box.offset) and (self.box.volume > 0 or not math.prod(self.component.global_shape))
 
     def block(self, shard: Any) -> Any:
         """The block as a view of the flattened shard, an array or tensor; shaped as the box."""
@@ -170,6 +170,8 @@ def _at(shape: Shape, dim: int, offset: int) -> Shape:
 
 
 def _pieces(layout: ParameterLayout, strands: tuple[_Strand, ...]) -> Iterator[Piece]:
+    if not math.prod(layout.local_shape):
+        yield from _empty_pieces(layout, strands)
     for outer, part in boxes_of(layout.flat, layout.local_shape):
         held = part.shift(-layout.flat.start)
         for strand in strands:
@@ -177,11 +179,22 @@ def _pieces(layout: ParameterLayout, strands: tuple[_Strand, ...]) -> Iterator[P
             if common is None:
                 continue
             source, shape, inner = _place(common, outer, held)
-            replica = _replica(layout, strand)
-            name = strand.component.name_of(layout.key)
-            writes = not layout.is_copy and replica.index == owner(name, replica.count)
+            replica = _replica(layout, strand.replicated)
+            writes = _writes(layout, strand.component, replica)
             box = _to_global(_moved(common, strand), strand, layout)
             yield Piece(strand.component, box, source, shape, inner, replica, writes)
+
+
+def _empty_pieces(layout: ParameterLayout, strands: tuple[_Strand, ...]) -> Iterator[Piece]:
+    """A tensor without elements has a key all the same, and is whole on every rank: nothing of it can be cut."""
+    replica = _replica(layout, replicated=True)
+    for component in dict.fromkeys(strand.component for strand in strands):
+        box, writes = whole(component.global_shape), _writes(layout, component, replica)
+        yield Piece(component, box, FlatRange(0, 0), box.size, box, replica, writes)
+
+
+def _writes(layout: ParameterLayout, component: Component, replica: Axis) -> bool:
+    return not layout.is_copy and replica.index == owner(component.name_of(layout.key), replica.count)
 
 
 def _place(common: Box, outer: Box, held: FlatRange) -> tuple[FlatRange, Shape, Box]:
@@ -207,8 +220,8 @@ def _to_global(box: Box, strand: _Strand, layout: ParameterLayout) -> Box:
     return Box((*box.offset[:dim], shifted, *box.offset[dim + 1 :]), box.size)
 
 
-def _replica(layout: ParameterLayout, strand: _Strand) -> Axis:
+def _replica(layout: ParameterLayout, replicated: bool) -> Axis:
     """Replicas of the parameter; for rows that every tensor-parallel rank has, those ranks too."""
-    if layout.tensor_parallel_dim is None or not strand.replicated:
+    if layout.tensor_parallel_dim is None or not replicated:
         return layout.replica
     return layout.replica.within(layout.tensor_parallel)

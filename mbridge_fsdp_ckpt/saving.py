@@ -11,7 +11,8 @@ from typing import Any
 
 from mbridge_fsdp_ckpt import FORMAT_NAME, consensus
 from mbridge_fsdp_ckpt.agreement import Agreement
-from mbridge_fsdp_ckpt.errors import ConfigurationError, PlanDisagreementError
+from mbridge_fsdp_ckpt.consensus import Block
+from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.inventory import (
     Holding,
     KeyFilter,
@@ -41,9 +42,10 @@ _WRITERS = ("mbridge-fsdp-ckpt", "torch", "megatron-core", "megatron-bridge", "t
 
 @dataclass(slots=True)
 class Prepared:
-    """What one rank is about to write."""
+    """What one rank is about to write; `sketch` is what the others learn of it."""
 
     holdings: list[Holding]
+    sketch: list[int]
     header: dict[str, Any]
     sections: tuple[str, ...]
     strategy: str
@@ -73,7 +75,9 @@ def prepare(
         "values": encode(dict(rank_values or {}), "rank_values"),
         "extra_state": encode(own_states(model), "extra_state"),
     }
-    return Prepared(holdings + slots, header, ("model", "optimizer") if parts else ("model",), sharding_strategy(model))
+    holdings += slots
+    sections = ("model", "optimizer") if parts else ("model",)
+    return Prepared(holdings, consensus.sketch(map(Block.of, holdings)), header, sections, sharding_strategy(model))
 
 
 def _encode_group(hyperparameters: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
@@ -83,7 +87,7 @@ def _encode_group(hyperparameters: Mapping[str, Any], names: list[str]) -> dict[
 def announce(prepared: Prepared) -> dict[str, Any]:
     """The bounded message for the agreement."""
     return {
-        "sketch": consensus.sketch(prepared.holdings),
+        "sketch": prepared.sketch,
         "sections": list(prepared.sections),
         "strategy": prepared.strategy,
     }
@@ -91,7 +95,7 @@ def announce(prepared: Prepared) -> dict[str, Any]:
 
 def disputed(prepared: Prepared, buckets: list[int]) -> list[list[Any]]:
     """This rank's blocks in the buckets that did not add up."""
-    return consensus.blocks_in(prepared.holdings, buckets)
+    return consensus.blocks_in(map(Block.of, prepared.holdings), buckets)
 
 
 def write(prepared: Prepared, place: Mapping[str, str], agreement: Agreement) -> dict[str, Any]:
@@ -153,6 +157,7 @@ class Job:
     _commit: Commit | None = field(default=None)
     _sections: tuple[str, ...] = field(default=())
     _strategy: str = field(default="")
+    _remainders: dict[int, int] = field(default_factory=dict)
 
     def judge_plans(self, messages: list[Any]) -> dict[str, Any]:
         """First meeting: do the plans tile every tensor?  Makes the staging directory if so."""
@@ -163,19 +168,22 @@ class Job:
                 found=" and ".join(", ".join(s) for s in sorted(sections)),
                 remedy="Pass the optimizer on every rank, or on none.",
             )
-        bad = consensus.add([message["sketch"] for message in messages])
-        if bad:
-            return {"disputed": bad}
         self._sections, self._strategy = sections.pop(), messages[0]["strategy"]
+        self._remainders = consensus.add([message["sketch"] for message in messages])
+        return {"disputed": list(self._remainders)} if self._remainders else self._begin()
+
+    def judge_dispute(self, messages: list[Any]) -> dict[str, Any]:
+        """Only where plans do not add up: tensors that some ranks do not hold may be in order all the same."""
+        consensus.judge(messages, self._remainders)
+        return self._begin()
+
+    def _begin(self) -> dict[str, Any]:
+        """Make the staging directory; returns where to write."""
         commit.recover(self.target)
         for path in commit.remove_leftovers(self.target.parent):
             _log.warning("removed %s, which a save that died had left behind", path)
         self._commit = commit.begin(self.target, self.settings.commit)
         return {"disputed": [], "directory": str(self._commit.directory), "suffix": self._commit.suffix}
-
-    def judge_dispute(self, messages: list[Any]) -> None:
-        """Only after a failed first meeting: name the keys and ranks."""
-        raise consensus.disagreement(messages)
 
     def judge_written(self, messages: list[Any]) -> None:
         """Second meeting: check what all ranks wrote, write the head, commit."""
@@ -190,7 +198,7 @@ class Job:
             for file in header.files:
                 check_file(directory, file)
                 flushed.add(file.name)
-            _declare(declared_by, header)
+            consensus.declare(declared_by, header.rank, header.keys)
             keys.update(header.keys)
             self.agreement.beat()
         manifest = Manifest(
@@ -223,19 +231,6 @@ class Job:
                 self._commit.abort()
             except OSError:
                 _log.warning("could not remove %s", self._commit.directory, exc_info=True)
-
-
-def _declare(declared_by: dict[str, int], header: TableHeader) -> None:
-    """Two ranks that each hold all of a tensor leave nothing in the sketch: both declare its key."""
-    for key in header.keys:
-        if key in declared_by:
-            raise PlanDisagreementError(
-                expected="one rank to write the first element of a tensor",
-                found=f"ranks {declared_by[key]} and {header.rank} did",
-                remedy="The ranks hold different models, or do not know of each other. Nothing was committed.",
-                key=key,
-            )
-        declared_by[key] = header.rank
 
 
 def _writer_versions() -> dict[str, str]:

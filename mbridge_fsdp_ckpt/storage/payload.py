@@ -87,7 +87,8 @@ class PayloadWriter:
         raw = host_bytes(elements)
         start, self._record = self._position, Hasher()
         self._awaited, self._found = (_place(memoryview(raw)) if raw.nbytes else (0, 0)), -1
-        record = torch.from_numpy(raw).view(elements.dtype).reshape(box.size)
+        flat = torch.from_numpy(raw).view(elements.dtype) if raw.nbytes else torch.empty(0, dtype=elements.dtype)
+        record = flat.reshape(box.size)
         try:
             with _without_crc32():
                 torch.save(record, cast("IO[bytes]", self))

@@ -19,9 +19,10 @@ def holdings(
     dtype: str = "float32",
     replica: tuple[int, int] = (0, 1),
     gated: bool = False,
+    is_copy: bool = False,
 ) -> list[Holding]:
     """What a rank holds that has the elements [start, stop) of one parameter."""
-    layout = ParameterLayout(key, key, shape, None, Axis(0, 1), FlatRange(start, stop), Axis(*replica))
+    layout = ParameterLayout(key, key, shape, None, Axis(0, 1), FlatRange(start, stop), Axis(*replica), is_copy)
     claim = Claim("gated", 1, (Segment("_w", shape[0] // 2), Segment("_v", shape[0] // 2))) if gated else None
     plan = plan_parameter(layout, claim)
     flat = torch.zeros(stop - start)
@@ -31,8 +32,8 @@ def holdings(
     ]
 
 
-def scalar(key: str = "step") -> Holding:
+def scalar(key: str = "step", replica: tuple[int, int] = (0, 1)) -> Holding:
     """A slot of one number."""
-    layout = ParameterLayout(key, key, (4, 3), None, Axis(0, 1), FlatRange(0, 12), Axis(0, 1))
+    layout = ParameterLayout(key, key, (4, 3), None, Axis(0, 1), FlatRange(0, 12), Axis(*replica))
     plan = plan_parameter(layout, None)
     return Holding(key, KeyEntry(dtype="float32", shape=(), kind="tensor"), plan.pieces[0], torch.zeros(()), plan)

@@ -2,23 +2,35 @@
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from mbridge_fsdp_ckpt import consensus
+from mbridge_fsdp_ckpt.consensus import Block
+from mbridge_fsdp_ckpt.errors import PlanDisagreementError
+from mbridge_fsdp_ckpt.geometry import Shape
 from mbridge_fsdp_ckpt.inventory import Holding
+from mbridge_fsdp_ckpt.plan import owner
 from tests.unit.holdings import holdings, scalar
 
 
-def judge(ranks: Sequence[Sequence[Holding]]) -> list[int]:
-    return consensus.add(json.loads(json.dumps([consensus.sketch(rank) for rank in ranks])))
+def remainders(ranks: Sequence[Sequence[Holding]]) -> dict[int, int]:
+    return consensus.add(json.loads(json.dumps([consensus.sketch(map(Block.of, rank)) for rank in ranks])))
+
+
+def judge(ranks: Sequence[Sequence[Holding]]) -> None:
+    """Both meetings about a plan."""
+    bad = remainders(ranks)
+    if bad:
+        rows = [consensus.blocks_in(map(Block.of, rank), bad) for rank in ranks]
+        consensus.judge(json.loads(json.dumps(rows)), bad)
 
 
 def named(ranks: Sequence[Sequence[Holding]]) -> str:
-    bad = judge(ranks)
-    assert bad
-    blocks = json.loads(json.dumps([consensus.blocks_in(rank, bad) for rank in ranks]))
-    return consensus.disagreement(blocks).found
+    with pytest.raises(PlanDisagreementError) as caught:
+        judge(ranks)
+    return caught.value.found
 
 
 BUCKET = consensus.bucket_of("model.weight")
@@ -49,7 +61,8 @@ def test_words_of_keys_differ_and_repeat() -> None:
     ],
 )
 def test_plans_that_tile_leave_no_bucket(ranks: list[list[Holding]]) -> None:
-    assert judge(ranks) == []
+    assert remainders(ranks) == {}
+    judge(ranks)
 
 
 @pytest.mark.parametrize(
@@ -68,27 +81,32 @@ def test_plans_that_tile_leave_no_bucket(ranks: list[list[Holding]]) -> None:
     ],
 )
 def test_plans_that_do_not_tile_leave_the_bucket_of_their_key(ranks: list[list[Holding]]) -> None:
-    assert judge(ranks) == [BUCKET]
+    assert list(remainders(ranks)) == [BUCKET]
+    named(ranks)
 
 
 def test_a_bad_component_is_told_from_a_good_one() -> None:
     ranks = [holdings(0, 6, gated=True), holdings(9, 12, gated=True)]
-    assert judge(ranks) == [consensus.bucket_of("model.weight_v")]
+    assert list(remainders(ranks)) == [consensus.bucket_of("model.weight_v")]
 
 
 def test_blocks_are_those_in_the_wanted_buckets() -> None:
     mine = holdings(2, 8) + holdings(0, 12, key="other") + [scalar("model.weight")]
     assert consensus.bucket_of("model.other") != BUCKET
-    assert consensus.blocks_in(mine, [BUCKET]) == [
-        ["model.weight", "float32 [4, 3]", "0 of 1", [0, 2], [1, 1]],
-        ["model.weight", "float32 [4, 3]", "0 of 1", [1, 0], [1, 3]],
-        ["model.weight", "float32 [4, 3]", "0 of 1", [2, 0], [1, 2]],
+    weight: list[Any] = ["model.weight", "float32", "sharded", [4, 3]]
+    assert consensus.blocks_in(map(Block.of, mine), [BUCKET]) == [
+        [*weight, [0, 2], [1, 1], 0, 1, False, True],
+        [*weight, [1, 0], [1, 3], 0, 1, False, True],
+        [*weight, [2, 0], [1, 2], 0, 1, False, True],
+        ["model.weight", "float32", "tensor", [], [], [], 0, 1, False, True],
     ]
 
 
-def test_a_rank_names_a_bounded_number_of_blocks() -> None:
-    many = holdings(0, 12) * 1000
-    assert len(consensus.blocks_in(many, [BUCKET])) == 500
+def test_a_rank_names_a_bounded_number_of_blocks_the_replicated_first() -> None:
+    many = holdings(0, 12) * 1000 + holdings(0, 12, replica=(1, 2))
+    rows = consensus.blocks_in(map(Block.of, many), [BUCKET])
+    assert len(rows) == 500
+    assert [row[6:8] for row in rows[:2]] == [[1, 2], [0, 1]]
 
 
 @pytest.mark.parametrize(
@@ -113,25 +131,78 @@ def test_the_error_names_key_and_ranks(ranks: list[list[Holding]], words: list[s
     assert [word for word in words if word not in found] == []
 
 
+def row(key: str, *box: list[int], shape: int = 4) -> list[Any]:
+    return [key, "float32", "sharded", [shape], *box, 0, 1, False, True]
+
+
+def judged(rows: list[list[list[Any]]], unnamed: int = 0) -> str:
+    """What is found in blocks that the ranks named, where others that add up to `unnamed` were not."""
+    blocks = [[Block.from_wire(row) for row in rank] for rank in rows]
+    bad = consensus.add(map(consensus.sketch, blocks))
+    with pytest.raises(PlanDisagreementError) as caught:
+        consensus.judge(rows, {bucket: bad.get(bucket, 0) + unnamed for bucket in bad or [BUCKET]})
+    return caught.value.found
+
+
 def test_good_keys_that_share_a_bucket_are_not_named() -> None:
-    found = consensus.disagreement(
-        [
-            [["bad", "float32 [4]", "0 of 1", [0], [1]], ["good", "float32 [4]", "0 of 1", [0], [2]]],
-            [["good", "float32 [4]", "0 of 1", [2], [2]]],
-        ]
-    ).found
+    found = judged([[row("bad", [0], [1]), row("good", [0], [2])], [row("good", [2], [2])]])
     assert found.startswith("bad: no rank holds 3 of 4")
     assert "good" not in found
 
 
 def test_many_bad_keys_are_counted_not_listed() -> None:
-    blocks = [[f"key{n:02d}", "float32 [4]", "0 of 1", [0], [1]] for n in range(25)]
-    found = consensus.disagreement([blocks]).found
+    found = judged([[row(f"key{n:02d}", [0], [1]) for n in range(25)]])
     assert "key09" in found
     assert "key10" not in found
     assert "15 more keys" in found
 
 
 def test_a_contradiction_beyond_the_named_blocks_still_fails() -> None:
-    good = [["key", "float32 [4]", "0 of 1", [0], [4]]]
-    assert "beyond" in consensus.disagreement([good]).found
+    assert "beyond" in judged([[row("key", [0], [4])]], unnamed=1)
+
+
+WRITER = owner("weight", 2)
+
+
+def test_a_tensor_whose_writer_is_missing_is_refused() -> None:
+    """All that exists tiles, and nobody writes."""
+    found = named([holdings(0, 12, replica=(1 - WRITER, 2)), holdings(0, 12, key="other")])
+    assert found == "model.weight: no rank writes it: rank 0 hold it, but not the one of 2 that is to"
+
+
+def test_a_tensor_that_only_its_writer_holds_is_in_order() -> None:
+    ranks = [holdings(0, 12, replica=(WRITER, 2)), holdings(0, 12, key="other")]
+    assert list(remainders(ranks)) == [BUCKET]
+    judge(ranks)
+
+
+def test_a_scalar_whose_writer_is_missing_is_refused() -> None:
+    assert "no rank writes it" in named([[scalar(replica=(1 - owner("step", 2), 2))]])
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (3, 0)])
+def test_a_tensor_without_elements_is_written_once(shape: Shape) -> None:
+    assert remainders([holdings(0, 0, shape=shape, replica=(r, 3)) for r in range(3)]) == {}
+    writer = owner("weight", 3)
+    lost = [holdings(0, 0, shape=shape, replica=(r, 3)) for r in range(3) if r != writer]
+    assert "no rank writes it" in named(lost)
+
+
+def test_ranks_that_count_replicas_otherwise_are_named() -> None:
+    ranks = [holdings(0, 12, replica=(0, 2)), holdings(0, 12, replica=(1, 3))]
+    assert "rank 0 says 2 ranks hold each block, rank 1 says 3" in named(ranks)
+
+
+def test_a_later_stages_copies_are_in_order_where_the_first_stage_writes() -> None:
+    copies = [holdings(0, 12, is_copy=True), holdings(0, 6, is_copy=True), holdings(6, 12, is_copy=True)]
+    judge([holdings(0, 12), *copies])
+    assert "no rank writes it: rank 0, 1, 2 hold it" in named(copies)
+
+
+def test_two_that_do_not_know_of_each_other_declare_a_key_twice() -> None:
+    ranks = [holdings(0, 12), holdings(0, 12)]
+    assert remainders(ranks) == {}
+    declared: dict[str, int] = {}
+    consensus.declare(declared, 0, ["model.weight", "model.bias"])
+    with pytest.raises(PlanDisagreementError, match=r"model\.weight.*ranks 0 and 1 did"):
+        consensus.declare(declared, 1, ["model.other", "model.weight"])

@@ -42,7 +42,9 @@ def claim(rows: Rows) -> Claim | None:
         pytest.param(layout((), (0, 1)), (), {"": ()}, [("", (), (), 0, 1)], id="a scalar"),
         pytest.param(layout((4, 3), (0, 0)), (), {"": (4, 3)}, [], id="an empty shard"),
         pytest.param(layout((8, 3), (24, 24)), GATED, {"_w": (4, 3), "_v": (4, 3)}, [], id="an empty shard, fused"),
-        pytest.param(layout((0, 3), (0, 0)), (), {"": (0, 3)}, [], id="a parameter without elements"),
+        pytest.param(
+            layout((0, 3), (0, 0)), (), {"": (0, 3)}, [("", (0, 0), (0, 3), 0, 0)], id="a parameter without elements"
+        ),
         pytest.param(
             layout((4, 3), (3, 9), 0, (1, 2)), (), {"": (8, 3)}, [("", (5, 0), (2, 3), 0, 6)], id="column parallel"
         ),

@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from mbridge_fsdp_ckpt import saving
+from mbridge_fsdp_ckpt import consensus, saving
 from mbridge_fsdp_ckpt.agreement import Agreement
+from mbridge_fsdp_ckpt.consensus import Block
 from mbridge_fsdp_ckpt.errors import ConfigurationError, DamagedCheckpointError, PlanDisagreementError
 from mbridge_fsdp_ckpt.inventory import Holding
+from mbridge_fsdp_ckpt.plan import owner
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.source import open_checkpoint
 from tests.unit.holdings import holdings
@@ -21,7 +23,7 @@ def agreement(rank: int) -> Agreement:
 
 def prepared(held: list[Holding], sections: tuple[str, ...] = ("model",)) -> saving.Prepared:
     header: dict[str, Any] = {"coordinates": {}, "parameter_groups": [], "stateless": [], "values": None}
-    return saving.Prepared(held, header, sections, "optim_grads_params")
+    return saving.Prepared(held, consensus.sketch(map(Block.of, held)), header, sections, "optim_grads_params")
 
 
 def job(target: Path) -> saving.Job:
@@ -34,7 +36,7 @@ def save(target: Path, ranks: list[saving.Prepared]) -> None:
     try:
         answer = running.judge_plans([saving.announce(rank) for rank in ranks])
         if answer["disputed"]:
-            running.judge_dispute([saving.disputed(rank, answer["disputed"]) for rank in ranks])
+            answer = running.judge_dispute([saving.disputed(rank, answer["disputed"]) for rank in ranks])
         running.judge_written([saving.write(rank, answer, agreement(number)) for number, rank in enumerate(ranks)])
     finally:
         running.clean_up()
@@ -80,6 +82,24 @@ def test_a_tensor_that_is_not_held_once_is_named_and_not_committed(
     with pytest.raises(PlanDisagreementError, match=f"model.weight.*{found}"):
         save(target, [prepared(rank) for rank in ranks])
     assert nothing_was_left(target)
+
+
+def test_a_rank_that_has_a_key_twice_is_refused() -> None:
+    with pytest.raises(PlanDisagreementError, match=r"model\.weight.*several on one rank"):
+        prepared(holdings(0, 12) + holdings(0, 12))
+
+
+@pytest.mark.parametrize("on_writer", [True, False])
+def test_a_tensor_that_one_rank_holds_is_saved_if_it_is_to_write_it(target: Path, on_writer: bool) -> None:
+    holder = owner("weight", 2) if on_writer else 1 - owner("weight", 2)
+    ranks = [prepared(holdings(0, 12, replica=(r, 2)) if r == holder else []) for r in range(2)]
+    if on_writer:
+        save(target, ranks)
+        assert list(open_checkpoint(target).keys) == ["model.weight"]
+    else:
+        with pytest.raises(PlanDisagreementError, match=f"model.weight: no rank writes it: rank {holder} hold it"):
+            save(target, ranks)
+        assert nothing_was_left(target)
 
 
 def test_ranks_that_save_other_sections_are_refused(target: Path) -> None:

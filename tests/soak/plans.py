@@ -1,0 +1,230 @@
+"""Random plans of random jobs, damaged at random, and by counting elements whether each is still written once."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from mbridge_fsdp_ckpt import consensus
+from mbridge_fsdp_ckpt.consensus import Block
+from mbridge_fsdp_ckpt.errors import PlanDisagreementError
+from mbridge_fsdp_ckpt.geometry import Box, FlatRange, whole
+from mbridge_fsdp_ckpt.inventory import Holding
+from mbridge_fsdp_ckpt.layout import Axis, ParameterLayout
+from mbridge_fsdp_ckpt.plan import plan_parameter
+from mbridge_fsdp_ckpt.storage.schema import KeyEntry
+
+Plans = list[list[Block]]
+"""By rank."""
+
+MAX_RANKS = 24
+
+
+def plans_of_a_job(rng: random.Random) -> Plans:
+    """What the ranks of one job plan for a few tensors, some of which only some ranks hold."""
+    shards, tensor, instances = rng.randint(1, 4), rng.randint(1, 3), rng.randint(1, 2)
+    plans: Plans = [[] for _ in range(shards * tensor * instances)]
+    for number in range(rng.randint(1, 3)):
+        draw = rng.choice((_parameter, _parameter, _buffer, _tied))
+        for rank, layout in draw(rng, f"layers.{number}.weight", (shards, tensor, instances)):
+            plans[rank] += blocks_of(layout, with_step=rng.random() < 0.0 or number == 0)
+    return plans
+
+
+def blocks_of(layout: ParameterLayout, *, with_step: bool) -> list[Block]:
+    """Blocks of a weight, and of a scalar beside it."""
+    plan, blocks = plan_parameter(layout, None), []
+    for piece in plan.pieces:
+        entry = KeyEntry(dtype="float32", shape=piece.component.global_shape)
+        blocks.append(Block.of(Holding(plan.model_key(piece.component), entry, piece, None, plan)))  # type: ignore[arg-type]
+        if with_step and piece.is_origin and not layout.is_copy:
+            step = KeyEntry(dtype="float32", shape=(), kind="tensor")
+            blocks.append(Block.of(Holding(f"{layout.key}.step", step, piece, None, plan)))  # type: ignore[arg-type]
+    return blocks
+
+
+def _shape(rng: random.Random) -> tuple[int, ...]:
+    return tuple(
+        rng.choice((0, 1, 2, 3, 4, 5) if rng.random() < 0.2 else (1, 2, 3, 4)) for _ in range(rng.randint(1, 3))
+    )
+
+
+def _parameter(rng: random.Random, key: str, sizes: tuple[int, int, int]) -> list[tuple[int, ParameterLayout]]:
+    """Cut over data-parallel shards, cut or copied over tensor-parallel ranks, copied over instances."""
+    shards, tensor, instances = sizes
+    shape, dim = _shape(rng), None
+    if tensor > 1 and rng.random() < 0.6:
+        dim = rng.randrange(len(shape))
+    elements = int(np.prod(shape))
+    cuts = [0, *sorted(rng.randint(0, elements) for _ in range(shards - 1)), elements]
+    found = []
+    for rank in range(shards * tensor * instances):
+        shard, place, instance = rank % shards, rank // shards % tensor, rank // shards // tensor
+        replica = (
+            Axis(instance, instances) if dim is not None else Axis(instance, instances).within(Axis(place, tensor))
+        )
+        if not elements:
+            replica = replica.within(Axis(shard, shards))
+        flat = FlatRange(cuts[shard], cuts[shard + 1])
+        found.append((rank, ParameterLayout(key, key, shape, dim, Axis(place, tensor), flat, replica)))
+    return found
+
+
+def _buffer(rng: random.Random, key: str, sizes: tuple[int, int, int]) -> list[tuple[int, ParameterLayout]]:
+    """Whole on every rank; now and then on some alone, whether the one that is to write it is among them or not."""
+    ranks, shape = int(np.prod(sizes)), _shape(rng)
+    holders = range(ranks) if rng.random() < 0.6 else sorted(rng.sample(range(ranks), rng.randint(1, ranks)))
+    flat = FlatRange(0, int(np.prod(shape)))
+    return [(rank, ParameterLayout(key, "", shape, None, Axis(0, 1), flat, Axis(rank, ranks))) for rank in holders]
+
+
+def _tied(rng: random.Random, key: str, sizes: tuple[int, int, int]) -> list[tuple[int, ParameterLayout]]:
+    """Held once by the first ranks, and by the last as a later stage's copy; either may be missing."""
+    ranks, shape = int(np.prod(sizes)), _shape(rng)
+    flat = FlatRange(0, int(np.prod(shape)))
+    layout = ParameterLayout(key, key, shape, None, Axis(0, 1), flat, Axis(0, 1))
+    copy = (ranks - 1, replace(layout, is_copy=True))
+    return [copy] if rng.random() < 0.1 else [(0, layout), copy] if ranks > 1 else [(0, layout)]
+
+
+Damage = Callable[[random.Random, Plans], None]
+
+
+def _some(rng: random.Random, plans: Plans) -> tuple[int, int]:
+    rank = rng.choice([rank for rank, blocks in enumerate(plans) if blocks])
+    return rank, rng.randrange(len(plans[rank]))
+
+
+def lose_a_block(rng: random.Random, plans: Plans) -> None:
+    rank, number = _some(rng, plans)
+    del plans[rank][number]
+
+
+def double_a_block(rng: random.Random, plans: Plans) -> None:
+    rank, number = _some(rng, plans)
+    plans[rng.randrange(len(plans))].append(plans[rank][number])
+
+
+def give_a_block_away(rng: random.Random, plans: Plans) -> None:
+    """Harmless: it is written once, by another rank."""
+    rank, number = _some(rng, plans)
+    plans[rng.randrange(len(plans))].append(plans[rank].pop(number))
+
+
+def move_a_block(rng: random.Random, plans: Plans) -> None:
+    rank, number = _some(rng, plans)
+    block = plans[rank][number]
+    room = [n - size for n, size in zip(block.shape, block.box.size, strict=True)]
+    offset = tuple(rng.randint(0, free) for free in room)
+    plans[rank][number] = replace(block, box=Box(offset, block.box.size))
+
+
+def change_who_writes(rng: random.Random, plans: Plans) -> None:
+    rank, number = _some(rng, plans)
+    block = plans[rank][number]
+    plans[rank][number] = replace(block, writes=not block.writes)
+
+
+def lose_a_key_on_a_rank(rng: random.Random, plans: Plans) -> None:
+    rank, number = _some(rng, plans)
+    plans[rank][:] = [block for block in plans[rank] if block.key != plans[rank][number].key]
+
+
+def lose_a_replica(rng: random.Random, plans: Plans) -> None:
+    rank, number = _some(rng, plans)
+    lost = plans[rank][number]
+    for blocks in plans:
+        blocks[:] = [block for block in blocks if (block.key, block.replica) != (lost.key, lost.replica)]
+
+
+def double_a_key(rng: random.Random, plans: Plans) -> None:
+    """Another set of ranks holds the tensor and does not know of the first."""
+    rank, number = _some(rng, plans)
+    key = plans[rank][number].key
+    twice = [[block for block in blocks if block.key == key] for blocks in plans]
+    shift = rng.randrange(len(plans))
+    for rank, blocks in enumerate(twice):
+        plans[(rank + shift) % len(plans)] += blocks
+
+
+def change_the_count_of_replicas(rng: random.Random, plans: Plans) -> None:
+    rank, number = _some(rng, plans)
+    block = plans[rank][number]
+    plans[rank][number] = replace(block, replica=Axis(block.replica.index, block.replica.count + rng.randint(1, 3)))
+
+
+def change_the_replica(rng: random.Random, plans: Plans) -> None:
+    rank, number = _some(rng, plans)
+    block = plans[rank][number]
+    plans[rank][number] = replace(block, replica=Axis(rng.randrange(block.replica.count), block.replica.count))
+
+
+def change_the_dtype(rng: random.Random, plans: Plans) -> None:
+    rank, number = _some(rng, plans)
+    plans[rank][number] = replace(plans[rank][number], dtype="bfloat16")
+
+
+def change_the_shape(rng: random.Random, plans: Plans) -> None:
+    rank, number = _some(rng, plans)
+    block = plans[rank][number]
+    plans[rank][number] = replace(block, shape=tuple(n + rng.randint(0, 2) for n in block.shape))
+
+
+DAMAGES: tuple[Damage, ...] = (
+    lose_a_block,
+    double_a_block,
+    give_a_block_away,
+    move_a_block,
+    change_who_writes,
+    lose_a_key_on_a_rank,
+    lose_a_replica,
+    double_a_key,
+    change_the_count_of_replicas,
+    change_the_replica,
+    change_the_dtype,
+    change_the_shape,
+)
+
+
+def is_written_once(plans: Plans) -> bool:
+    """Whether each element of each planned key is written by one rank, and all mean the same tensor: by counting."""
+    tensors: dict[str, set[Any]] = defaultdict(set)
+    written: dict[str, list[Block]] = defaultdict(list)
+    for block in (block for blocks in plans for block in blocks):
+        tensors[block.key].add((block.dtype, block.kind, block.shape))
+        if block.writes:
+            written[block.key].append(block)
+    return all(len(tensor) == 1 and _counts(written[key]) for key, tensor in tensors.items())
+
+
+def _counts(blocks: list[Block]) -> bool:
+    if not blocks:
+        return False
+    shape = blocks[0].shape
+    if 0 in shape:
+        return len(blocks) == 1
+    times = np.zeros(shape, int)
+    for block in blocks:
+        times[block.box.slices_in(whole(shape))] += 1
+    return bool((times == 1).all())
+
+
+def refusal(plans: Plans) -> str:
+    """The meetings of a save about a plan, as data that passed through the store; why it is refused, or nothing."""
+    declared: dict[str, int] = {}
+    try:
+        bad = consensus.add(json.loads(json.dumps([consensus.sketch(blocks) for blocks in plans])))
+        if bad:
+            consensus.judge(json.loads(json.dumps([consensus.blocks_in(blocks, bad) for blocks in plans])), bad)
+        for rank, blocks in enumerate(plans):
+            # One table a rank: a key that one rank declares twice is one entry there.
+            consensus.declare(declared, rank, {block.key: None for block in blocks if block.writes and block.is_origin})
+    except PlanDisagreementError as error:
+        return str(error)
+    return ""

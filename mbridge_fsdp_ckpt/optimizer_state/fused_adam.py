@@ -1,7 +1,8 @@
 """Transformer Engine's FusedAdam: the step counter lives in the group, states may be of lower precision.
 
 Its state is a DTensor for DTensor parameters since Transformer Engine's pull request 2795 and a plain local tensor
-before; both are read.  `initialize_state` (public) makes a state as the installed version keeps it.
+before; both are read.  `initialize_state` (public) makes a state as the installed version keeps it: a load fills
+that memory, and puts it in place, without another copy of it.
 fp16 and fp8 states carry a scale a shard: they are stored as the fp32 values they stand for.
 """
 
@@ -11,11 +12,14 @@ from typing import Any
 
 import torch
 
+from mbridge_fsdp_ckpt.errors import UnsupportedStateError
 from mbridge_fsdp_ckpt.optimizer_state.base import STEP, Group, Slot, SlotSpec, empty_slot, slot_of
 from mbridge_fsdp_ckpt.optimizer_state.torch_optimizer import TorchOptimizerAdapter, set_hyperparameters
 from mbridge_fsdp_ckpt.parameters import local_shard
 
 _SCALED = (torch.float16, torch.uint8)
+_State = tuple[dict[str, Any], dict[str, Any]]
+"""What the optimizer keeps of a parameter: its state, and the scales of slots of low precision."""
 
 
 class FusedAdamAdapter:
@@ -23,6 +27,7 @@ class FusedAdamAdapter:
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
+        self._made: dict[torch.Tensor, _State] = {}
 
     def groups(self) -> list[Group]:
         """See `OptimizerAdapter`."""
@@ -39,12 +44,38 @@ class FusedAdamAdapter:
         }
 
     def allocate(self, parameter: torch.Tensor, specs: dict[str, SlotSpec]) -> dict[str, Slot]:
-        """See `OptimizerAdapter`."""
-        return {
-            name: empty_slot(parameter, SlotSpec(spec.kind, self._stored_dtype(name, spec.dtype)), parameter.device)
-            for name, spec in specs.items()
-            if name != STEP
-        }
+        """See `OptimizerAdapter`.  Slots are the memory of a new state; those that get a scale wait on the host.
+
+        Raises:
+            UnsupportedStateError: A saved slot is none that this optimizer keeps.
+        """
+        made, _ = self._made[parameter] = self._make_state(parameter)
+        return {name: self._slot(parameter, name, spec, made) for name, spec in specs.items() if name != STEP}
+
+    def _slot(self, parameter: torch.Tensor, name: str, spec: SlotSpec, made: dict[str, Any]) -> Slot:
+        live = local_shard(made[name]) if name in made else None
+        if live is None or spec.kind != "sharded" or spec.dtype.is_floating_point != live.is_floating_point():
+            kept = ", ".join(f"{slot} ({local_shard(value).dtype})" for slot, value in made.items())
+            raise UnsupportedStateError(
+                expected=f"state as this FusedAdam keeps it: {kept}",
+                found=f"a slot {name!r} of {spec.dtype}, {spec.kind}",
+                remedy="Build the optimizer as the saving job did. Nothing was changed.",
+            )
+        if self._scaled(name):
+            return empty_slot(parameter, SlotSpec(spec.kind, torch.float32), torch.device("cpu"))
+        return Slot("sharded", live.view(-1))
+
+    def _make_state(self, parameter: torch.Tensor) -> _State:
+        """A parameter's state and scales as the installed version keeps them; the optimizer's own stay as they are."""
+        optimizer = self.optimizer
+        remainders = optimizer.store_param_remainders and parameter.dtype == torch.bfloat16
+        before = _take(optimizer, parameter)
+        try:
+            optimizer.initialize_state(parameter, remainders)
+        finally:
+            made = _take(optimizer, parameter)
+            _put(optimizer, parameter, before)
+        return made
 
     def install(self, parameter: torch.Tensor, slots: dict[str, Slot] | None, step: float | None) -> None:
         """See `OptimizerAdapter`."""
@@ -53,13 +84,10 @@ class FusedAdamAdapter:
                 self.optimizer.state.pop(parameter, None)
             return
         self._set_step(parameter, step)
-        self.optimizer.initialize_state(parameter, self.optimizer.store_param_remainders)
+        _put(self.optimizer, parameter, self._made.pop(parameter))
         for name, slot in slots.items():
             if self._scaled(name):
                 self.optimizer.set_scaled_state(parameter, name, slot.tensor.view(local_shard(parameter).shape))
-            else:
-                target = local_shard(self.optimizer.state[parameter][name])
-                target.copy_(slot.tensor.view(target.shape))
 
     def finish(self, groups: list[dict[str, Any]] | None) -> None:
         """See `OptimizerAdapter`."""
@@ -71,13 +99,15 @@ class FusedAdamAdapter:
             if step is not None and any(parameter is member for member in group["params"]):
                 group[STEP] = int(step)
 
-    def _dtype(self, name: str) -> torch.dtype | None:
-        dtype: torch.dtype | None = self.optimizer.name_to_dtype_map.get(name)
-        return dtype
-
     def _scaled(self, name: str) -> bool:
-        return self._dtype(name) in _SCALED
+        return self.optimizer.name_to_dtype_map.get(name) in _SCALED
 
-    def _stored_dtype(self, name: str, saved: torch.dtype) -> torch.dtype:
-        """fp32 where a scale is applied afterwards, else as this optimizer keeps it."""
-        return torch.float32 if self._scaled(name) else (self._dtype(name) or saved)
+
+def _take(optimizer: Any, parameter: torch.Tensor) -> _State:
+    return optimizer.state.pop(parameter, {}), optimizer._scales.pop(parameter, {})
+
+
+def _put(optimizer: Any, parameter: torch.Tensor, state: _State) -> None:
+    for holder, values in zip((optimizer.state, optimizer._scales), state, strict=True):
+        if values:
+            holder[parameter] = values

@@ -68,6 +68,7 @@ def register(settings: Settings | None = None, *, takeover: bool | None = None) 
         _patch(patches)
     except BaseException:
         patches.undo()
+        _disallow()
         corrections.withdraw(__name__)
         raise
     _patches = patches
@@ -78,6 +79,7 @@ def unregister() -> None:
     global _patches, _settings, _takeover
     if _patches is not None:
         _patches.undo()
+        _disallow()
         corrections.withdraw(__name__)
         _patches, _settings, _takeover = None, Settings(), False
 
@@ -119,12 +121,12 @@ def tokens_of(provider: Any) -> int | None:
 def _patch(patches: Patches) -> None:
     from megatron.bridge.training import checkpointing, optim
     from megatron.bridge.training.config import ConfigContainer
-    from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
+    from megatron.bridge.utils.instantiate_utils import target_allowlist
 
     from mbridge_fsdp_ckpt.bridge import conversion_seams, manager
     from mbridge_fsdp_ckpt.bridge.export_fix import correct_export
 
-    register_allowed_target_prefix("mbridge_fsdp_ckpt")
+    target_allowlist.add_exact(MANAGER)  # Bridge's prefixes would let a checkpoint name everything below them
     patches.set(ConfigContainer, "validate", _validate(ConfigContainer.validate))
     save, load = checkpointing.save_checkpoint, checkpointing._load_checkpoint_from_path
     sync = optim.sync_hybrid_device_optimizer_fp32_master_copies
@@ -136,6 +138,12 @@ def _patch(patches: Patches) -> None:
     ]
     correct_export(patches)
     rebind_everywhere(patches, replacements)
+
+
+def _disallow() -> None:
+    from megatron.bridge.utils.instantiate_utils import target_allowlist
+
+    target_allowlist.remove_exact(MANAGER)
 
 
 def _routed(stock: Callable[..., Any], safe: Callable[..., Any]) -> Callable[..., Any]:

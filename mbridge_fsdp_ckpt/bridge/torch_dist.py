@@ -41,17 +41,24 @@ _SLOT = re.compile(r"(?:.+\.)?optimizer\.state\.([^.]+)\.(.+)")
 _MAIN_WEIGHTS = ("param", "fp32_param")
 
 
-def describe_torch_dist(source: DcpSource, common: Common) -> tuple[LinkedChunks, Description]:
+def describe_torch_dist(
+    source: DcpSource, common: Common, *, trust_run_config: bool
+) -> tuple[LinkedChunks, Description]:
     """Where every tensor lies under this format's keys, and all that the checkpoint says besides.
 
+    Args:
+        source: The checkpoint.
+        common: Its non-tensor state.
+        trust_run_config: Whether Bridge may build the model from the run configuration, which can name any code.
+
     Raises:
-        ConfigurationError: Bridge cannot build the model from the run configuration.
+        ConfigurationError: It may not, or cannot.
         KeyMismatchError: The checkpoint is not of that model.
         UnsupportedStateError: Megatron saves a parameter otherwise than as blocks.
     """
     require("torch", "megatron-core", "megatron-bridge")
     with _quiet(), conversion.job():
-        model = UnshardedModel.of(source.directory)
+        model = UnshardedModel.of(source.directory, trusted=trust_run_config)
         planned = plan_model(PlainModel(model.module))
         parts = _described(model.module, planned, common, source.tensors)
         tensors = {id(item.plan): local_shard(item.tensor) for item in planned}

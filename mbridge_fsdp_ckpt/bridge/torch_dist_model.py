@@ -34,19 +34,13 @@ class UnshardedModel:
     vocabulary_size: int | None
 
     @classmethod
-    def of(cls, directory: AnyPath) -> UnshardedModel:
+    def of(cls, directory: AnyPath, *, trusted: bool) -> UnshardedModel:
         """Build it; a process group exists.
 
         Raises:
-            ConfigurationError: Bridge cannot.
+            ConfigurationError: Bridge cannot, or the run configuration is not trusted.
         """
-        if not (directory / RUN_CONFIG).is_file():
-            raise ConfigurationError(
-                expected=f"{RUN_CONFIG} in the checkpoint, to build the model from",
-                found="no such file",
-                remedy="Convert checkpoints of Megatron-LM to Megatron-Bridge's first, or go through Hugging Face.",
-                key=str(directory),
-            )
+        _check_run_config(directory, trusted=trusted)
         try:
             provider, optimizer = _configured(directory)
             with as_if_there_was_one():
@@ -65,8 +59,25 @@ class UnshardedModel:
         return cls(chunks[0], optimizer, tokens)
 
 
+def _check_run_config(directory: AnyPath, *, trusted: bool) -> None:
+    if not (directory / RUN_CONFIG).is_file():
+        raise ConfigurationError(
+            expected=f"{RUN_CONFIG} in the checkpoint, to build the model from",
+            found="no such file",
+            remedy="Convert checkpoints of Megatron-LM to Megatron-Bridge's first, or go through Hugging Face.",
+            key=str(directory),
+        )
+    if not trusted:
+        raise ConfigurationError(
+            expected=f"a {RUN_CONFIG} that is trusted: Megatron-Bridge calls what it names, which can be any code",
+            found="no word that it is",
+            remedy="Add --trust-run-config if you trust who wrote the checkpoint.",
+            key=str(directory / RUN_CONFIG),
+        )
+
+
 def _configured(directory: AnyPath) -> tuple[Any, Any]:
-    """Bridge's model provider and optimizer settings; classes are looked up by Bridge's own list of allowed ones."""
+    """Bridge's model provider and optimizer settings.  Bridge's list of allowed targets keeps no code out."""
     from megatron.bridge.training.model_load_save import load_model_config
     from megatron.bridge.training.utils.checkpoint_utils import read_run_config
     from megatron.bridge.utils.instantiate_utils import instantiate

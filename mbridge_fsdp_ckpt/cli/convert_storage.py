@@ -59,7 +59,18 @@ def from_stock(source: Source, destination: Destination, as_json: Json = False) 
     show(job.report, as_json)
 
 
-def from_torch_dist(source: Source, destination: Destination, as_json: Json = False) -> None:
+def from_torch_dist(
+    source: Source,
+    destination: Destination,
+    trust_run_config: Annotated[
+        bool,
+        typer.Option(
+            "--trust-run-config",
+            help="Let Bridge call what the checkpoint's run_config.yaml names, which can be any code. Needed.",
+        ),
+    ] = False,
+    as_json: Json = False,
+) -> None:
     """Convert Megatron's torch_dist checkpoint, which Bridge wrote, into fsdp_dtensor_safe.
 
     The model is built from the checkpoint's run_config.yaml, in one process, without a GPU or memory for its weights.
@@ -76,7 +87,7 @@ def from_torch_dist(source: Source, destination: Destination, as_json: Json = Fa
 
         assert isinstance(job.source, DcpSource)
         assert job.common is not None
-        chunks, description = describe_torch_dist(job.source, job.common)
+        chunks, description = describe_torch_dist(job.source, job.common, trust_run_config=trust_run_config)
         job.report.keys = len(description.keys)
         held = (chunk for found in chunks.chunks(description.keys).values() for chunk in found)
         write_safe(job, description, _as_they_are, sorted({rank_of_file(chunk.path.name) for chunk in held}), chunks)

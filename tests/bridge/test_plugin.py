@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,65 @@ def test_register_is_idempotent_and_unregister_restores(bridge_ranks: RankPool) 
     assert bridge_ranks.run(register_and_unregister, ranks=1) == [
         {"all replaced": True, "idempotent": True, "restored": True}
     ]
+
+
+@no_process_group
+def instantiated_by_bridge(directory: str) -> dict[str, str]:
+    """What Bridge makes of targets below this package that a checkpoint's run configuration names."""
+    from megatron.bridge.training.model_load_save import load_model_config
+
+    from mbridge_fsdp_ckpt.bridge.plugin import MANAGER
+
+    mbridge_fsdp_ckpt.unregister()
+    mbridge_fsdp_ckpt.register()
+    script, ran = Path(directory, "script.py"), Path(directory, "ran")
+    script.write_text(f"open({str(ran)!r}, 'w').close()")
+    found: dict[str, str] = {}
+    for target in (*BELOW_THIS_PACKAGE, MANAGER):
+        place = Path(directory, str(len(found)))
+        place.mkdir()
+        said: dict[str, Any] = {"_target_": target} | (
+            {"script": str(script), "arguments": []} if "execute" in target else {}
+        )
+        said |= {"checkpoint_config": None} if target == MANAGER else {}
+        (place / "run_config.yaml").write_text(json.dumps({"model": said}))  # JSON is YAML, too
+        try:
+            found[target] = type(load_model_config(str(place))[0]).__name__
+        except BaseException as error:  # a script may end with whatever it likes
+            found[target] = type(error).__name__
+        assert not ran.exists(), f"{target} ran"
+    return found
+
+
+BELOW_THIS_PACKAGE = (
+    "mbridge_fsdp_ckpt.cli.run.execute",
+    "mbridge_fsdp_ckpt.unregister",
+    "mbridge_fsdp_ckpt.bridge.manager.torch.os.getcwd",
+    "mbridge_fsdp_ckpt.bridge.manager.SafeCheckpointManagerEvil",
+    "mbridge_fsdp_ckpt.bridge.manager.SafeCheckpointManager.save",
+    "mbridge_fsdp_ckpt.bridge.manager.SafeCheckpointManager.mro",
+)
+
+
+def test_a_run_configuration_may_name_the_manager_and_no_more(bridge_ranks: RankPool, tmp_path: Path) -> None:
+    (found,) = bridge_ranks.run(instantiated_by_bridge, str(tmp_path), ranks=1)
+    assert found.pop("mbridge_fsdp_ckpt.bridge.manager.SafeCheckpointManager") == "SafeCheckpointManager"
+    assert found == dict.fromkeys(BELOW_THIS_PACKAGE, "InstantiationException")
+
+
+@no_process_group
+def allowed_after_unregister() -> bool:
+    from megatron.bridge.utils.instantiate_utils import target_allowlist
+
+    from mbridge_fsdp_ckpt.bridge.plugin import MANAGER
+
+    mbridge_fsdp_ckpt.register()
+    mbridge_fsdp_ckpt.unregister()
+    return bool(target_allowlist.is_allowed(MANAGER))
+
+
+def test_unregister_takes_the_manager_off_the_list(bridge_ranks: RankPool) -> None:
+    assert bridge_ranks.run(allowed_after_unregister, ranks=1) == [False]
 
 
 @no_process_group

@@ -77,14 +77,14 @@ def save_model(name: str, folder: str, tensor: int, expert: int) -> bool:
 
 
 @no_process_group
-def convert(source: str, destination: str, *, fails: bool = False) -> Any:
+def convert(source: str, destination: str, *, fails: bool = False, trusted: bool = True) -> Any:
     """Run the command, as on a machine without CUDA; what it prints."""
     from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
 
     from tests.convert import storage_cli
 
     register_allowed_target_prefix("tests")
-    arguments = ("from-torch-dist", source, destination)
+    arguments = ("from-torch-dist", source, destination, *["--trust-run-config"] * trusted)
     with begun_anew(), without_cuda():
         return storage_cli.refusal(*arguments) if fails else data(*arguments)
 

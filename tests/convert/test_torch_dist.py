@@ -220,6 +220,25 @@ def test_what_cannot_be_converted_is_named(what: str, imported: Path, bridge_ran
 
 
 @pytest.mark.bridge
+def test_nothing_that_a_run_configuration_names_runs_unless_it_is_trusted(
+    imported: Path, bridge_ranks: RankPool, tmp_path: Path
+) -> None:
+    """Bridge's list of allowed targets lets `torch.os.system` through."""
+    old, canary = tmp_path / "old" / "iter_0000000", tmp_path / "canary"
+    shutil.copytree(imported / "iter_0000000", old)
+    config = old / "run_config.yaml"
+    runs_a_command = f"model:\n  _target_: torch.os.system\n  command: touch {canary}\n"
+    config.write_text(runs_a_command)
+    arguments = (runs.convert, str(old), str(tmp_path / "new" / "iter_0000000"))
+    [said] = bridge_ranks.run(*arguments, fails=True, trusted=False, ranks=1)
+    assert said.startswith("ConfigurationError: ")
+    assert "--trust-run-config" in said
+    assert left(tmp_path) == ["old"]
+    bridge_ranks.run(*arguments, fails=True, ranks=1)
+    assert canary.exists()
+
+
+@pytest.mark.bridge
 def test_older_releases_kept_values_in_a_file_of_their_own(
     imported: Path, bridge_ranks: RankPool, tmp_path: Path
 ) -> None:

@@ -39,7 +39,7 @@ CONVERT_SURFACE = {
         "--no-progress", "--not-strict", "--save-every-n-ranks", "--torch-dtype", "--tp", "--trust-remote-code",
     ],
     "from-stock": ["--json", "destination", "source"],
-    "from-torch-dist": ["--json", "destination", "source"],
+    "from-torch-dist": ["--json", "--trust-run-config", "destination", "source"],
     "import": [
         "--ckpt-format", "--cp", "--ep", "--etp", "--hf-model", "--megatron-path", "--no-low-memory-save",
         "--torch-dtype", "--tp", "--trust-remote-code",

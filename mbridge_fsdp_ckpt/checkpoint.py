@@ -96,9 +96,14 @@ def save(
             disputed = saving.disputed(prepared, answer["disputed"])
             answer = agreement.meet("disagreement on the plan", disputed, job.judge_dispute)
         with agreement.at_work():
-            written = _attempt(agreement, "writing chunks", lambda: saving.write(prepared, answer, agreement))
+            written = _attempt(
+                agreement, "writing chunks", lambda: saving.write(prepared, answer, agreement, settings.replicas)
+            )
         try:
-            agreement.meet("commit", written, job.judge_written)
+            judged = agreement.meet("commit", written, job.judge_written)
+            if judged["differing"]:
+                named = saving.differing(prepared, judged["differing"])
+                agreement.meet("comparison of copies", named, job.judge_replicas)
         except CheckpointError:
             if not agreement.was_sealed():
                 saving.take_back(answer, agreement.rank)

@@ -127,6 +127,10 @@ class PlanDisagreementError(CheckpointError):
     """Ranks whose plans contradict each other: shapes that differ, rows that nobody or two ranks write."""
 
 
+class ReplicaMismatchError(CheckpointError):
+    """Ranks that hold copies of one tensor hold other values."""
+
+
 class RankMissingError(CheckpointError):
     """Ranks that did not arrive at a common step within the time limit."""
 

@@ -9,10 +9,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from mbridge_fsdp_ckpt import FORMAT_NAME, consensus
+import torch
+
+from mbridge_fsdp_ckpt import FORMAT_NAME, consensus, replicas
 from mbridge_fsdp_ckpt.agreement import Agreement
 from mbridge_fsdp_ckpt.consensus import Block
-from mbridge_fsdp_ckpt.errors import ConfigurationError
+from mbridge_fsdp_ckpt.errors import ConfigurationError, ReplicaMismatchError
 from mbridge_fsdp_ckpt.inventory import (
     Holding,
     KeyFilter,
@@ -22,6 +24,7 @@ from mbridge_fsdp_ckpt.inventory import (
     plan_model,
 )
 from mbridge_fsdp_ckpt.quantization import own_states
+from mbridge_fsdp_ckpt.replicas import Copy
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage import commit
 from mbridge_fsdp_ckpt.storage.checksums import checksum
@@ -42,13 +45,14 @@ _WRITERS = ("mbridge-fsdp-ckpt", "torch", "megatron-core", "megatron-bridge", "t
 
 @dataclass(slots=True)
 class Prepared:
-    """What one rank is about to write; `sketch` is what the others learn of it."""
+    """What one rank is about to write; `sketch` is what the others learn of it, `copies` what it saw while writing."""
 
     holdings: list[Holding]
     sketch: list[int]
     header: dict[str, Any]
     sections: tuple[str, ...]
     strategy: str
+    copies: list[Copy] = field(default_factory=list)
 
 
 def prepare(
@@ -98,13 +102,22 @@ def disputed(prepared: Prepared, buckets: list[int]) -> list[list[Any]]:
     return consensus.blocks_in(map(Block.of, prepared.holdings), buckets)
 
 
-def write(prepared: Prepared, place: Mapping[str, str], agreement: Agreement) -> dict[str, Any]:
-    """Write this rank's chunks and its table; returns the table's entry.
+def differing(prepared: Prepared, buckets: list[int]) -> list[list[Any]]:
+    """This rank's hashes of copies in the buckets that did not add up."""
+    return replicas.copies_in(prepared.copies, buckets)
+
+
+def write(prepared: Prepared, place: Mapping[str, str], agreement: Agreement, choice: str = "warn") -> dict[str, Any]:
+    """Write this rank's chunks and its table, and hash what others hold, too.
 
     Args:
         prepared: What to write.
         place: Where: "directory", and the "suffix" of names.
         agreement: Gets signs of life.
+        choice: `Settings.replicas`.
+
+    Returns:
+        The table's entry, and a sketch of the hashes.
 
     Raises:
         OSError: The storage refused.
@@ -117,17 +130,31 @@ def write(prepared: Prepared, place: Mapping[str, str], agreement: Agreement) ->
         writer = PayloadWriter(staging / payload, progress=agreement.beat)
         try:
             for holding in own:
-                chunks.append(writer.add(holding.key, holding.elements(), holding.box))
+                chunks.append(writer.add(holding.key, _hashed(prepared, holding, choice), holding.box))
                 if holding.piece.is_origin:
                     keys[holding.key] = holding.entry
                 agreement.beat()
             files.append(writer.close())
         finally:
             writer.abort()
+    for holding in prepared.holdings:
+        if not holding.piece.writes:
+            _hashed(prepared, holding, choice)
+            agreement.beat()
     header = TableHeader(rank=rank, files=tuple(files), keys=keys, chunks=len(chunks), **prepared.header)
     data = table_bytes(header, chunks)
     write_file(staging / table, data)
-    return TableEntry(rank=rank, name=table, size=len(data), checksum=checksum(data)).model_dump()
+    entry = TableEntry(rank=rank, name=table, size=len(data), checksum=checksum(data))
+    return {"table": entry.model_dump(), "replicas": replicas.sketch(prepared.copies)}
+
+
+def _hashed(prepared: Prepared, holding: Holding, choice: str) -> torch.Tensor:
+    """A holding's elements; on the host, and noted with their hash, if they are compared with other ranks'."""
+    if not replicas.is_compared(holding, choice):
+        return holding.elements()
+    elements = holding.elements().cpu()
+    prepared.copies.append(replicas.copy_of(holding, elements))
+    return elements
 
 
 def take_back(place: Mapping[str, str], rank: int) -> None:
@@ -158,6 +185,7 @@ class Job:
     _sections: tuple[str, ...] = field(default=())
     _strategy: str = field(default="")
     _remainders: dict[int, int] = field(default_factory=dict)
+    _tables: list[TableEntry] = field(default_factory=list)
 
     def judge_plans(self, messages: list[Any]) -> dict[str, Any]:
         """First meeting: do the plans tile every tensor?  Makes the staging directory if so."""
@@ -185,11 +213,27 @@ class Job:
         self._commit = commit.begin(self.target, self.settings.commit)
         return {"disputed": [], "directory": str(self._commit.directory), "suffix": self._commit.suffix}
 
-    def judge_written(self, messages: list[Any]) -> None:
-        """Second meeting: check what all ranks wrote, write the head, commit."""
+    def judge_written(self, messages: list[Any]) -> dict[str, Any]:
+        """Second meeting: commit what all ranks wrote, unless copies of a tensor are unlike."""
+        self._tables = [TableEntry(**message["table"]) for message in messages]
+        self._remainders = consensus.add([message["replicas"] for message in messages])
+        if not self._remainders:
+            self._finish()
+        return {"differing": list(self._remainders)}
+
+    def judge_replicas(self, messages: list[Any]) -> None:
+        """Only where hashes of copies do not add up: name the copies, then commit or not, as the settings say."""
+        error = replicas.mismatch(messages, self._remainders)
+        if error is not None and (self.settings.replicas == "error" or not isinstance(error, ReplicaMismatchError)):
+            raise error
+        if error is not None:
+            _log.warning("%s", error)
+        self._finish()
+
+    def _finish(self) -> None:
+        """Check what all ranks wrote, write the head, commit."""
         assert self._commit is not None
-        directory, suffix = self._commit.directory, self._commit.suffix
-        tables = [TableEntry(**message) for message in messages]
+        directory, suffix, tables = self._commit.directory, self._commit.suffix, self._tables
         keys: dict[str, KeyEntry] = {}
         declared_by: dict[str, int] = {}
         flushed = {entry.name for entry in tables}

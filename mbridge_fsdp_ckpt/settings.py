@@ -15,6 +15,7 @@ from mbridge_fsdp_ckpt.storage.files import AnyPath, is_local
 
 DCP_METADATA_CHOICES = ("auto", "always", "never")
 VERIFY_CHOICES = ("full", "header")
+REPLICA_CHOICES = ("warn", "error", "ignore")
 AUTO_DCP_RANKS = 512  # largest job for which "auto" writes stock's .metadata
 
 
@@ -33,6 +34,9 @@ class Settings:
         read_buffer: Bytes of verified weights that each rank may keep on the host until all ranks agree to go on; what
             does not fit is read again then. None: nothing of a file system, whose page cache has them just then; of an
             object store a quarter of the host's available memory, shared among its ranks.
+        replicas: What a save does where ranks that hold copies of a tensor (norms, hybrid sharding, buffers) hold other
+            values: "warn" names keys and ranks in rank 0's log, "error" refuses; "ignore" does not compare, apart from
+            quantizers' buffers, of which values would be lost.
         commit: How a save is committed: "rename" on file systems, "marker" in object stores; "auto" goes by the path.
             Say "marker" for a mounted file system whose renames are not atomic.
         allow_missing: Patterns (`fnmatch`) of keys that a load may not find.
@@ -49,6 +53,7 @@ class Settings:
     dcp_metadata: Literal["auto", "always", "never"] = "auto"
     verify: Literal["full", "header"] = "full"
     read_buffer: int | None = None
+    replicas: Literal["warn", "error", "ignore"] = "warn"
     commit: CommitMethod = "auto"
     allow_missing: tuple[str, ...] = ()
     allow_unexpected: tuple[str, ...] = ()
@@ -57,6 +62,7 @@ class Settings:
     def __post_init__(self) -> None:
         _check_choice("dcp_metadata", self.dcp_metadata, DCP_METADATA_CHOICES)
         _check_choice("verify", self.verify, VERIFY_CHOICES)
+        _check_choice("replicas", self.replicas, REPLICA_CHOICES)
         _check_choice("commit", self.commit, COMMIT_METHODS)
         if self.read_buffer is not None and self.read_buffer < 0:
             raise ConfigurationError(

@@ -27,6 +27,11 @@ class Hasher:
         return _PREFIX + self._state.hexdigest()
 
 
+def digest(data: Buffer) -> int:
+    """Hash of bytes as a number of 64 bits."""
+    return int(xxhash.xxh3_64_intdigest(data))
+
+
 def checksum(data: Buffer) -> str:
     """Checksum of bytes."""
     hasher = Hasher()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.errors import CheckpointError
+from mbridge_fsdp_ckpt.parameters import local_shard
 from mbridge_fsdp_ckpt.plan import owner
 from mbridge_fsdp_ckpt.testing.models import Recipe, Trainable
 from tests.core import cases
@@ -96,3 +97,15 @@ def save_and_load_without_elements(directory: str) -> dict[str, Any]:
     result = attempt(directory, trainable)
     mbridge_fsdp_ckpt.load(directory, model=trainable.model, optimizer=trainable.optimizer)
     return result
+
+
+def save_with_a_changed_copy(directory: str, recipe: Recipe, changed: str, choice: str) -> dict[str, Any]:
+    """A save after two steps, in which the last rank's copies of some tensors were changed."""
+    trainable = cases.prepared(recipe, steps=2)
+    registered(trainable, "counted", torch.arange(6.0))
+    state = trainable.model.module.state_dict(keep_vars=True)
+    keys = [key for key in state if changed and key.endswith(changed)]
+    if dist.get_rank() == dist.get_world_size() - 1:
+        for key in keys:
+            local_shard(state[key]).add_(1)
+    return {**attempt(directory, trainable, replicas=choice), "keys": keys}

@@ -26,18 +26,24 @@ def prepared(held: list[Holding], sections: tuple[str, ...] = ("model",)) -> sav
     return saving.Prepared(held, consensus.sketch(map(Block.of, held)), header, sections, "optim_grads_params")
 
 
-def job(target: Path) -> saving.Job:
-    return saving.Job(target, Settings(dcp_metadata="never"), agreement(0), {"iteration": 10}, None)
+NO_VIEW = Settings(dcp_metadata="never")
 
 
-def save(target: Path, ranks: list[saving.Prepared]) -> None:
+def job(target: Path, settings: Settings = NO_VIEW) -> saving.Job:
+    return saving.Job(target, settings, agreement(0), {"iteration": 10}, None)
+
+
+def save(target: Path, ranks: list[saving.Prepared], settings: Settings = NO_VIEW) -> None:
     """All ranks' steps, one after the other."""
-    running = job(target)
+    running = job(target, settings)
     try:
         answer = running.judge_plans([saving.announce(rank) for rank in ranks])
         if answer["disputed"]:
             answer = running.judge_dispute([saving.disputed(rank, answer["disputed"]) for rank in ranks])
-        running.judge_written([saving.write(rank, answer, agreement(number)) for number, rank in enumerate(ranks)])
+        written = [saving.write(rank, answer, agreement(n), settings.replicas) for n, rank in enumerate(ranks)]
+        judged = running.judge_written(written)
+        if judged["differing"]:
+            running.judge_replicas([saving.differing(rank, judged["differing"]) for rank in ranks])
     finally:
         running.clean_up()
 

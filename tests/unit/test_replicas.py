@@ -1,0 +1,136 @@
+"""Copies that are alike leave nothing; copies that are not are named, with the ranks that hold them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from mbridge_fsdp_ckpt import consensus, replicas
+from mbridge_fsdp_ckpt.errors import CheckpointError, ReplicaMismatchError, UnsupportedStateError
+from mbridge_fsdp_ckpt.inventory import Holding
+from mbridge_fsdp_ckpt.plan import owner
+from mbridge_fsdp_ckpt.replicas import Copy
+from mbridge_fsdp_ckpt.settings import Settings
+from mbridge_fsdp_ckpt.storage.source import open_checkpoint
+from tests.unit import test_saving as saves
+from tests.unit.holdings import holdings, scalar
+
+WRITER, OTHER, THIRD = owner("weight", 3), (owner("weight", 3) + 1) % 3, (owner("weight", 3) + 2) % 3
+
+
+def filled(value: float, key: str = "weight", replica: tuple[int, int] = (0, 3)) -> list[Holding]:
+    """A replica in two blocks, of one value."""
+    held = holdings(2, 12, key=key, replica=replica)
+    for holding in held:
+        holding.flat.fill_(value)
+    return held
+
+
+def copies(ranks: list[list[Holding]], choice: str = "warn") -> list[list[Copy]]:
+    return [[replicas.copy_of(h, h.elements()) for h in held if replicas.is_compared(h, choice)] for held in ranks]
+
+
+def found(ranks: list[list[Holding]], choice: str = "warn") -> CheckpointError | None:
+    """Both meetings about copies."""
+    seen = copies(ranks, choice)
+    bad = consensus.add(json.loads(json.dumps([replicas.sketch(rank) for rank in seen])))
+    if not bad:
+        return None
+    return replicas.mismatch(json.loads(json.dumps([replicas.copies_in(rank, bad) for rank in seen])), bad)
+
+
+def three(values: tuple[float, float, float], key: str = "weight") -> list[list[Holding]]:
+    return [filled(value, key, (rank, 3)) for rank, value in enumerate(values)]
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, 1.5, float("nan")])
+def test_copies_that_are_alike_leave_nothing(value: float) -> None:
+    seen = copies(three((value, value, value)))
+    assert sum(map(len, seen)) == 6
+    assert consensus.add(map(replicas.sketch, seen)) == {}
+
+
+@pytest.mark.parametrize("unlike", range(3))
+def test_one_copy_that_is_unlike_is_named_whoever_holds_it(unlike: int) -> None:
+    values = tuple(1.0 + (rank == unlike) for rank in range(3))
+    error = found(three(values))  # type: ignore[arg-type]
+    assert isinstance(error, ReplicaMismatchError)
+    ranks = f"{min(OTHER, THIRD)}, {max(OTHER, THIRD)}" if unlike == WRITER else str(unlike)
+    assert error.found == f"model.weight: rank {ranks} unlike rank {WRITER}, which writes"
+
+
+def test_the_sign_of_a_zero_is_a_difference() -> None:
+    assert found(three((0.0, 0.0, -0.0))) is not None
+
+
+def test_a_scalar_is_compared() -> None:
+    ranks = [[scalar(replica=(rank, 2))] for rank in range(2)]
+    ranks[1][0].flat.fill_(3)
+    assert "step: rank" in str(found(ranks))
+
+
+def test_blocks_that_one_rank_holds_are_not_hashed() -> None:
+    assert copies([filled(1.0, replica=(0, 1))]) == [[]]
+
+
+def test_a_tensor_that_some_ranks_do_not_hold_is_no_difference() -> None:
+    ranks = three((1.0, 1.0, 2.0))[:2]
+    assert consensus.add(map(replicas.sketch, copies(ranks)))
+    assert found(ranks) is None
+
+
+def test_a_difference_beyond_the_named_copies_is_one() -> None:
+    bad = consensus.add(map(replicas.sketch, copies(three((1.0, 1.0, 2.0)))))
+    assert "beyond" in str(replicas.mismatch([[], [], []], bad))
+
+
+def test_many_keys_are_counted_not_listed() -> None:
+    ranks: list[list[Holding]] = [[], []]
+    for number in range(25):
+        for rank in range(2):
+            ranks[rank] += filled(float(rank), f"key{number:02d}", (rank, 2))
+    text = str(found(ranks))
+    assert "key19" in text
+    assert "key20" not in text
+    assert "5 more keys" in text
+
+
+AMAX = "layers.0.mlp.linear_fc1.weight_quantizer._amax"
+
+
+@pytest.mark.parametrize("choice", ["warn", "error", "ignore"])
+def test_quantizers_buffers_that_differ_are_refused_whatever_the_setting(choice: str) -> None:
+    error = found(three((1.0, 2.0, 1.0), AMAX), choice)
+    assert isinstance(error, UnsupportedStateError)
+    assert error.key == f"model.{AMAX}"
+
+
+def test_nothing_else_is_compared_where_the_user_says_so() -> None:
+    assert copies(three((1.0, 2.0, 3.0)), "ignore") == [[], [], []]
+
+
+@pytest.mark.parametrize("choice", ["warn", "error", "ignore"])
+def test_a_save_warns_or_fails_as_the_setting_says(
+    choice: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    target, settings = tmp_path / "c", Settings(dcp_metadata="never", replicas=choice)  # type: ignore[arg-type]
+    ranks = []
+    for rank in range(2):
+        held = holdings(0, 12, replica=(rank, 2))
+        held[0].flat.fill_(float(rank))
+        ranks.append(saves.prepared(held))
+    with caplog.at_level(logging.WARNING):
+        if choice == "error":
+            with pytest.raises(ReplicaMismatchError, match=r"model\.weight: rank"):
+                saves.save(target, ranks, settings)
+            assert list(tmp_path.iterdir()) == []
+            return
+        saves.save(target, ranks, settings)
+    assert ("model.weight: rank" in caplog.text) is (choice == "warn")
+    source = open_checkpoint(target)
+    chunk = source.chunks(["model.weight"])["model.weight"][0]
+    assert torch.equal(source.read(chunk), torch.full((4, 3), float(owner("weight", 2))))

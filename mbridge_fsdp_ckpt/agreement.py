@@ -11,14 +11,19 @@ waiting until a watchdog ends the job.
 Who waits in vain writes its error to <meeting>/outcome, once for all: whoever comes later raises the same.  A judge
 about to do what cannot be undone seals the meeting there first; from then on nobody gives up before the verdict.
 
+Who comes first in a sequence writes what it begins: whoever begins something else fails at once, and with it all.
+Rank 0 serves the store in many jobs: after the last word of a sequence it stays a little, until everyone has read it.
+
 Cost: a constant number of store requests a rank, messages bounded by the caller, one reader.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -26,25 +31,19 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mbridge_fsdp_ckpt.errors import (
-    CheckpointError,
-    ConfigurationError,
-    InternalError,
-    RankMissingError,
-    brief,
-    describe_unexpected,
-)
+from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError, InternalError, RankMissingError, brief
 from mbridge_fsdp_ckpt.signs import STORE_ERRORS, Signs, Watch
+from mbridge_fsdp_ckpt.wire import Judge, judged, to_wire
 
 DEFAULT_TIME_LIMIT, DEFAULT_STORAGE_LIMIT = 120.0, 1800.0  # seconds
 _GRACE = 15.0  # seconds that others wait for the judge's verdict beyond the limit it waited itself
+_LAST_WORD = 5.0, 0.005, 0.1  # seconds that rank 0 waits until it is read; between looks, first and longest
 _MISSING_NAMED = 32
-_MAX_BYTES = 6 << 20  # the store closes the connection of who sends 8 MiB
 
 _SEALED = "sealed"
 _HOSTS = "mbridge_fsdp_ckpt/hosts"
 
-Judge = Callable[[list[Any]], Any]
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -76,6 +75,25 @@ class Agreement:
     def __post_init__(self) -> None:
         self._signs = Signs(self.store, self.name, self.time_limit, self.storage_limit)
 
+    def begin(self, purpose: str) -> None:
+        """Before the first meeting: what this rank is about to do, and where.
+
+        Raises:
+            ConfigurationError: The ranks begin different things.
+        """
+        if self.store is None:
+            return
+        own = json.dumps([self.rank, purpose])
+        first, begun = json.loads(self.store.compare_set(f"{self.name}/purpose", "", own))
+        if begun != purpose:
+            named = sorted([(first, begun), (self.rank, purpose)])
+            error = ConfigurationError(
+                expected="all ranks to begin the same save or load",
+                found=", ".join(f"rank {rank}: {what}" for rank, what in named),
+                remedy="Call save and load in the same order and with the same directory on every rank.",
+            )
+            self.meet("beginning", error, lambda messages: None)
+
     def meet(self, phase: str, message: Any, judge: Judge) -> Any:
         """Bring a message; get what `judge`, called on rank 0 with all messages by rank, returns.
 
@@ -89,14 +107,30 @@ class Agreement:
                 naming the ranks that did not arrive.
         """
         self._meetings, self._sealed = self._meetings + 1, False
-        wire = _to_wire(message, phase, self.rank)
+        wire = to_wire(message, phase, self.rank)
         if self.store is None:
-            verdict = _judged([wire], judge, phase)
+            verdict = judged([wire], judge, phase)
         else:
             verdict = self._meet_in_store(f"{self.name}/{self._meetings}", phase, wire, judge)
         if "failed" in verdict:
+            self.end()
             raise CheckpointError.from_wire(verdict["failed"])
         return verdict["answer"]
+
+    def end(self) -> None:
+        """After the last meeting: rank 0 stays until the others have read the verdict.  An error is a last word too."""
+        if self.store is None:
+            return
+        key, (limit, pause, longest) = f"{self.name}/{self._meetings}/read", _LAST_WORD
+        until = time.monotonic() + min(limit, self.time_limit)
+        try:
+            readers = int(self.store.add(key, int(self.rank != 0)))
+            while self.rank == 0 and readers < self.world_size - 1 and time.monotonic() < until:
+                time.sleep(pause)
+                pause = min(pause * 1.5, longest)
+                readers = int(self.store.add(key, 0))
+        except STORE_ERRORS as error:  # the verdict is known here, and that is all that counts
+            _log.info("rank 0 does not hear that rank %d read its verdict: %s", self.rank, error)
 
     def seal(self) -> None:
         """Before a judge does what cannot be undone: from here on the others wait for it.
@@ -152,13 +186,7 @@ class Agreement:
             self._arrive(prefix, wire)
             return self._lead(prefix, phase, judge) if self.rank == 0 else self._follow(prefix, phase)
         except STORE_ERRORS as error:
-            lost = RankMissingError(
-                expected=f"the job's rendezvous store to answer at {phase!r}",
-                found=brief(error),
-                remedy="Rank 0, or the process that serves the store, has ended: look at its log.",
-                rank=self.rank,
-            )
-            return {"failed": lost.to_wire()}
+            return {"failed": _lost(error, phase, self.rank).to_wire()}
 
     def _arrive(self, prefix: str, wire: dict[str, Any]) -> None:
         self.store.set(f"{prefix}/{self.rank}", json.dumps(wire))
@@ -177,7 +205,7 @@ class Agreement:
                 return self._publish(prefix, {"failed": json.loads(self._give_up(prefix, phase))})
         wires = [json.loads(self.store.get(f"{prefix}/{rank}")) for rank in range(self.world_size)]
         with self.at_work():
-            verdict = _judged(wires, judge, phase)
+            verdict = judged(wires, judge, phase)
         outcome = self._settle(prefix, _SEALED)
         return self._publish(prefix, verdict if outcome == _SEALED else {"failed": json.loads(outcome)})
 
@@ -221,50 +249,19 @@ class Agreement:
         return f"{rank} on {self.store.get(key).decode()}" if self.store.check([key]) else str(rank)
 
 
-def _to_wire(message: Any, phase: str, rank: int) -> dict[str, Any]:
-    if isinstance(message, CheckpointError):
-        return {"failed": message.to_wire()}
-    return _checked({"message": message}, phase, rank)
-
-
-def _checked(wire: dict[str, Any], phase: str, rank: int) -> dict[str, Any]:
-    """The data, or an error in its place where the store cannot carry it."""
-    try:
-        size = len(json.dumps(wire))
-    except (TypeError, ValueError) as error:
-        found = f"{type(error).__name__}: {error}"
-    else:
-        if size <= _MAX_BYTES:
-            return wire
-        found = f"{size} bytes"
-    failure = InternalError(
-        expected=f"a JSON message of at most {_MAX_BYTES} bytes at {phase!r}",
-        found=found,
-        remedy="This is a defect of the caller: what ranks exchange must be bounded data.",
-        rank=rank,
-    )
-    return {"failed": failure.to_wire()}
-
-
-def _judged(wires: list[dict[str, Any]], judge: Judge, phase: str) -> dict[str, Any]:
-    for wire in wires:
-        if "failed" in wire:
-            return wire
-    try:
-        return _checked({"answer": judge([wire["message"] for wire in wires])}, phase, 0)
-    except CheckpointError as error:
-        return {"failed": error.to_wire()}
-    except Exception as error:
-        return {"failed": describe_unexpected(error, rank=0, doing=phase).to_wire()}
-
-
 def next_agreement(
     purpose: str, time_limit: float = DEFAULT_TIME_LIMIT, storage_limit: float = DEFAULT_STORAGE_LIMIT
 ) -> Agreement:
     """The next sequence of meetings of all ranks of this job.  Every rank calls it once a save or load, first thing.
 
+    Args:
+        purpose: What for, and where: "save to /checkpoints/iter_0000010".
+        time_limit: See `Agreement`.
+        storage_limit: See `Agreement`.
+
     Raises:
-        ConfigurationError: A limit is not positive.
+        ConfigurationError: A limit is not positive, or the ranks begin different things.
+        RankMissingError: The store does not answer.
     """
     for name, limit, usual in (
         ("time", time_limit, DEFAULT_TIME_LIMIT),
@@ -280,9 +277,23 @@ def next_agreement(
         return Agreement(purpose, 0, 1, time_limit)
     store, rank = _default_store(), dist.get_rank()
     job = f"mbridge_fsdp_ckpt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    store.set(f"{_HOSTS}/{rank}", socket.gethostname())
-    number = store.add(f"{job}/{rank}/agreements", 1)  # counted in the store: a new process group starts anew
-    return Agreement(f"{job}/{number}/{purpose}", rank, dist.get_world_size(), time_limit, store, storage_limit)
+    try:
+        store.set(f"{_HOSTS}/{rank}", socket.gethostname())
+        number = store.add(f"{job}/{rank}/agreements", 1)  # counted in the store: a new process group starts anew
+        agreement = Agreement(f"{job}/{number}", rank, dist.get_world_size(), time_limit, store, storage_limit)
+        agreement.begin(purpose)
+    except STORE_ERRORS as error:
+        raise _lost(error, purpose, rank) from error
+    return agreement
+
+
+def _lost(error: BaseException, phase: str, rank: int) -> RankMissingError:
+    return RankMissingError(
+        expected=f"the job's rendezvous store to answer at {phase!r}",
+        found=brief(error),
+        remedy="Rank 0, or the process that serves the store, has ended: look at its log.",
+        rank=rank,
+    )
 
 
 def _default_store() -> Any:

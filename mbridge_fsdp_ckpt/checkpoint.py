@@ -81,7 +81,7 @@ def save(
         CheckpointError: The same on every rank.  Nothing was committed, the previous checkpoint stands.
     """
     settings = settings or Settings()
-    agreement = next_agreement("save", settings.time_limit, settings.storage_limit)
+    agreement = next_agreement(f"save to {_place(directory)}", settings.time_limit, settings.storage_limit)
     target = as_path(directory)
     job = saving.Job(target, settings, agreement, values or {}, add_files)
 
@@ -104,6 +104,7 @@ def save(
             if judged["differing"]:
                 named = saving.differing(prepared, judged["differing"])
                 agreement.meet("comparison of copies", named, job.judge_replicas)
+            agreement.end()
         except CheckpointError:
             if not agreement.was_sealed():
                 saving.take_back(answer, agreement.rank)
@@ -163,7 +164,8 @@ def _load(
     *,
     with_state: bool,
 ) -> Loaded:
-    agreement = next_agreement("load", settings.time_limit, settings.storage_limit)
+    purpose = f"{'load' if with_state else 'load of weights'} from {_place(directory)}"
+    agreement = next_agreement(purpose, settings.time_limit, settings.storage_limit)
     source = as_path(directory)
 
     def prepare() -> _Prepared:
@@ -187,6 +189,7 @@ def _load(
         try:
             message = filled if isinstance(filled, CheckpointError) else None
             agreement.meet("completion of the load", message, lambda messages: None)
+            agreement.end()
         except CheckpointError as error:
             raise _interrupted(error) from error
     filling.refresh(opened.model)
@@ -210,6 +213,12 @@ def _fill(prepared: _Prepared, agreement: Agreement) -> None:
 
 def _nothing() -> None:
     """What puts in place nothing."""
+
+
+def _place(directory: str | os.PathLike[str] | AnyPath) -> str:
+    """The directory as all ranks call it, before anything is asked of its storage."""
+    text = str(directory)
+    return text if "://" in text else str(Path(text).absolute())
 
 
 def _attempt(agreement: Agreement, doing: str, action: _Attempt) -> Any:

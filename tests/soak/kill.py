@@ -71,6 +71,7 @@ STEPS = (
     Step("pathlib:Path.rename", times=2, fresh=False, exchanges=False),
     Step("storage.rename:sync_directory", times=2, fresh=False, exchanges=False),
     Step("storage.rename:shutil.rmtree", fresh=False, exchanges=False),
+    Step("agreement:Agreement.end", EVERYBODY),
     Step("saving:Job.clean_up", EVERYBODY),
     Step("pathlib:Path.replace", times=2),  # .metadata, then the tracker
 )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
@@ -49,6 +50,12 @@ class Meeting:
 @pytest.fixture(scope="module")
 def meeting() -> Meeting:
     return Meeting(4)
+
+
+@pytest.fixture(autouse=True)
+def short_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 does not wait long for ranks that a test leaves out."""
+    monkeypatch.setattr(agreement, "_LAST_WORD", (0.2, 0.005, 0.1))
 
 
 @pytest.fixture
@@ -378,6 +385,79 @@ def test_a_pulse_ends_with_its_store(mortal_meeting: Meeting) -> None:
         assert not [thread for thread in threading.enumerate() if thread.name == "signs of life"]
     with pytest.raises(RankMissingError, match="rendezvous store"):
         working.meet("write", "done", len)
+
+
+@pytest.mark.parametrize("first", range(3))
+def test_ranks_that_begin_different_things_are_named_before_they_work(meeting: Meeting, first: int) -> None:
+    ranks = meeting.ranks(3)
+    purposes = ["save to a", "load from b", "save to a"]
+
+    def begin(a: Agreement) -> None:
+        a.begin(purposes[a.rank])
+        a.meet("plan", {}, len)
+
+    early = threading.Thread(target=lambda: outcomes([lambda: begin(ranks[first])]))
+    early.start()
+    while not meeting.server.check([f"{ranks[0].name}/purpose"]):
+        time.sleep(0.01)
+    error = same_error(outcomes([lambda a=a: begin(a) for a in ranks if a.rank != first]), ConfigurationError)
+    early.join()
+    assert error.expected == "all ranks to begin the same save or load"
+    assert error.found in ("rank 0: save to a, rank 1: load from b", "rank 1: load from b, rank 2: save to a")
+    assert error.found.startswith("rank 0") or first != 0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_rank_0_stays_until_its_last_word_is_read(
+    meeting: Meeting, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    monkeypatch.setattr(agreement, "_LAST_WORD", (SOON, 0.005, 0.1))
+    leader, reader = meeting.ranks(2)
+    left: list[bool] = []
+    follow = reader._follow
+
+    def judge(messages: list[Any]) -> str:
+        if fails:
+            raise trouble(0)
+        return "done"
+
+    def whole(a: Agreement) -> Any:
+        answer = a.meet("commit", {}, judge)
+        a.end()
+        return answer
+
+    def lead() -> Any:
+        try:
+            return whole(leader)
+        finally:
+            left.append(True)
+
+    def late(prefix: str, phase: str) -> Any:
+        time.sleep(0.5)
+        assert left == []
+        return follow(prefix, phase)
+
+    with patch.object(Agreement, "_follow", lambda agreement, prefix, phase: late(prefix, phase)):
+        found = outcomes([lead, lambda: whole(reader)])
+    if fails:
+        same_error(found, KeyMismatchError)
+    else:
+        assert found == ["done", "done"]
+
+
+def test_rank_0_does_not_wait_long_for_who_never_reads(meeting: Meeting) -> None:
+    leader, other = meeting.ranks(2)
+    other._arrive(f"{other.name}/1", {"message": {}})
+    assert leader.meet("commit", {}, len) == 2
+    leader.end()
+
+
+def test_what_was_read_holds_though_the_store_has_gone(mortal_meeting: Meeting) -> None:
+    ranks = mortal_meeting.ranks(2)
+    assert outcomes([lambda a=a: a.meet("commit", {}, len) for a in ranks]) == [2, 2]
+    mortal_meeting.server = None
+    for a in ranks:
+        a.end()
 
 
 def test_a_dying_store_is_an_error_with_a_name(mortal_meeting: Meeting) -> None:

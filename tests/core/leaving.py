@@ -1,0 +1,68 @@
+"""What ranks do where the ranks begin different things, or rank 0, which serves the store, leaves at once."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Literal
+from unittest.mock import patch
+
+import torch.distributed as dist
+
+import mbridge_fsdp_ckpt
+from mbridge_fsdp_ckpt import signs
+from mbridge_fsdp_ckpt.errors import CheckpointError
+from mbridge_fsdp_ckpt.testing.models import Recipe
+from mbridge_fsdp_ckpt.testing.ranks import no_process_group
+from tests.core import cases
+
+RECIPE = Recipe(layers=1)
+SLOW_S = 0.7  # between two looks of rank 1: rank 0 has long left
+
+What = Literal["save", "load", "failed save"]
+
+
+@no_process_group
+def last_word(directory: str, what: What, port: int) -> Any:
+    """A plain env:// job whose rank 0 ends right after its last save or load; what rank 1 saw."""
+    os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    dist.init_process_group("gloo", init_method="env://")
+    trainable = cases.prepared(RECIPE, steps=1)
+    if what == "load":
+        mbridge_fsdp_ckpt.save(directory, model=trainable.model, optimizer=trainable.optimizer)
+    first = dist.get_rank() == 0
+    with patch.object(signs, "_POLL", signs._POLL if first else (SLOW_S, SLOW_S)):
+        try:
+            if what == "load":
+                _load_without_refresh(directory, trainable)
+            else:
+                values = {"bad": object()} if what == "failed save" else {}
+                mbridge_fsdp_ckpt.save(directory, model=trainable.model, optimizer=trainable.optimizer, values=values)
+        except CheckpointError as error:
+            seen = f"{type(error).__name__}: {error}"
+        else:
+            seen = "done"
+    if first:
+        os._exit(0)
+    return seen
+
+
+def _load_without_refresh(directory: str, trainable: Any) -> None:
+    """A load's last meeting; the gather of compute weights after it is a collective, which keeps ranks together."""
+    with patch("mbridge_fsdp_ckpt.filling.refresh", lambda model: None):
+        mbridge_fsdp_ckpt.load(directory, model=trainable.model, optimizer=trainable.optimizer)
+
+
+def begin(calls: dict[int, tuple[str, str]]) -> list[str]:
+    """Each rank calls save or load of a directory of its own; the error, and then what a common save says."""
+    trainable = cases.prepared(RECIPE, steps=1)
+    what, directory = calls[dist.get_rank()]
+    action: Any = getattr(mbridge_fsdp_ckpt, what)
+    seen = []
+    for call, place in ((action, directory), (mbridge_fsdp_ckpt.save, f"{calls[0][1]}.common")):
+        try:
+            call(place, model=trainable.model, optimizer=trainable.optimizer)
+        except CheckpointError as error:
+            seen.append(f"{type(error).__name__}: {error}")
+        else:
+            seen.append("done")
+    return seen

@@ -26,7 +26,7 @@ from mbridge_fsdp_ckpt.inventory import (
 from mbridge_fsdp_ckpt.quantization import own_states
 from mbridge_fsdp_ckpt.replicas import Copy
 from mbridge_fsdp_ckpt.settings import Settings
-from mbridge_fsdp_ckpt.storage import commit
+from mbridge_fsdp_ckpt.storage import commit, lease, removal
 from mbridge_fsdp_ckpt.storage.checksums import checksum
 from mbridge_fsdp_ckpt.storage.content import Commit, Content
 from mbridge_fsdp_ckpt.storage.dcp_writer import write_dcp_view
@@ -123,6 +123,8 @@ def write(prepared: Prepared, place: Mapping[str, str], agreement: Agreement, ch
         OSError: The storage refused.
     """
     staging = as_path(place["directory"])
+    if isinstance(staging, Path):
+        agreement.on_beat = lease.renewing(staging)
     payload, table = _names(agreement.rank, place["suffix"])
     rank, chunks, files, keys = agreement.rank, [], [], {}
     own = [holding for holding in prepared.holdings if holding.piece.writes]
@@ -182,6 +184,7 @@ class Job:
     values: Mapping[str, Any]
     add_files: Callable[[Path], None] | None
     _commit: Commit | None = field(default=None)
+    _replaced: list[AnyPath] = field(default_factory=list)
     _sections: tuple[str, ...] = field(default=())
     _strategy: str = field(default="")
     _remainders: dict[int, int] = field(default_factory=dict)
@@ -208,8 +211,7 @@ class Job:
     def _begin(self) -> dict[str, Any]:
         """Make the staging directory; returns where to write."""
         commit.recover(self.target)
-        for path in commit.remove_leftovers(self.target.parent):
-            _log.warning("removed %s, which a save that died had left behind", path)
+        removal.delete_later(commit.condemn_leftovers(self.target, self.settings.commit))
         self._commit = commit.begin(self.target, self.settings.commit)
         return {"disputed": [], "directory": str(self._commit.directory), "suffix": self._commit.suffix}
 
@@ -265,11 +267,13 @@ class Job:
 
         view = write_view if self.settings.writes_dcp_metadata(len(tables)) else None
         beat, seal = self.agreement.beat, self.agreement.seal
-        self._commit.finish(Content(with_files, frozenset(flushed), self.add_files, view, beat, seal))
+        content = Content(with_files, frozenset(flushed), self.add_files, view, beat, seal)
+        self._replaced = self._commit.finish(content)
         self._commit = None
 
     def clean_up(self) -> None:
-        """Remove what a save that failed has written; what stays the next save reports."""
+        """After the verdict: have deleted what was replaced, or what a save that failed has written."""
+        removal.delete_later(self._replaced)
         if self._commit is not None:
             try:
                 self._commit.abort()

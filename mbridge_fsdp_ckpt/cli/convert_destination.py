@@ -9,8 +9,9 @@ from typing import Any
 from mbridge_fsdp_ckpt.cli.root import tracked
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.storage.files import AnyPath, as_path, is_plain_file, read_bounded, replace_file
+from mbridge_fsdp_ckpt.storage.head import has_head
 from mbridge_fsdp_ckpt.storage.retention import iteration_of
-from mbridge_fsdp_ckpt.storage.source import MAX_TRAIN_STATE_BYTES, TRACKER, TRAIN_STATE, TRAIN_STATE_TRACKER, has_head
+from mbridge_fsdp_ckpt.storage.source import MAX_TRAIN_STATE_BYTES, TRACKER, TRAIN_STATE, TRAIN_STATE_TRACKER
 
 
 def open_destination(place: str, source: AnyPath, iteration: Any) -> AnyPath:

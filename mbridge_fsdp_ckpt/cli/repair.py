@@ -11,8 +11,9 @@ from mbridge_fsdp_ckpt.cli.repair_plan import Plan, Step, plan_repair
 from mbridge_fsdp_ckpt.cli.root import open_root
 from mbridge_fsdp_ckpt.cli.stock_view import missing_view, write_view
 from mbridge_fsdp_ckpt.storage.files import AnyPath, as_path
+from mbridge_fsdp_ckpt.storage.head import DCP_METADATA
 from mbridge_fsdp_ckpt.storage.retention import reading
-from mbridge_fsdp_ckpt.storage.source import DCP_METADATA, find_checkpoint
+from mbridge_fsdp_ckpt.storage.source import find_checkpoint
 
 
 @app.command(epilog=EXIT_CODES)

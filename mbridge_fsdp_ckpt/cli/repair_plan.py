@@ -1,8 +1,8 @@
 """What a root needs after saves that died, as a list of steps that have not been taken yet.
 
-    move back   .replaced-iter_0000010-...    whose target is missing: the last complete checkpoint of that name
+    move back   .replaced-iter_0000010-...    whose target is missing or empty: its last complete checkpoint
     write       the tracker                   where it is missing, illegible, or names nothing complete
-    delete      .staging-*, .deleted-*, .replaced-* whose target stands, objects of dead saves, stale .reading-*
+    delete      .staging-*, .deleted-*, .replaced-* whose target has a head, objects of dead saves, stale .reading-*
 
 Nothing that is committed is ever deleted, and a tracker that names a complete checkpoint is left alone.
 """
@@ -21,6 +21,7 @@ from mbridge_fsdp_ckpt.errors import CheckpointError
 from mbridge_fsdp_ckpt.storage import commit
 from mbridge_fsdp_ckpt.storage.audit import Audit
 from mbridge_fsdp_ckpt.storage.files import AnyPath, check_content, is_plain_file, read_bounded, replace_file
+from mbridge_fsdp_ckpt.storage.head import has_head
 from mbridge_fsdp_ckpt.storage.manifest import MANIFEST_NAME, read_manifest
 from mbridge_fsdp_ckpt.storage.rename import REPLACED, put_aside
 from mbridge_fsdp_ckpt.storage.retention import READING, iteration_of, iterations
@@ -29,7 +30,6 @@ from mbridge_fsdp_ckpt.storage.source import (
     TRACKER,
     TRAIN_STATE,
     TRAIN_STATE_TRACKER,
-    has_head,
     open_checkpoint,
 )
 
@@ -83,10 +83,17 @@ def _plan_recovery(root: AnyPath, plan: Plan) -> dict[str, AnyPath]:
     """Old directories that a dead commit put aside: their target's name, and where they lie now."""
     if not isinstance(root, Path):
         return {}
-    found: dict[str, AnyPath] = {n: aside for n, aside in put_aside(root).items() if not (root / n).exists()}
-    for name, place in found.items():
-        why = f"{name} is missing: its save died between two renames"
-        plan.steps.append(Step("move back", place, why, partial(commit.recover, root / name)))
+    found: dict[str, AnyPath] = {}
+    for name, place in put_aside(root).items():
+        target = root / name
+        if has_head(target):
+            continue
+        if target.exists() and not (target.is_dir() and next(target.iterdir(), None) is None):
+            plan.broken.append((place, f"the last checkpoint of {name}, which is now something else: move that away"))
+            continue
+        found[name] = place
+        why = f"{name} is {'empty' if target.exists() else 'missing'}: its save died between two renames"
+        plan.steps.append(Step("move back", place, why, partial(commit.recover, target)))
     return found
 
 

@@ -10,8 +10,9 @@ import typer
 
 from mbridge_fsdp_ckpt.errors import NotACheckpointError
 from mbridge_fsdp_ckpt.storage.files import AnyPath, as_path, size_of, what_is_there
-from mbridge_fsdp_ckpt.storage.retention import STALE_S
-from mbridge_fsdp_ckpt.storage.source import TRACKER, has_head
+from mbridge_fsdp_ckpt.storage.head import has_head
+from mbridge_fsdp_ckpt.storage.lease import STALE_S
+from mbridge_fsdp_ckpt.storage.source import TRACKER
 
 RELEASE = "release"
 

@@ -10,9 +10,9 @@ from mbridge_fsdp_ckpt.errors import ConfigurationError, DamagedCheckpointError
 from mbridge_fsdp_ckpt.storage.checksums import checksum
 from mbridge_fsdp_ckpt.storage.dcp_writer import write_dcp_view
 from mbridge_fsdp_ckpt.storage.files import AnyPath, check_content, replace_file, what_is_there
+from mbridge_fsdp_ckpt.storage.head import DCP_METADATA
 from mbridge_fsdp_ckpt.storage.manifest import MANIFEST_NAME, read_manifest
 from mbridge_fsdp_ckpt.storage.schema import Manifest
-from mbridge_fsdp_ckpt.storage.source import DCP_METADATA
 from mbridge_fsdp_ckpt.storage.values import decode
 
 _TABLE = re.compile(r"chunks_\d+(-[0-9a-f]+)?\.jsonl")

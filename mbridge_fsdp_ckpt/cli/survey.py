@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from mbridge_fsdp_ckpt import FORMAT_NAME, STOCK_FORMAT
 from mbridge_fsdp_ckpt.geometry import Box, whole
 from mbridge_fsdp_ckpt.storage.files import AnyPath, check_content
+from mbridge_fsdp_ckpt.storage.head import DCP_METADATA
 from mbridge_fsdp_ckpt.storage.manifest import MANIFEST_NAME, read_manifest
 from mbridge_fsdp_ckpt.storage.rewrite_shares import rank_of_file
 from mbridge_fsdp_ckpt.storage.schema import KeyEntry, Manifest
-from mbridge_fsdp_ckpt.storage.source import DCP_METADATA, CheckpointSource, open_checkpoint
+from mbridge_fsdp_ckpt.storage.source import CheckpointSource, open_checkpoint
 from mbridge_fsdp_ckpt.storage.table import read_table, read_table_header
 from mbridge_fsdp_ckpt.storage.values import dtype_from_name
 

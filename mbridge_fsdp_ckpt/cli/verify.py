@@ -13,9 +13,10 @@ from mbridge_fsdp_ckpt.cli.app import EXIT_CODES, Checkpoint, Json, app, print_j
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, ManifestError
 from mbridge_fsdp_ckpt.storage.audit import Audit, Finding, stock_findings
 from mbridge_fsdp_ckpt.storage.files import AnyPath, as_path
+from mbridge_fsdp_ckpt.storage.head import DCP_METADATA
 from mbridge_fsdp_ckpt.storage.manifest import MANIFEST_NAME
 from mbridge_fsdp_ckpt.storage.retention import reading
-from mbridge_fsdp_ckpt.storage.source import DCP_METADATA, find_checkpoint, open_checkpoint
+from mbridge_fsdp_ckpt.storage.source import find_checkpoint, open_checkpoint
 
 STOCK_NOTE = "stock fsdp_dtensor has no checksums: only structure and file sizes were checked"
 

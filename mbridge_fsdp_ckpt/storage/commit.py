@@ -24,26 +24,28 @@ def begin(target: AnyPath, method: CommitMethod = "auto") -> Commit:
     return marker.MarkerCommit(target)
 
 
+def is_put_aside(target: AnyPath) -> bool:
+    """Whether `recover` would find an old checkpoint."""
+    return isinstance(target, Path) and target.name in rename.put_aside(target.parent)
+
+
+def condemn_leftovers(target: AnyPath, method: CommitMethod = "auto") -> list[AnyPath]:
+    """What dead saves left that a save of this target may take away: its own, and others' that are an hour old.
+
+    Directories get a name that says so.  Nothing is deleted yet.
+    """
+    found = rename.condemn_leftovers(target) if isinstance(target, Path) else []
+    return found if isinstance(target, Path) and method != "marker" else [*found, *marker.dead_objects(target)]
+
+
 def recover(target: AnyPath) -> bool:
     """Undo a commit that died between its two renames; True where the old checkpoint was moved back."""
     return isinstance(target, Path) and rename.recover(target)
 
 
 def leftovers(root: AnyPath) -> list[AnyPath]:
-    """What dead saves and removals left behind."""
+    """What dead saves and removals left behind below a root, whosever it is."""
     return [*(rename.leftovers(root) if isinstance(root, Path) else []), *marker.leftovers(root)]
-
-
-def remove_leftovers(root: AnyPath) -> list[AnyPath]:
-    """Delete them; returns what was deleted."""
-    return [path for path in leftovers(root) if _discard(path)]
-
-
-def _discard(path: AnyPath) -> bool:
-    if isinstance(path, Path) and path.is_dir():
-        return rename.discard(path)
-    path.unlink()
-    return True
 
 
 def remove(directory: AnyPath) -> None:

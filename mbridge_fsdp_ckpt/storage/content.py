@@ -43,8 +43,8 @@ class Commit(Protocol):
     def suffix(self) -> str:
         """What the names of payload files and tables carry before their extension."""
 
-    def finish(self, content: Content) -> None:
-        """Put the checkpoint in its place and flush the change."""
+    def finish(self, content: Content) -> list[AnyPath]:
+        """Put the checkpoint in its place and flush the change; what nobody needs any more, to be deleted."""
 
     def abort(self) -> None:
-        """Remove what was written."""
+        """See to it that what was written is deleted."""

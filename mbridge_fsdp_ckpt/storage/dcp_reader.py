@@ -26,8 +26,9 @@ from mbridge_fsdp_ckpt.storage.files import (
     read_range,
     size_of,
 )
+from mbridge_fsdp_ckpt.storage.head import DCP_METADATA
 from mbridge_fsdp_ckpt.storage.schema import FileEntry, KeyEntry
-from mbridge_fsdp_ckpt.storage.source import DCP_METADATA, RankRecord, StoredChunk
+from mbridge_fsdp_ckpt.storage.source import RankRecord, StoredChunk
 from mbridge_fsdp_ckpt.storage.values import dtype_name
 
 _GROUPS, _STATE = "optimizer.param_to_group_meta.", "optimizer.state."

@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.metadata import (
 
 from mbridge_fsdp_ckpt.geometry import Box, whole
 from mbridge_fsdp_ckpt.storage.files import AnyPath, replace_file
+from mbridge_fsdp_ckpt.storage.head import DCP_METADATA
 from mbridge_fsdp_ckpt.storage.payload import PayloadWriter
 from mbridge_fsdp_ckpt.storage.schema import FileEntry, KeyEntry
-from mbridge_fsdp_ckpt.storage.source import DCP_METADATA
 from mbridge_fsdp_ckpt.storage.table import Chunk, read_table, read_table_header
 from mbridge_fsdp_ckpt.storage.values import decode, dtype_from_name
 

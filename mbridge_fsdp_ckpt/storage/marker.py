@@ -4,7 +4,7 @@
         __0_0-<token>.distcp, chunks_00000-<token>.jsonl, ...    beside those of an older save, if there is one
         manifest.json                                            one object: from here on the new ones count
         .metadata                                                stock's view, where it is wanted
-        the older save's objects are deleted
+        the older save's objects are deleted, once nobody waits for it
 
 An object appears whole or not at all, so a save that overwrites is atomic, too.  A directory without a manifest is not
 a checkpoint.  Files that the caller adds have fixed names: they are replaced before the manifest, and not listed in it.
@@ -19,10 +19,11 @@ import uuid
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from mbridge_fsdp_ckpt.storage import removal
 from mbridge_fsdp_ckpt.storage.content import Content
 from mbridge_fsdp_ckpt.storage.files import AnyPath, replace_file
+from mbridge_fsdp_ckpt.storage.head import DCP_METADATA
 from mbridge_fsdp_ckpt.storage.manifest import MANIFEST_NAME
-from mbridge_fsdp_ckpt.storage.source import DCP_METADATA
 
 _log = logging.getLogger(__name__)
 _OURS = re.compile(r"(?:__\d+_\d+|chunks_\d+)(-[0-9a-f]{12})\.(?:distcp|jsonl)")
@@ -38,7 +39,7 @@ class MarkerCommit:
         self._committed = False
         target.mkdir(parents=True, exist_ok=True)
 
-    def finish(self, content: Content) -> None:
+    def finish(self, content: Content) -> list[AnyPath]:
         """See `content.Commit`."""
         if content.add_files is not None:
             with TemporaryDirectory() as folder:
@@ -50,19 +51,19 @@ class MarkerCommit:
         replace_file(self.directory / MANIFEST_NAME, content.manifest(()))
         self._committed = True
         try:
-            self._tidy_up(content)
+            self._renew_view(content)
+            return _objects(self.directory, without=self.suffix)
         except OSError as error:  # the checkpoint is there: no failure of the save
             _log.warning("stock's view or older objects in %s were left as they are: %s", self.directory, error)
+            return []
 
-    def _tidy_up(self, content: Content) -> None:
+    def _renew_view(self, content: Content) -> None:
         content.progress()
         if content.write_view is not None:
             content.write_view(self.directory)
         elif (self.directory / DCP_METADATA).exists():
             (self.directory / DCP_METADATA).unlink()
         content.progress()
-        for path in _objects(self.directory, without=self.suffix):
-            path.unlink()
 
     def _upload(self, path: Path, target: AnyPath) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -77,8 +78,7 @@ class MarkerCommit:
         doomed = [path for path in _objects(self.directory) if self.suffix in path.name]
         if not (self.directory / MANIFEST_NAME).exists():  # else an older checkpoint has files of these names
             doomed += self._uploaded
-        for path in doomed:
-            path.unlink(missing_ok=True)
+        removal.delete_later(doomed)
 
 
 def _objects(directory: AnyPath, without: str = "") -> list[AnyPath]:
@@ -87,12 +87,22 @@ def _objects(directory: AnyPath, without: str = "") -> list[AnyPath]:
 
 
 def leftovers(root: AnyPath) -> list[AnyPath]:
-    """Objects of saves that died before their manifest was there."""
+    """Objects below a root of saves that died before their manifest was there; not where one may not look."""
     if not root.exists():
         return []
     folders = [path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")]
-    dead = [path for path in folders if not (path / MANIFEST_NAME).exists()]
-    return [path for directory in sorted(dead, key=lambda path: path.name) for path in _objects(directory)]
+    found: list[AnyPath] = []
+    for directory in sorted(folders, key=lambda path: path.name):
+        try:
+            found += dead_objects(directory)
+        except PermissionError as error:
+            _log.info("not searched for leftovers: %s", error)
+    return found
+
+
+def dead_objects(directory: AnyPath) -> list[AnyPath]:
+    """Objects in a directory that never got a manifest."""
+    return [] if not directory.is_dir() or (directory / MANIFEST_NAME).exists() else _objects(directory)
 
 
 def remove(directory: AnyPath) -> None:

@@ -3,10 +3,16 @@
     save to DIR/iter_0000010
         DIR/.staging-iter_0000010-<token>/     written, flushed to disk and verified
         DIR/iter_0000010                       renamed; where it existed, the two are exchanged in one step
+        DIR/.deleted-iter_0000010-<token>      what nobody needs any more, until it is deleted
 
 The names begin with a dot: Megatron-Bridge takes every `iter_*` below the root for a checkpoint.  Where the file
 system cannot exchange, the old directory steps aside as `.replaced-iter_0000010-<token>` first; `recover` moves it
-back if the process dies between the two renames.
+back if the process dies between the two renames.  Whether a checkpoint is in place is a question for its head:
+anybody may make the directory.
+
+The time of a staging directory is its lease: ranks renew it while they write, and a save of another target takes it
+away only if nobody has for an hour.  A save of the same target takes it away at once, for nothing else would free its
+space soon after a crash; if two jobs save to one target, the one that began first fails, or is replaced.
 """
 
 from __future__ import annotations
@@ -15,17 +21,22 @@ import ctypes
 import errno
 import logging
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Callable
 from pathlib import Path
 
+from mbridge_fsdp_ckpt.errors import StorageError
+from mbridge_fsdp_ckpt.storage import lease, removal
 from mbridge_fsdp_ckpt.storage.content import Content
 from mbridge_fsdp_ckpt.storage.files import TEMPORARY, AnyPath, file_checksum, size_of, sync_directory, write_file
+from mbridge_fsdp_ckpt.storage.head import has_head, has_readable_head
 from mbridge_fsdp_ckpt.storage.manifest import MANIFEST_NAME
 from mbridge_fsdp_ckpt.storage.schema import ExtraEntry
 
 STAGING, REPLACED, DELETED = ".staging-", ".replaced-", ".deleted-"
+_NAME = re.compile(r"\.(?:staging|replaced|deleted)-(.+)-[^-]*", re.DOTALL)
 _log = logging.getLogger(__name__)
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
@@ -36,12 +47,14 @@ class RenameCommit:
     suffix = ""
 
     def __init__(self, target: Path) -> None:
+        if target.exists() and not target.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(target))
         self._target = target
         target.parent.mkdir(parents=True, exist_ok=True)
-        self.directory = target.parent / f"{STAGING}{target.name}-{uuid.uuid4().hex[:12]}"
+        self.directory = _beside(target, STAGING)
         self.directory.mkdir()
 
-    def finish(self, content: Content) -> None:
+    def finish(self, content: Content) -> list[AnyPath]:
         """See `content.Commit`."""
         if content.write_view is not None:
             content.write_view(self.directory)
@@ -54,7 +67,7 @@ class RenameCommit:
         for folder in (path for path in self.directory.rglob("*") if path.is_dir()):
             sync_directory(folder)
         content.last_call()
-        put_in_place(self.directory, self._target)
+        return put_in_place(self.directory, self._target)
 
     def _flushed_extra(self, content: Content) -> list[ExtraEntry]:
         found = []
@@ -70,50 +83,69 @@ class RenameCommit:
     def abort(self) -> None:
         """See `content.Commit`."""
         if self.directory.exists():
-            discard(self.directory)
+            removal.delete_later([_condemned(self.directory)])
 
 
-def put_in_place(staging: Path, target: Path) -> None:
+def put_in_place(staging: Path, target: Path) -> list[AnyPath]:
     """Put a complete staging directory in the target's place and flush the change to disk.
+
+    Returns:
+        What nobody needs any more: the directory that was in place.
 
     Raises:
         OSError: The file system refused; what was in place is in place again.
+        StorageError: It refused that, too.
     """
     sync_directory(staging)
     if not target.exists():
         staging.rename(target)
         _sync_or_undo(target.parent, lambda: target.rename(staging))
-        return
+        return []
+    lease.renew(target)  # about to get a name that others take for a leftover
     if _exchange(staging, target):
         _sync_or_undo(target.parent, lambda: _exchange(staging, target))
-        discard(staging)  # now the old checkpoint
-        return
-    aside = target.parent / staging.name.replace(STAGING, REPLACED, 1)
+        return [_condemned(staging)]
+    aside = _beside(target, REPLACED if has_head(target) else DELETED)
     target.rename(aside)
     try:
         staging.rename(target)
     except OSError:
         aside.rename(target)
         raise
-    sync_directory(target.parent)
-    discard(aside)
+    _sync_or_undo(target.parent, lambda: (target.rename(staging), aside.rename(target)))
+    return [_condemned(aside)]
 
 
 def _sync_or_undo(directory: Path, undo: Callable[[], object]) -> None:
     try:
         sync_directory(directory)
-    except OSError:
-        undo()
+    except OSError as error:
+        try:
+            undo()
+        except OSError as stuck:
+            raise StorageError(
+                expected="a rename to be flushed to disk, or to be undone",
+                found=f"{type(error).__name__}: {error}; then {type(stuck).__name__}: {stuck}",
+                remedy="The older or the newer checkpoint is whole, which of them was not flushed: check the storage, "
+                "run `mbridge_fsdp_ckpt repair`, and save again.",
+                key=str(directory),
+            ) from error
         raise
 
 
-def discard(path: Path) -> bool:
-    """Delete a directory that nobody needs; one that cannot be deleted is left to the next save."""
+def _beside(target: Path, mark: str) -> Path:
+    return target.parent / f"{mark}{target.name}-{uuid.uuid4().hex[:12]}"
+
+
+def _condemned(path: Path) -> Path:
+    """What nobody needs, under a name that says so; if it cannot be renamed, as it is."""
+    condemned = _beside(path.parent / _target_name(path), DELETED)
     try:
-        shutil.rmtree(path)
+        path.rename(condemned)
     except OSError as error:
-        _log.warning("could not remove %s: %s", path, error)
-    return not path.exists()
+        _log.warning("could not rename %s, which is to be deleted: %s", path, error)
+        return path
+    return condemned
 
 
 def put_aside(root: Path) -> dict[str, Path]:
@@ -129,8 +161,12 @@ def _modified(path: Path) -> float:
 
 
 def recover(target: Path) -> bool:
-    """Undo a commit that died between its two renames; True where the old checkpoint was moved back."""
-    if target.exists() or not target.parent.is_dir():
+    """Undo a commit that died between its two renames; True where the old checkpoint was moved back.
+
+    An empty directory that somebody made in its place is replaced.  One with files in it, but without a head, is left
+    alone, and so is the old checkpoint.
+    """
+    if not target.parent.is_dir() or has_head(target):
         return False
     try:
         aside = put_aside(target.parent).get(target.name)
@@ -138,31 +174,55 @@ def recover(target: Path) -> bool:
             return False
         aside.rename(target)
     except FileNotFoundError:  # another rank was first
-        return target.exists()
+        return has_head(target)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        return has_head(target)
     sync_directory(target.parent)
     return True
 
 
 def leftovers(root: Path) -> list[AnyPath]:
-    """What dead saves and removals left behind; replaced directories only where their target stands."""
+    """What dead saves and removals left behind; replaced directories only where their target has a head."""
+    return [*_leftovers(root)]
+
+
+def _leftovers(root: Path) -> list[Path]:
     if not root.is_dir():
         return []
-    stale = [path for mark in (STAGING, DELETED) for path in root.glob(f"{mark}*") if path.is_dir()]
-    stale += [path for path in root.glob(f"{REPLACED}*") if (root / _target_name(path)).exists()]
-    stale += [path for path in root.glob(".*") if TEMPORARY.fullmatch(path.name) and path.is_file()]
-    return [*sorted(stale)]
+    found = [path for mark in (STAGING, DELETED) for path in root.glob(f"{mark}*") if path.is_dir()]
+    found += [path for path in root.glob(f"{REPLACED}*") if has_readable_head(root / _target_name(path))]
+    found += [path for path in root.glob(".*") if TEMPORARY.fullmatch(path.name) and path.is_file()]
+    return sorted(found)
+
+
+def condemn_leftovers(target: Path) -> list[AnyPath]:
+    """Rename leftovers of this target, and those of others that nobody has touched for an hour; what is to be deleted.
+
+    Who calls it is about to save this target.
+    """
+    found: list[AnyPath] = []
+    for path in _leftovers(target.parent):
+        if _target_name(path) == target.name or lease.is_stale(path):
+            if path.name.startswith((STAGING, REPLACED)):
+                _log.warning("deleting %s, which a save that died, or another one of %s, left", path, target)
+                path = _condemned(path)
+            found.append(path)
+    return found
 
 
 def remove(directory: Path) -> None:
     """Delete a checkpoint, renamed first: no half of it can be taken for one."""
-    doomed = directory.parent / f"{DELETED}{directory.name}-{uuid.uuid4().hex[:12]}"
-    directory.rename(doomed)
+    condemned = _beside(directory, DELETED)
+    directory.rename(condemned)
     sync_directory(directory.parent)
-    shutil.rmtree(doomed)
+    shutil.rmtree(condemned)
 
 
-def _target_name(replaced: Path) -> str:
-    return replaced.name.removeprefix(REPLACED).rpartition("-")[0]
+def _target_name(leftover: Path) -> str:
+    match = _NAME.fullmatch(leftover.name)
+    return match[1] if match else ""
 
 
 def _exchange(one: Path, other: Path) -> bool:

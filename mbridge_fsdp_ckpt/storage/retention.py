@@ -1,14 +1,14 @@
 """Old checkpoints: which there are, which may go, and that none goes while somebody reads it.
 
 A load leaves `.reading-iter_0000010-<token>` beside the checkpoint and touches it while it reads.  Whoever prunes
-leaves such a checkpoint alone, until the file has not been touched for an hour.
+leaves such a checkpoint alone, until the file has not been touched for an hour.  A training job prunes in the
+background: no rank waits for it, and nothing fails by it.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,11 +16,10 @@ from dataclasses import dataclass
 
 from mbridge_fsdp_ckpt.storage import commit
 from mbridge_fsdp_ckpt.storage.files import AnyPath
-from mbridge_fsdp_ckpt.storage.source import has_head
+from mbridge_fsdp_ckpt.storage.head import has_readable_head
+from mbridge_fsdp_ckpt.storage.lease import is_stale, renewing
 
 READING = ".reading-"
-STALE_S = 3600.0
-"""Seconds after which a reader that gives no sign of life is taken for dead."""
 
 _ITERATION = re.compile(r"iter_(\d+)")
 _log = logging.getLogger(__name__)
@@ -47,7 +46,7 @@ def iterations(root: AnyPath) -> list[Iteration]:
     for path in root.iterdir():
         number = iteration_of(path.name)
         if number is not None and path.is_dir():
-            found.append(Iteration(number, path, has_head(path)))
+            found.append(Iteration(number, path, has_readable_head(path)))
     return sorted(found, key=lambda iteration: iteration.number)
 
 
@@ -75,7 +74,7 @@ def prune(root: AnyPath, keep: int, also_keep: int | None = None) -> list[Iterat
     Returns:
         What was removed.
     """
-    for lease in [lease for lease in root.glob(f"{READING}*") if _is_stale(lease)]:
+    for lease in [lease for lease in root.glob(f"{READING}*") if is_stale(lease)]:
         lease.unlink(missing_ok=True)
     removed = prunable(root, keep, also_keep)
     for iteration in removed:
@@ -85,7 +84,7 @@ def prune(root: AnyPath, keep: int, also_keep: int | None = None) -> list[Iterat
 
 def remove_unless_read(directory: AnyPath) -> bool:
     """Remove one checkpoint, after a newer one was committed; whether it is gone."""
-    if not directory.exists() or being_read(directory):
+    if not has_readable_head(directory) or being_read(directory):
         return False
     commit.remove(directory)
     return True
@@ -99,23 +98,15 @@ def reading(directory: AnyPath, *, enabled: bool = True) -> Iterator[Callable[[]
     """
     lease = directory.parent / f"{READING}{directory.name}-{uuid.uuid4().hex[:12]}"
     try:
-        if enabled and directory.exists():
+        if enabled and (directory.exists() or commit.is_put_aside(directory)):
             lease.touch()
         else:
             enabled = False
     except OSError as error:
         enabled = False
         _log.info("%s is not kept from being pruned: %s", directory, error)
-    last = time.monotonic()
-
-    def alive() -> None:
-        nonlocal last
-        if enabled and time.monotonic() - last > STALE_S / 10:
-            last = time.monotonic()
-            lease.touch()
-
     try:
-        yield alive
+        yield renewing(lease) if enabled else lambda: None
     finally:
         if enabled:
             lease.unlink(missing_ok=True)
@@ -123,13 +114,4 @@ def reading(directory: AnyPath, *, enabled: bool = True) -> Iterator[Callable[[]
 
 def being_read(directory: AnyPath) -> bool:
     """Whether a living reader keeps it."""
-    return not all(_is_stale(lease) for lease in directory.parent.glob(f"{READING}{directory.name}-*"))
-
-
-def _is_stale(lease: AnyPath) -> bool:
-    """A store that tells no times keeps its readers' marks for living."""
-    try:
-        touched = lease.stat().st_mtime
-        return touched > 0 and time.time() - touched > STALE_S
-    except FileNotFoundError:  # its reader is done
-        return True
+    return not all(is_stale(lease) for lease in directory.parent.glob(f"{READING}{directory.name}-*"))

@@ -22,6 +22,7 @@ import torch
 from mbridge_fsdp_ckpt import FORMAT_NAME
 from mbridge_fsdp_ckpt.errors import InternalError
 from mbridge_fsdp_ckpt.geometry import Box
+from mbridge_fsdp_ckpt.storage import removal
 from mbridge_fsdp_ckpt.storage.checksums import checksum
 from mbridge_fsdp_ckpt.storage.content import Commit, Content
 from mbridge_fsdp_ckpt.storage.dcp_writer import write_dcp_view
@@ -248,7 +249,8 @@ def _finish(commit: Commit, work: Rewriting, tables: Sequence[TableEntry]) -> No
         write_dcp_view(place, head.keys, paths, decode(head.values) or {}, commit.suffix)
 
     view = write_view if work.stock_view else None
-    commit.finish(Content(with_files, frozenset(names), work.add_files, view, last_call=work.last_call))
+    content = Content(with_files, frozenset(names), work.add_files, view, last_call=work.last_call)
+    removal.delete_later(commit.finish(content))
 
 
 def _names(commit: Commit, rank: int) -> tuple[str, str]:

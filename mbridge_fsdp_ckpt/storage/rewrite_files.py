@@ -12,9 +12,9 @@ from typing import Any
 
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError
 from mbridge_fsdp_ckpt.storage.files import AnyPath, copy_file, is_plain_file, read_bounded
+from mbridge_fsdp_ckpt.storage.head import DCP_METADATA
 from mbridge_fsdp_ckpt.storage.manifest import MANIFEST_NAME
 from mbridge_fsdp_ckpt.storage.schema import ExtraEntry
-from mbridge_fsdp_ckpt.storage.source import DCP_METADATA
 
 RUN_CONFIG = "run_config.yaml"
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from mbridge_fsdp_ckpt.storage import removal
 from mbridge_fsdp_ckpt.storage.content import Commit
 from mbridge_fsdp_ckpt.storage.dcp_writer import write_dcp_view
 from mbridge_fsdp_ckpt.storage.files import check_file, copy_file, sync_directory
@@ -66,7 +67,7 @@ def write_stock(
     write_dcp_view(staging, head.keys, [source.directory / entry.name for entry in head.tables], values)
     _flush(staging)
     last_call()
-    put_in_place(staging, target)
+    removal.delete_later(put_in_place(staging, target))
 
 
 def _flush(directory: Path) -> None:

@@ -12,12 +12,10 @@ import torch
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, NotACheckpointError
 from mbridge_fsdp_ckpt.geometry import Box
 from mbridge_fsdp_ckpt.storage.files import AnyPath, Scratch, is_plain_file, read_bounded, what_is_there
+from mbridge_fsdp_ckpt.storage.head import DCP_METADATA, has_head
 from mbridge_fsdp_ckpt.storage.manifest import MANIFEST_NAME
 from mbridge_fsdp_ckpt.storage.rename import recover
 from mbridge_fsdp_ckpt.storage.schema import KeyEntry
-
-DCP_METADATA = ".metadata"
-"""Stock's head of a checkpoint; ours may have one beside its own, for stock to read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +111,6 @@ TRAIN_STATE, TRAIN_STATE_TRACKER = "train_state.pt", "latest_train_state.pt"
 
 MAX_TRAIN_STATE_BYTES = 1 << 28
 _MAX_TRACKER_BYTES = 1 << 12
-
-
-def has_head(directory: AnyPath) -> bool:
-    """Whether a directory has what makes it a checkpoint: our manifest or stock's metadata."""
-    return any((directory / name).exists() for name in (MANIFEST_NAME, DCP_METADATA))
 
 
 def find_checkpoint(path: AnyPath) -> AnyPath:

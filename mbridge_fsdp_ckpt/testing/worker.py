@@ -30,7 +30,9 @@ def serve(connection: Connection[Any, Any]) -> None:
         while True:
             message: Case | CleanUp = connection.recv()
             if isinstance(message, Case):
-                connection.send(_outcome(message))
+                outcome = _outcome(message)
+                cleanup.finish_removals()
+                connection.send(outcome)
             else:
                 connection.send(Cleaned(cleanup.forget_case(environment, directory)))
 

@@ -144,7 +144,7 @@ def test_a_save_that_cannot_tidy_up_is_a_save(call: str, environment: dict[str, 
 
 
 def test_what_has_no_manifest_is_no_checkpoint(environment: dict[str, str], megatron_ranks: RankPool) -> None:
-    """A save that died before its manifest: ignored by readers, removed by the next save."""
+    """A save that died before its manifest: ignored by readers, removed by the next save of that directory."""
     root = f"s3://{BUCKET}/dead"
     megatron_ranks.run(train_and_save, f"{root}/iter_0000001", environment, 1, ranks=2)
     for name in ("manifest.json", ".metadata"):
@@ -155,7 +155,10 @@ def test_what_has_no_manifest_is_no_checkpoint(environment: dict[str, str], mega
         megatron_ranks.run(load, f"{root}/iter_0000001", environment, ranks=2)
     assert len(commit.leftovers(as_path(root))) == 5  # two tables, two payloads, the stock view's values
     megatron_ranks.run(train_and_save, f"{root}/iter_0000002", environment, 1, ranks=2)
+    assert len(commit.leftovers(as_path(root))) == 5, "those may belong to another job"
+    megatron_ranks.run(train_and_save, f"{root}/iter_0000001", environment, 1, ranks=2)
     assert commit.leftovers(as_path(root)) == []
+    assert len(names(f"{root}/iter_0000001")) == len(names(f"{root}/iter_0000002"))
 
 
 def test_old_ones_are_pruned_unless_somebody_reads_them(environment: dict[str, str], megatron_ranks: RankPool) -> None:

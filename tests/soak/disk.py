@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.errors import CheckpointError
+from mbridge_fsdp_ckpt.storage import removal
 from mbridge_fsdp_ckpt.testing.models import Recipe
 from tests.core import cases, oracle
 from tests.patched import patched
@@ -59,6 +60,7 @@ def save_on(directory: str, fault: Fault | None, time_limit: float, storage_limi
             mbridge_fsdp_ckpt.save(directory, model=trainable.model, optimizer=trainable.optimizer, settings=settings)
         except CheckpointError as caught:
             error = {"name": type(caught).__name__, "text": str(caught), "rank": caught.rank, "host": caught.host}
+        assert removal.wait(60.0)
     seconds = time.monotonic() - begin
     dist.barrier()
     return {"error": error, "seconds": seconds, "unchanged": oracle.live(trainable) == before}

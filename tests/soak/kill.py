@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,8 +17,9 @@ import torch.distributed as dist
 
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.errors import CheckpointError
-from mbridge_fsdp_ckpt.storage import rename
+from mbridge_fsdp_ckpt.storage import removal, rename
 from mbridge_fsdp_ckpt.storage.files import replace_file
+from mbridge_fsdp_ckpt.storage.lease import STALE_S
 from mbridge_fsdp_ckpt.storage.retention import prune
 from mbridge_fsdp_ckpt.storage.source import TRACKER, find_checkpoint
 from mbridge_fsdp_ckpt.testing.models import Recipe
@@ -25,8 +27,8 @@ from tests.core import cases, oracle
 from tests.patched import patched
 
 RECIPE = Recipe(layers=1)
-OLD, NEW = 1, 2
-"""Training steps of the two states; the older one stands when the killed save begins."""
+OLD, NEW, NEXT = 1, 2, 3
+"""Training steps of the two states, the older of which stands when the killed save begins; then a later iteration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ STEPS = (
     Step("saving:prepare", EVERYBODY),
     Step("agreement:Agreement.meet", EVERYBODY, times=2),
     Step("saving:Job.judge_plans"),
-    Step("storage.commit:remove_leftovers"),
+    Step("storage.commit:condemn_leftovers"),
     Step("storage.commit:begin"),
     Step("saving:write", EVERYBODY),
     Step("storage.payload:PayloadWriter.add", EVERYBODY, times=3),
@@ -67,10 +69,11 @@ STEPS = (
     Step("storage.rename:put_in_place"),
     Step("storage.rename:sync_directory", times=2),
     Step("storage.rename:_exchange", fresh=False),
-    Step("storage.rename:shutil.rmtree", fresh=False),
-    Step("pathlib:Path.rename", times=2, fresh=False, exchanges=False),
+    Step("pathlib:Path.rename"),
+    Step("storage.removal:shutil.rmtree", fresh=False),
+    Step("pathlib:Path.rename", times=3, fresh=False, exchanges=False),
     Step("storage.rename:sync_directory", times=2, fresh=False, exchanges=False),
-    Step("storage.rename:shutil.rmtree", fresh=False, exchanges=False),
+    Step("storage.removal:shutil.rmtree", fresh=False, exchanges=False),
     Step("agreement:Agreement.end", EVERYBODY),
     Step("saving:Job.clean_up", EVERYBODY),
     Step("pathlib:Path.replace", times=2),  # .metadata, then the tracker
@@ -127,6 +130,7 @@ def save_and_die(root: str, number: int, signs: str, death: Death | None, exchan
         except CheckpointError as error:
             return type(error).__name__
         publish(Path(root), number)
+        assert removal.wait(60.0)
     return "saved"
 
 
@@ -138,14 +142,26 @@ def signed(signs: Path) -> Iterator[None]:
     (signs / f"ended-{dist.get_rank()}").touch()
 
 
-def resume(root: str) -> dict[str, Any]:
-    """What the tracker names, loaded into a model initialised otherwise; then the next save of the run."""
+def resume(root: str, number: int) -> dict[str, Any]:
+    """What the tracker names, loaded into a model initialised otherwise; then the saves with which the run goes on.
+
+    The first is the one that died, once more: what is left of it goes at once.  The next one takes away what nobody
+    has touched for an hour: a tracker file that was about to be replaced.
+    """
     trainable = cases.prepared(RECIPE, seed=999)
     directory = find_checkpoint(Path(root))
     mbridge_fsdp_ckpt.load(directory, model=trainable.model, optimizer=trainable.optimizer)
-    found = oracle.live(trainable)
-    mbridge_fsdp_ckpt.save(iteration(root, 3), model=trainable.model, optimizer=trainable.optimizer)
-    return {"from": directory.name, "live": found}
+    found, left = oracle.live(trainable), []
+    for target in (iteration(root, number), iteration(root, NEXT)):
+        mbridge_fsdp_ckpt.save(target, model=trainable.model, optimizer=trainable.optimizer)
+        assert removal.wait(60.0)
+        dist.barrier()
+        left.append(sorted(path.name for path in Path(root).glob(".*")))
+        dist.barrier()
+        for path in Path(root).glob(".*"):
+            os.utime(path, (time.time() - 2 * STALE_S,) * 2)
+        dist.barrier()
+    return {"from": directory.name, "live": found, "left": left}
 
 
 @contextmanager

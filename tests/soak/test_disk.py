@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from mbridge_fsdp_ckpt.agreement import DEFAULT_STORAGE_LIMIT
+from mbridge_fsdp_ckpt.storage.lease import STALE_S
 from mbridge_fsdp_ckpt.testing.modules import MEGATRON_MODULES
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
 from tests.patience import patient_ranks
@@ -114,9 +115,10 @@ def test_an_old_checkpoint_that_cannot_be_deleted_fails_no_save(
     pool: RankPool, old: tuple[Path, Any], tmp_path: Path
 ) -> None:
     root = Path(shutil.copytree(old[0], tmp_path / "root"))
-    seen = run_save(pool, root, Fault(f"{PACKAGE}.rename:shutil.rmtree", 0, errno.EIO), overwrites=True)
+    seen = run_save(pool, root, Fault(f"{PACKAGE}.removal:shutil.rmtree", 0, errno.EIO), overwrites=True)
     assert [rank["error"] for rank in seen] == [None] * RANKS
-    assert len(list(root.iterdir())) == 2, "the old one is still there"
+    [old_one] = root.glob(".deleted-iter_0000001-*")
+    os.utime(old_one, (time.time() - 2 * STALE_S,) * 2)
     pool.run(disk.load_then_save, str(root / "iter_0000001"), str(root / "iter_0000003"))
     assert sorted(path.name for path in root.iterdir()) == ["iter_0000001", "iter_0000003"]
 

@@ -128,13 +128,15 @@ def run_one(trial: Trial, pool: RankPool, prepared: Prepared, root: Path) -> str
         results = results or save_and_kill(trial, pool, prepared, root)
     assert results is not None, f"gloo failed in the training before the save, {ATTEMPTS} times: {trial}"
     context = f"{trial}; {sampling.how_to_repeat()}; left: {sorted(path.name for path in root.iterdir())}"
-    resumed = pool.run(kill.resume, str(root))[0]
+    number = OLD if trial.overwrites else NEW
+    resumed = pool.run(kill.resume, str(root), number)[0]
     state = next((name for name, live in prepared.states.items() if live == resumed["live"]), None)
     assert state is not None, f"what was loaded is neither state: {context}"
     if not trial.overwrites:
         assert resumed["from"] == kill.iteration(root, OLD if state == "old" else NEW).name, context
-    stale = [path.name for path in root.iterdir() if path.name.startswith(".")]
-    assert stale == [], f"the next save left {stale}: {context}"
+    own, others = resumed["left"]
+    assert [name for name in own if kill.iteration(root, number).name in name] == [], f"the same save: {context}"
+    assert others == [], f"the next save left {others}: {context}"
     killed = isinstance(results[trial.victim], Died)
     assert killed or trial.death is None, f"the step was never taken: {context}"
     return f"{state} state, {'killed' if killed else 'through before its moment'}"

@@ -175,6 +175,27 @@ def test_an_old_checkpoint_is_moved_back(root: Path) -> None:
     assert names(root) == WHOLE
 
 
+def test_an_old_checkpoint_is_moved_back_over_an_empty_directory(root: Path) -> None:
+    age((root / "iter_0000020").rename(root / f".replaced-iter_0000020-{TOKEN}"))
+    (root / "iter_0000020").mkdir()
+    found = data("repair", root, "--yes")
+    assert done(found) == [("move back", f".replaced-iter_0000020-{TOKEN}")]
+    assert found["steps"][0]["why"] == "iter_0000020 is empty: its save died between two renames"
+    assert names(root) == WHOLE
+    assert (root / "iter_0000020" / "manifest.json").is_file()
+
+
+def test_an_old_checkpoint_is_kept_where_something_else_took_its_place(root: Path) -> None:
+    aside = age((root / "iter_0000020").rename(root / f".replaced-iter_0000020-{TOKEN}"))
+    (root / "iter_0000020").mkdir()
+    (root / "iter_0000020" / "notes.txt").write_text("somebody's")
+    found = data("repair", root, "--yes", "--force", code=1)
+    assert [broken["path"] for broken in found["broken"]] == [str(aside)]
+    assert (aside / "manifest.json").is_file()
+    assert (root / TRACKER).read_text() == "10", "the newest that is in its place"
+    assert (root / "iter_0000020" / "notes.txt").read_text() == "somebody's"
+
+
 def test_an_old_checkpoint_that_comes_back_may_be_named(root: Path) -> None:
     (root / "iter_0000020").rename(root / f".replaced-iter_0000020-{TOKEN}")
     (root / TRACKER).write_text("garbage")

@@ -1,13 +1,18 @@
 """A checkpoint appears complete or not at all, and what dead saves leave is found."""
 
 import os
-import shutil
+import subprocess
+import sys
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mbridge_fsdp_ckpt.storage import commit, files, rename
+from mbridge_fsdp_ckpt.errors import StorageError
+from mbridge_fsdp_ckpt.storage import commit, files, lease, removal, rename
+from mbridge_fsdp_ckpt.storage.manifest import MANIFEST_NAME
 from mbridge_fsdp_ckpt.storage.source import TRACKER, find_checkpoint
 
 
@@ -17,19 +22,37 @@ class Death(BaseException):
 
 def fill(directory: Path, content: str) -> Path:
     (directory / "sub").mkdir(parents=True, exist_ok=True)
-    (directory / "file").write_text(content)
-    (directory / "sub" / "file").write_text(content)
+    for name in (MANIFEST_NAME, "sub/file"):
+        (directory / name).write_text(content)
     return directory
 
 
 def content(directory: Path) -> str:
-    found = {path.read_text() for path in (directory / "file", directory / "sub" / "file")}
+    found = {(directory / name).read_text() for name in (MANIFEST_NAME, "sub/file")}
     assert len(found) == 1
     return found.pop()
 
 
 def names(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
+
+
+def put_in_place(staging: Path, target: Path) -> None:
+    """With what follows once nobody waits."""
+    for path in rename.put_in_place(staging, target):
+        removal.delete(path)
+
+
+def remove_leftovers(target: Path) -> list[str]:
+    """What a save of the target takes away first; the targets it belonged to."""
+    found = [path for path in commit.condemn_leftovers(target) if removal.delete(path)]
+    return sorted(path.name.rpartition("-")[0] for path in found)
+
+
+def age(path: Path) -> Path:
+    """Nobody has touched it for longer than a lease lasts."""
+    os.utime(path, (time.time() - lease.STALE_S - 5,) * 2)
+    return path
 
 
 @pytest.fixture
@@ -42,15 +65,15 @@ def without_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rename, "_exchange", lambda one, other: False)
 
 
-def die_at_rename(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """The process dies instead of its n-th rename."""
+def die_at_rename(monkeypatch: pytest.MonkeyPatch, number: int, error: BaseException | None = None) -> None:
+    """The process dies instead of its n-th rename, or the rename fails."""
     original, count = Path.rename, 0
 
     def mortal_rename(self: Path, to: Path) -> Path:
         nonlocal count
         count += 1
         if count == number:
-            raise Death
+            raise error or Death
         return original(self, to)
 
     monkeypatch.setattr(Path, "rename", mortal_rename)
@@ -68,7 +91,7 @@ def test_staging_lies_beside_the_target_under_a_name_no_reader_takes_for_a_check
 
 
 def test_a_first_commit_renames(target: Path) -> None:
-    rename.put_in_place(fill(rename.RenameCommit(target).directory, "new"), target)
+    put_in_place(fill(rename.RenameCommit(target).directory, "new"), target)
     assert content(target) == "new"
     assert names(target.parent) == ["iter_0000010"]
 
@@ -76,8 +99,8 @@ def test_a_first_commit_renames(target: Path) -> None:
 def test_a_second_commit_replaces_the_whole_directory(target: Path) -> None:
     fill(target, "old")
     (target / "only in the old one").touch()
-    rename.put_in_place(fill(rename.RenameCommit(target).directory, "new"), target)
-    assert names(target) == ["file", "sub"]
+    put_in_place(fill(rename.RenameCommit(target).directory, "new"), target)
+    assert names(target) == [MANIFEST_NAME, "sub"]
     assert content(target) == "new"
     assert names(target.parent) == ["iter_0000010"]
 
@@ -85,7 +108,7 @@ def test_a_second_commit_replaces_the_whole_directory(target: Path) -> None:
 @pytest.mark.usefixtures("without_exchange")
 def test_where_nothing_can_be_exchanged_the_old_one_steps_aside(target: Path) -> None:
     fill(target, "old")
-    rename.put_in_place(fill(rename.RenameCommit(target).directory, "new"), target)
+    put_in_place(fill(rename.RenameCommit(target).directory, "new"), target)
     assert content(target) == "new"
     assert names(target.parent) == ["iter_0000010"]
 
@@ -99,11 +122,12 @@ def test_an_exchange_leaves_no_moment_without_a_checkpoint(target: Path, monkeyp
     assert rename._exchange(staging, target)
 
     def no_rename(self: Path, to: Path) -> Path:
-        raise AssertionError("a rename beside the exchange")
+        assert content(target) == "new", "a rename before the exchange"
+        raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(Path, "rename", no_rename)
-    rename.put_in_place(staging, target)
-    assert content(target) == "new"
+    assert rename.put_in_place(staging, target) == [staging], "under its name, where no other can be given"
+    assert (content(target), content(staging)) == ("new", "old")
 
 
 def test_death_after_the_exchange_leaves_the_new_checkpoint_and_a_leftover(
@@ -112,16 +136,16 @@ def test_death_after_the_exchange_leaves_the_new_checkpoint_and_a_leftover(
     fill(target, "old")
     staging = fill(rename.RenameCommit(target).directory, "new")
 
-    def die(path: Path) -> None:
+    def die(path: Path, to: Path) -> None:
         raise Death
 
-    monkeypatch.setattr(shutil, "rmtree", die)
+    monkeypatch.setattr(Path, "rename", die)
     with pytest.raises(Death):
         rename.put_in_place(staging, target)
     monkeypatch.undo()
     assert content(target) == "new"
     assert not commit.recover(target)
-    assert len(commit.remove_leftovers(target.parent)) == 1
+    assert remove_leftovers(target) == [".deleted-iter_0000010"]
     assert names(target.parent) == ["iter_0000010"]
 
 
@@ -140,7 +164,7 @@ def test_the_old_checkpoint_survives_death_at_either_rename(
     assert commit.recover(target) is recovered
     assert content(target) == "old"
     assert commit.recover(target) is False
-    assert commit.remove_leftovers(target.parent) == [staging]
+    assert remove_leftovers(target) == [".deleted-iter_0000010"]
     assert names(target.parent) == ["iter_0000010"]
 
 
@@ -149,7 +173,7 @@ def test_death_after_both_renames_leaves_the_new_checkpoint(target: Path, monkey
     fill(target, "old")
     staging = fill(rename.RenameCommit(target).directory, "new")
     with monkeypatch.context() as mortal:
-        mortal.setattr(shutil, "rmtree", lambda path: (_ for _ in ()).throw(Death))
+        die_at_rename(mortal, 3)
         with pytest.raises(Death):
             rename.put_in_place(staging, target)
     assert content(target) == "new"
@@ -157,14 +181,96 @@ def test_death_after_both_renames_leaves_the_new_checkpoint(target: Path, monkey
     [aside] = rename.leftovers(target.parent)
     assert isinstance(aside, Path)
     assert content(aside) == "old"
-    commit.remove_leftovers(target.parent)
+    assert remove_leftovers(target) == [".deleted-iter_0000010"]
     assert names(target.parent) == ["iter_0000010"]
 
 
-def test_the_only_copy_is_no_leftover(tmp_path: Path) -> None:
-    aside = fill(tmp_path / ".replaced-iter_0000010-0123456789ab", "old")
-    assert commit.remove_leftovers(tmp_path) == []
+@pytest.mark.parametrize("made", [False, True])
+def test_the_only_copy_is_no_leftover(target: Path, made: bool) -> None:
+    """Nor where somebody has made the directory: what makes a checkpoint is its head."""
+    aside = age(fill(target.parent / ".replaced-iter_0000010-0123456789ab", "old"))
+    if made:
+        target.mkdir()
+    assert remove_leftovers(target) == []
+    assert remove_leftovers(target.parent / "iter_0000020") == []
     assert content(aside) == "old"
+    assert commit.recover(target) is True
+    assert content(target) == "old"
+    assert names(target.parent) == ["iter_0000010"]
+
+
+def test_something_without_a_head_hides_no_checkpoint_and_is_not_deleted_by_a_load(target: Path) -> None:
+    aside = fill(target.parent / ".replaced-iter_0000010-0123456789ab", "old")
+    target.mkdir()
+    (target / "notes.txt").write_text("somebody's")
+    assert commit.recover(target) is False
+    assert (target / "notes.txt").read_text() == "somebody's"
+    assert remove_leftovers(target) == []
+    assert content(aside) == "old"
+
+
+@pytest.mark.usefixtures("without_exchange")
+def test_what_has_no_head_never_takes_the_place_of_the_old_checkpoint(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save over it dies between its renames: the old checkpoint is still the one that is moved back."""
+    fill(target.parent / ".replaced-iter_0000010-0123456789ab", "old")
+    target.mkdir()
+    (target / "notes.txt").write_text("somebody's")
+    staging = fill(rename.RenameCommit(target).directory, "new")
+    with monkeypatch.context() as mortal:
+        die_at_rename(mortal, 2)
+        with pytest.raises(Death):
+            rename.put_in_place(staging, target)
+    assert commit.recover(target) is True
+    assert content(target) == "old"
+
+
+def test_a_file_in_the_targets_place_is_refused_before_anything_is_written(target: Path) -> None:
+    target.write_text("somebody's")
+    with pytest.raises(NotADirectoryError, match="iter_0000010"):
+        commit.begin(target)
+    assert names(target.parent) == ["iter_0000010"]
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+@pytest.mark.parametrize("overwrites", [True, False])
+def test_a_commit_that_cannot_be_flushed_is_undone(
+    target: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool, overwrites: bool
+) -> None:
+    if overwrites:
+        fill(target, "old")
+    staging = fill(rename.RenameCommit(target).directory, "new")
+    if not exchanges:
+        monkeypatch.setattr(rename, "_exchange", lambda one, other: False)
+    original = files.sync_directory
+
+    def sync(directory: Path) -> None:
+        if directory == target.parent:
+            raise OSError(5, "Input/output error")
+        original(directory)
+
+    monkeypatch.setattr(rename, "sync_directory", sync)
+    with pytest.raises(OSError, match="Input/output error"):
+        rename.put_in_place(staging, target)
+    assert content(staging) == "new"
+    if overwrites:
+        assert content(target) == "old"
+    assert len(names(target.parent)) == 1 + overwrites
+
+
+def test_a_commit_that_can_neither_be_flushed_nor_undone_says_so(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    staging = fill(rename.RenameCommit(target).directory, "new")
+
+    def sync(directory: Path) -> None:
+        if directory == target.parent:
+            die_at_rename(monkeypatch, 1, OSError(30, "Read-only file system"))
+            raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(rename, "sync_directory", sync)
+    with pytest.raises(StorageError, match=r"Input/output error; then .*Read-only.*older or the newer"):
+        rename.put_in_place(staging, target)
+    assert content(target) == "new"
 
 
 def test_nothing_is_recovered_where_nothing_died(tmp_path: Path) -> None:
@@ -214,10 +320,81 @@ def test_leftovers_are_what_dead_saves_leave_and_nothing_else(tmp_path: Path) ->
         ".replaced-iter_0000010-b",
         ".staging-iter_0000030-a",
     ]
-    commit.remove_leftovers(tmp_path)
-    assert commit.leftovers(tmp_path) == []
-    assert len(names(tmp_path)) == 5
     assert commit.leftovers(tmp_path / "no such root") == []
+
+
+def test_a_save_takes_away_its_own_leftovers_and_others_only_when_nobody_renews_them(target: Path) -> None:
+    root = target.parent
+    for mark in (".staging", ".deleted"):
+        for name in ("iter_0000010", "iter_0000020", "iter_0000030", "a-iter_0000010"):
+            fill(root / f"{mark}-{name}-0123456789ab", "dead")
+    tracker = root / ".latest_checkpointed_iteration.txt.0123456789ab.new"
+    tracker.touch()
+    fill(target, "whole")
+    for number in (20, 30):
+        age(root / f".staging-iter_00000{number}-0123456789ab")
+    lease.renew(root / ".staging-iter_0000020-0123456789ab")
+    assert remove_leftovers(target) == [".deleted-iter_0000010", ".deleted-iter_0000010", ".deleted-iter_0000030"]
+    assert names(root) == [
+        ".deleted-a-iter_0000010-0123456789ab",
+        ".deleted-iter_0000020-0123456789ab",
+        ".deleted-iter_0000030-0123456789ab",
+        tracker.name,
+        ".staging-a-iter_0000010-0123456789ab",
+        ".staging-iter_0000020-0123456789ab",
+        "iter_0000010",
+    ]
+    for path in root.glob(".*"):
+        age(path)
+    assert len(remove_leftovers(target)) == 6
+    assert names(root) == ["iter_0000010"]
+    assert content(target) == "whole"
+
+
+def test_of_two_saves_of_one_target_the_later_one_wins(target: Path) -> None:
+    """The first loses its staging directory, and fails; it does not take the second one's."""
+    first = rename.RenameCommit(target)
+    fill(first.directory, "first")
+    assert remove_leftovers(target) == [".deleted-iter_0000010"]
+    second = rename.RenameCommit(target)
+    put_in_place(fill(second.directory, "second"), target)
+    with pytest.raises(FileNotFoundError):
+        rename.put_in_place(first.directory, target)
+    first.abort()
+    assert content(target) == "second"
+    assert names(target.parent) == ["iter_0000010"]
+
+
+_AS_NOBODY = """
+import os, sys
+from pathlib import Path
+from mbridge_fsdp_ckpt.storage import commit
+target = Path(sys.argv[1])
+os.setgid(65534)
+os.setuid(65534)
+try:
+    list((target.parent / "lost+found").iterdir())
+except PermissionError:
+    for method in ("rename", "marker"):
+        commit.recover(target)
+        commit.condemn_leftovers(target, method)
+        commit.begin(target, method)
+    print(len(commit.leftovers(target.parent)))
+"""
+
+
+def test_a_sibling_that_one_may_not_look_into_is_no_failure() -> None:
+    """As another user, whom the modes of directories concern; root goes everywhere."""
+    if os.getuid() != 0:
+        pytest.skip("needs root to become somebody else")
+    with tempfile.TemporaryDirectory() as open_to_all:  # pytest's own folders are closed to others
+        root = Path(open_to_all)
+        root.chmod(0o777)
+        for name in ("lost+found", ".replaced-lost+found-0123456789ab", "iter_0000020"):
+            fill(root / name, "somebody else's").chmod(0o700)
+        command = [sys.executable, "-c", _AS_NOBODY, str(root / "iter_0000010")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
 
 
 def test_a_small_file_is_replaced_in_one_step(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mbridge_fsdp_ckpt.storage import retention
+from mbridge_fsdp_ckpt.storage import lease
 from mbridge_fsdp_ckpt.storage.retention import Iteration, being_read, iterations, prunable, prune, reading
 
 
@@ -74,7 +74,7 @@ def test_a_reader_that_died_protects_for_an_hour(root: Path) -> None:
     mark = root / ".reading-iter_0000010-0123456789ab"
     mark.touch()
     assert numbers(prune(root, 2)) == [20]
-    past = time.time() - retention.STALE_S - 5
+    past = time.time() - lease.STALE_S - 5
     os.utime(mark, (past, past))
     assert not being_read(root / "iter_0000010")
     assert numbers(prune(root, 2)) == [10]
@@ -84,11 +84,11 @@ def test_a_reader_that_died_protects_for_an_hour(root: Path) -> None:
 def test_a_reader_gives_signs_of_life(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with reading(root / "iter_0000010") as alive:
         [mark] = root.glob(".reading-*")
-        past = time.time() - retention.STALE_S - 5
+        past = time.time() - lease.STALE_S - 5
         os.utime(mark, (past, past))
         alive()
         assert not being_read(root / "iter_0000010"), "not more often than needed"
-        monkeypatch.setattr(retention, "STALE_S", 0.0)
+        monkeypatch.setattr(lease, "STALE_S", 0.0)
         alive()
         monkeypatch.undo()
         assert being_read(root / "iter_0000010")

@@ -13,6 +13,7 @@ from mbridge_fsdp_ckpt.errors import ConfigurationError, DamagedCheckpointError,
 from mbridge_fsdp_ckpt.inventory import Holding
 from mbridge_fsdp_ckpt.plan import owner
 from mbridge_fsdp_ckpt.settings import Settings
+from mbridge_fsdp_ckpt.storage import removal
 from mbridge_fsdp_ckpt.storage.source import open_checkpoint
 from tests.unit.holdings import holdings
 
@@ -54,6 +55,7 @@ def target(tmp_path: Path) -> Path:
 
 
 def nothing_was_left(target: Path) -> bool:
+    assert removal.wait(30.0)
     return list(target.parent.iterdir()) == []
 
 

@@ -4,7 +4,8 @@ megatron-core 0.19 hands DTensors to the inner optimizers and copies their gradi
 global shape: the first `step()` raises.  Here every inner parameter is the plain local shard:
 
     offloaded to the host     a pinned host copy, in fp32 with param_update_in_fp32; copied back after its step
-    on the device, fp32       a view of the shard: the inner optimizer updates the main weight itself
+    on the device, fp32       a view of the shard: the inner optimizer updates the main weight itself; each step checks
+                              that it still is one
     on the device, 16 bit     an fp32 copy; copied back after its step
 
 An empty shard has no gradient and gets no state.  Plain (not distributed) parameters behave as upstream's.
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 
+from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.parameters import local_shard
 
 
@@ -26,6 +28,7 @@ class ShardedHybridDeviceOptimizer(HybridDeviceOptimizer):  # type: ignore[misc]
 
     def step(self, closure: Any = None) -> None:
         """One update of all parameters; gradients come from `decoupled_grad` where that is set, else from `grad`."""
+        self._check_views()
         self._set_device_grads()
         super().step(closure)
         self._drop_device_grads()
@@ -66,6 +69,27 @@ class ShardedHybridDeviceOptimizer(HybridDeviceOptimizer):  # type: ignore[misc]
     def _host_copy(self, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         pin = self.pin_cpu_params and shard.numel() > 0
         return torch.empty(shard.shape, dtype=dtype, device="cpu", pin_memory=pin).copy_(shard)
+
+    def _check_views(self) -> None:
+        """Refuse to step views of memory that the parameters have left.
+
+        Raises:
+            ConfigurationError: Something gave parameters other memory after the views were taken.
+        """
+        views = [
+            (inner, local_shard(parameter))
+            for parameter, inner in self.param_to_inner_param.items()
+            if parameter not in self.gpu_params_map_cpu_copy and inner.dtype == parameter.dtype
+        ]
+        stale = [shard for inner, shard in views if shard.numel() and inner.data_ptr() != shard.data_ptr()]
+        if stale:
+            first = tuple(stale[0].shape)
+            raise ConfigurationError(
+                expected="parameters to stay in the memory in which the optimizer found them",
+                found=f"{len(stale)} of {len(views)} on the device elsewhere, the first of shape {first}",
+                remedy="Leave the model where it is (in VeRL param_offload=False), or keep all of the optimizer on the "
+                "host (optimizer_offload_fraction=1.0).",
+            )
 
     def _set_device_grads(self) -> None:
         for parameter, inner in self.param_to_inner_param.items():

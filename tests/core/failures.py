@@ -110,3 +110,13 @@ def save_of_the_stock_hang(directory: str) -> dict[str, Any]:
     states = len(trainable.optimizer.optimizer.state)
     _save(directory, trainable)
     return {"states": states, "live": oracle.live(trainable), "files": cases.names_in(Path(directory).parent)}
+
+
+def step_after_memory_was_replaced() -> dict[str, Any]:
+    """A step of HybridDeviceOptimizer after a shard on the device got other memory, as `param_offload` gives it."""
+    trainable = cases.prepared(SMALL.on(offload=0.5), steps=1)
+    hybrid = trainable.optimizer.optimizer
+    on_device = [p for p in hybrid.param_to_inner_param if p not in hybrid.gpu_params_map_cpu_copy]
+    parameter = next(p for p in on_device if local_shard(p).numel())
+    parameter._local_tensor = parameter._local_tensor.clone()
+    return seen(trainable, lambda: trainable.step(1))

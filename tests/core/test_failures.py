@@ -108,3 +108,9 @@ def test_the_case_that_hangs_stock_saves(megatron_ranks: RankPool, tmp_path: Pat
     assert len({result["states"] for result in results}) == 2, "the ranks hold different numbers of states"
     held = oracle.on_disk(tmp_path / "iter_0000001")
     assert {key: value for key, value in held.items() if not key.endswith(".step")} == results[0]["live"]
+
+
+def test_an_optimizer_that_would_step_a_stale_copy_says_so(megatron_ranks: RankPool) -> None:
+    text = same_on_all(megatron_ranks.run(failures.step_after_memory_was_replaced, ranks=1), "ConfigurationError")
+    assert "1 of" in text
+    assert "optimizer_offload_fraction" in text

@@ -182,7 +182,8 @@ def _install(opened: Opened, allocated: list[_Allocated]) -> None:
     for item in allocated:
         step = item.step.item() if item.step is not None else None
         if step is None:
-            step = opened.hyperparameters.get(item.plan.layout.optimizer_name, {}).get(STEP)
+            counted = opened.hyperparameters.get(item.plan.layout.optimizer_name, {}).get(STEP)
+            step = None if counted is None else float(counted)
         item.part.adapter.install(item.parameter, item.slots, step if item.slots else None)
     for part in opened.parts:
         part.adapter.finish([_saved_group(opened, names, live) for live, names in part.group_names()])

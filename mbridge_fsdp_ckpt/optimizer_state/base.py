@@ -112,6 +112,30 @@ def empty_slot(parameter: torch.Tensor, spec: SlotSpec, device: torch.device) ->
     return Slot(spec.kind, torch.zeros((), dtype=spec.dtype))
 
 
+def put_in_place(live: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """New state, in the live state's own tensors where those fit: a captured graph knows them by their address."""
+    return {name: _in_place(live.get(name), value) for name, value in new.items()}
+
+
+def _in_place(live: Any, new: Any) -> Any:
+    if not (isinstance(live, torch.Tensor) and isinstance(new, torch.Tensor)):
+        return new
+    target, source = local_shard(live), local_shard(new)
+    if (target.shape, target.dtype, target.device) != (source.shape, source.dtype, source.device):
+        return new
+    target.copy_(source)
+    return live
+
+
+def restored(live: Any, saved: Any) -> Any:
+    """A saved number as the live optimizer keeps it: in its tensor, which a captured graph reads, or as a number."""
+    if not isinstance(saved, torch.Tensor | int | float) or getattr(saved, "numel", lambda: 1)() != 1:
+        return saved
+    if isinstance(live, torch.Tensor) and live.numel() == 1:
+        return live.fill_(saved.item() if isinstance(saved, torch.Tensor) else saved)
+    return saved.item() if isinstance(saved, torch.Tensor) and isinstance(live, int | float) else saved
+
+
 def like_parameter(parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
     """A flat local tensor, shaped and, for a DTensor parameter, distributed like it.  No communication."""
     from torch.distributed.tensor import DTensor

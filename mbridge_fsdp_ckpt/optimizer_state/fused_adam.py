@@ -13,7 +13,16 @@ from typing import Any
 import torch
 
 from mbridge_fsdp_ckpt.errors import UnsupportedStateError
-from mbridge_fsdp_ckpt.optimizer_state.base import STEP, Group, Slot, SlotSpec, empty_slot, slot_of
+from mbridge_fsdp_ckpt.optimizer_state.base import (
+    STEP,
+    Group,
+    Slot,
+    SlotSpec,
+    empty_slot,
+    put_in_place,
+    restored,
+    slot_of,
+)
 from mbridge_fsdp_ckpt.optimizer_state.torch_optimizer import TorchOptimizerAdapter, set_hyperparameters
 from mbridge_fsdp_ckpt.parameters import local_shard
 
@@ -84,20 +93,32 @@ class FusedAdamAdapter:
                 self.optimizer.state.pop(parameter, None)
             return
         self._set_step(parameter, step)
-        _put(self.optimizer, parameter, self._made.pop(parameter))
+        made, scales = self._made.pop(parameter)
+        plain = {name: live for name, live in self.optimizer.state.get(parameter, {}).items() if not self._scaled(name)}
+        scales = put_in_place(self.optimizer._scales.get(parameter, {}), scales)
+        _put(self.optimizer, parameter, (put_in_place(plain, made), scales))
         for name, slot in slots.items():
             if self._scaled(name):
                 self.optimizer.set_scaled_state(parameter, name, slot.tensor.view(local_shard(parameter).shape))
 
     def finish(self, groups: list[dict[str, Any]] | None) -> None:
         """See `OptimizerAdapter`."""
-        set_hyperparameters(self.optimizer, groups, also=(STEP,))
+        for live, saved in zip(self.optimizer.param_groups, groups or (), strict=False):
+            if STEP in saved:
+                live.setdefault(STEP, self._counter())
+        set_hyperparameters(self.optimizer, groups)
 
     def _set_step(self, parameter: torch.Tensor, step: float | None) -> None:
         """Where the saving optimizer counted a parameter; a saved group's counter overrides it in `finish`."""
         for group in self.optimizer.param_groups:
             if step is not None and any(parameter is member for member in group["params"]):
-                group[STEP] = int(step)
+                group[STEP] = restored(group.get(STEP, self._counter()), int(step))
+
+    def _counter(self) -> Any:
+        """A counter as the first step would make it, before that step."""
+        if not self.optimizer.capturable:
+            return 0
+        return torch.zeros(1, dtype=torch.int, device=self.optimizer._dummy_overflow_buf.device)
 
     def _scaled(self, name: str) -> bool:
         return self.optimizer.name_to_dtype_map.get(name) in _SCALED

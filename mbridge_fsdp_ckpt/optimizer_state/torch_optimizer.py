@@ -6,7 +6,20 @@ from typing import Any
 
 import torch
 
-from mbridge_fsdp_ckpt.optimizer_state.base import STEP, Group, Slot, SlotSpec, empty_slot, like_parameter, slot_of
+from mbridge_fsdp_ckpt.optimizer_state.base import (
+    STEP,
+    Group,
+    Slot,
+    SlotSpec,
+    empty_slot,
+    like_parameter,
+    put_in_place,
+    restored,
+    slot_of,
+)
+
+_KERNELS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""Hyperparameters of torch's optimizers that say how to compute, and where a counter lies: not what."""
 
 
 class TorchOptimizerAdapter:
@@ -43,7 +56,7 @@ class TorchOptimizerAdapter:
         }
         if step is not None and (STEP not in state or isinstance(state[STEP], torch.Tensor)):
             state[STEP] = torch.tensor(step, dtype=torch.float32, device=self._step_device(parameter))
-        self.optimizer.state[parameter] = state
+        self.optimizer.state[parameter] = put_in_place(self.optimizer.state.get(parameter, {}), state)
 
     def finish(self, groups: list[dict[str, Any]] | None) -> None:
         """See `OptimizerAdapter`."""
@@ -57,11 +70,10 @@ class TorchOptimizerAdapter:
         return torch.device("cpu")
 
 
-def set_hyperparameters(
-    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]] | None, also: tuple[str, ...] = ()
-) -> None:
-    """Restore hyperparameters that the live groups have too, or that `also` names; None keeps all."""
+def set_hyperparameters(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]] | None) -> None:
+    """Restore hyperparameters that the live groups have too, but for the choice of kernels; None keeps all."""
     if groups is None:
         return
     for live, saved in zip(optimizer.param_groups, groups, strict=True):
-        live.update({name: value for name, value in saved.items() if name in live or name in also})
+        for name in live.keys() & saved.keys() - _KERNELS:
+            live[name] = restored(live[name], saved[name])

@@ -64,6 +64,11 @@ class PlainModel:
         for name, parameter in self.module.named_parameters():
             yield f"module.{name}", self._views[id(parameter)]
 
+    def buffers(self) -> Iterator[torch.Tensor]:
+        """All buffers, as they are presented."""
+        for buffer in self.module.buffers():
+            yield self._views[id(buffer)]
+
     def named_modules(self) -> Iterator[tuple[str, Any]]:
         """All modules, this one first."""
         yield "", self

@@ -125,6 +125,7 @@ def _patch(patches: Patches) -> None:
 
     from mbridge_fsdp_ckpt.bridge import conversion_seams, manager
     from mbridge_fsdp_ckpt.bridge.export_fix import correct_export
+    from mbridge_fsdp_ckpt.bridge.full_dim_norms import mark_as_sharded
 
     target_allowlist.add_exact(MANAGER)  # Bridge's prefixes would let a checkpoint name everything below them
     patches.set(ConfigContainer, "validate", _validate(ConfigContainer.validate))
@@ -137,6 +138,7 @@ def _patch(patches: Patches) -> None:
         *conversion_seams.replacements(FORMAT_NAME),
     ]
     correct_export(patches)
+    mark_as_sharded(patches)
     rebind_everywhere(patches, replacements)
 
 

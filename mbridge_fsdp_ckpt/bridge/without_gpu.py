@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from mbridge_fsdp_ckpt.patching import Patches
 
 _CPU = torch.device("cpu")
+_INDEX = 0  # of the current device: CUDA's answer is a number, which callers put into `torch.device("cuda", ...)`
 _CAPABILITY = (9, 0)  # of a device that is refused nothing
 
 
@@ -37,11 +38,14 @@ def as_if_there_was_one() -> Iterator[None]:
 @contextmanager
 def current_device_is_cpu() -> Iterator[None]:
     """Let code that moves tensors to `torch.cuda.current_device()` leave them.  Does nothing where there is a GPU."""
-    patches = Patches()
-    if not torch.cuda.is_available():
-        patches.set(torch.cuda, "current_device", _always(_CPU))
-    try:
+    if torch.cuda.is_available():
         yield
+        return
+    patches = Patches()
+    try:
+        patches.set(torch.cuda, "current_device", _always(_INDEX))
+        with _OnCpu():
+            yield
     finally:
         patches.undo()
 
@@ -51,7 +55,7 @@ def _patch(patches: Patches) -> None:
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
     patches.set(torch.cuda, "is_available", _always(True))
-    patches.set(torch.cuda, "current_device", _always(_CPU))
+    patches.set(torch.cuda, "current_device", _always(_INDEX))
     patches.set(torch.cuda, "get_device_capability", _always(_CAPABILITY))
     patches.set(torch.cuda, "Stream", _always(None))
     patches.set(CudaRNGStatesTracker, "fork", lambda *_, **__: nullcontext())
@@ -71,8 +75,14 @@ class _OnCpu(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.Tensor.cuda:
             return args[0]
-        if _is_cuda(kwargs.get("device")):
+        if func is torch.device:
+            made = func(*args, **kwargs)
+            return _CPU if _is_cuda(made) else made
+        device = kwargs.get("device")
+        if _is_cuda(device) or type(device) is int:
             kwargs = kwargs | {"device": _CPU}
+        if func is torch.Tensor.to and len(args) > 1 and type(args[1]) is int:
+            args = (args[0], _CPU, *args[2:])
         return func(*(_CPU if _is_cuda(arg) else arg for arg in args), **kwargs)
 
 

@@ -57,6 +57,13 @@ def convert_every_way(source: str, folder: str, sizes: list[str]) -> None:
     script("export", source, by_script, *sizes, "--hf-path", f"{folder}/script_unwrapped", "--unwrapped")
 
 
+def convert_without_cuda(source: str, folder: str, sizes: list[str]) -> None:
+    """The command imports and exports, as on a machine without CUDA."""
+    with without_cuda():
+        command("import", source, f"{folder}/checkpoint", *sizes)
+        command("export", source, f"{folder}/checkpoint", *sizes, "--hf-path", f"{folder}/exported", "--no-progress")
+
+
 def script(verb: str, source: str, checkpoint: str, *arguments: str) -> None:
     """Run the script under `mbridge_fsdp_ckpt run`, in this process."""
     from mbridge_fsdp_ckpt.cli.run import run

@@ -10,7 +10,7 @@ import torch
 
 from mbridge_fsdp_ckpt.errors import InternalError, UnsupportedStateError
 from mbridge_fsdp_ckpt.geometry import Box, whole
-from mbridge_fsdp_ckpt.parameters import storage_of
+from mbridge_fsdp_ckpt.parameters import refuse_quantized, storage_of
 from mbridge_fsdp_ckpt.plan import Piece
 
 
@@ -53,9 +53,10 @@ def block(piece: Piece, live: torch.Tensor, key: str) -> Destination:
     """The piece of a live local shard as a destination, whatever the shard's strides.
 
     Raises:
-        UnsupportedStateError: Elements of the shard share memory.
+        UnsupportedStateError: Elements of the shard share memory, or are in FP8.
         InternalError: The piece is no view of the shard.
     """
+    refuse_quantized(live, key)
     _refuse_overlap(live, key)
     if live.is_contiguous():
         memory = piece.block(live.view(-1))

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mbridge_fsdp_ckpt.errors import ConfigurationError, LayoutError
+from mbridge_fsdp_ckpt.errors import ConfigurationError, LayoutError, UnsupportedStateError
 from mbridge_fsdp_ckpt.families.declaration import ParameterContext
 from mbridge_fsdp_ckpt.families.lora import is_shared_by_experts
 from mbridge_fsdp_ckpt.families.naming import Naming, is_expert_name
@@ -46,13 +46,37 @@ class ModelParameter:
         return self.context is None
 
     def elements(self) -> torch.Tensor:
-        """This rank's shard, flattened, to be read: a copy of a buffer that cannot be flattened in place."""
-        return local_shard(self.tensor).reshape(-1)
+        """This rank's shard, flattened, to be read: a copy of a buffer that cannot be flattened in place.
+
+        Raises:
+            UnsupportedStateError: See `refuse_quantized`.
+        """
+        shard = local_shard(self.tensor)
+        refuse_quantized(shard, self.layout.key)
+        return shard.reshape(-1)
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """The local tensor of a DTensor, or the tensor itself; detached, shares memory."""
     return getattr(tensor, "_local_tensor", tensor).detach()
+
+
+def refuse_quantized(shard: torch.Tensor, key: str) -> None:
+    """Refuse a weight that is kept in FP8 alone; where there is a main weight, that is the parameter.
+
+    Its values change with its scale, which no state dict has.  Megatron-FSDP 0.19 cannot shard such a weight: only
+    `no_shard` meets it, where it is frozen.
+
+    Raises:
+        UnsupportedStateError: It is one of Transformer Engine's quantized tensors.
+    """
+    if hasattr(shard, "quantize_"):
+        raise UnsupportedStateError(
+            expected="a weight of high precision, or one whose main weight is",
+            found=f"{type(shard).__name__} without a main weight: frozen",
+            remedy="Keep frozen weights in bf16 (fp8_param_gather=False), or leave them out with include=.",
+            key=key,
+        )
 
 
 def storage_of(tensor: torch.Tensor) -> int:

@@ -20,7 +20,7 @@ from mbridge_fsdp_ckpt.matching import in_file_order
 from mbridge_fsdp_ckpt.optimizer_state import STEP, Slot, SlotSpec
 from mbridge_fsdp_ckpt.parameters import find_fsdp_module, local_shard, storage_of
 from mbridge_fsdp_ckpt.plan import Component, ParameterPlan
-from mbridge_fsdp_ckpt.storage.files import Scratch
+from mbridge_fsdp_ckpt.storage.ranges import Scratch
 from mbridge_fsdp_ckpt.storage.source import StoredChunk
 from mbridge_fsdp_ckpt.storage.values import dtype_from_name
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mbridge_fsdp_ckpt.plan import ParameterPlan
-from mbridge_fsdp_ckpt.storage.files import Scratch
+from mbridge_fsdp_ckpt.storage.ranges import Scratch
 from mbridge_fsdp_ckpt.storage.schema import KeyEntry
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource, RankRecord, StoredChunk
 
@@ -39,7 +39,7 @@ class _Renamed:
     def __init__(self, source: CheckpointSource, old_of: Mapping[str, str]) -> None:
         self._source, self._old_of = source, old_of
         hidden = set(old_of.values())
-        self.identity = source.identity
+        self.directory, self.identity = source.directory, source.identity
         self.keys: Mapping[str, KeyEntry] = {
             **{key: entry for key, entry in source.keys.items() if key not in hidden},
             **{new: source.keys[old] for new, old in old_of.items()},

@@ -16,11 +16,9 @@ import torch
 
 from mbridge_fsdp_ckpt.errors import ManifestError
 from mbridge_fsdp_ckpt.geometry import Box, tiling_defect, whole
-from mbridge_fsdp_ckpt.storage.manifest import read_manifest
 from mbridge_fsdp_ckpt.storage.reader import SafeSource
 from mbridge_fsdp_ckpt.storage.schema import TableHeader
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource, StoredChunk
-from mbridge_fsdp_ckpt.storage.table import read_table_header
 
 _ELEMENTS = 1 << 22  # compared at a time
 _ROWS = 500_000  # chunks known at a time, a few hundred bytes each
@@ -121,8 +119,7 @@ def _rows(source: CheckpointSource) -> int:
 def table_headers(source: CheckpointSource) -> Iterator[TableHeader]:
     """The heads of its tables; stock has none."""
     if isinstance(source, SafeSource):
-        for entry in read_manifest(source.directory).tables:
-            yield read_table_header(source.directory / entry.name)
+        yield from source.headers
 
 
 class _OneChunk:

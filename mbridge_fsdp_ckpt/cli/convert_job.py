@@ -21,7 +21,7 @@ from mbridge_fsdp_ckpt.storage import commit
 from mbridge_fsdp_ckpt.storage.content import Commit
 from mbridge_fsdp_ckpt.storage.dcp_reader import DcpSource
 from mbridge_fsdp_ckpt.storage.files import AnyPath, as_path
-from mbridge_fsdp_ckpt.storage.manifest import MANIFEST_NAME, read_manifest
+from mbridge_fsdp_ckpt.storage.manifest import MANIFEST_NAME
 from mbridge_fsdp_ckpt.storage.reader import SafeSource
 from mbridge_fsdp_ckpt.storage.retention import reading
 from mbridge_fsdp_ckpt.storage.rewrite import Chunks, Rewriting, Shares, rewrite
@@ -191,16 +191,17 @@ def last_call(job: Job) -> Callable[[], None]:
 
 def added_files(job: Job) -> Callable[[Path], None]:
     """What puts run files into a directory, the format's name in the run configuration changed."""
-    names = other_files(job.directory)
+    directory = job.source.directory
+    names = other_files(directory)
     if job.report.read == TORCH_DIST:  # Bridge takes a directory that has them for one in that format
         names = [name for name in names if name not in (METADATA, COMMON)]
     listed = {}
     if isinstance(job.source, SafeSource):
-        listed = {entry.name: entry for entry in read_manifest(job.directory).files}
+        listed = {entry.name: entry for entry in job.source.manifest.files}
     unlisted = [name for name in names if name not in listed]
     if listed and unlisted:
         job.report.notes.append(f"carried over without a checksum to verify: {', '.join(unlisted[:5])}")
-    if RUN_CONFIG in names and RunConfig.read(job.directory).get("checkpoint", "ckpt_format") is None:
+    if RUN_CONFIG in names and RunConfig.read(directory).get("checkpoint", "ckpt_format") is None:
         job.report.notes.append(f"{RUN_CONFIG} names no checkpoint.ckpt_format, and is carried over as it is")
 
     def edited(data: bytes) -> bytes:
@@ -210,7 +211,7 @@ def added_files(job: Job) -> Callable[[Path], None]:
             config = config.with_setting("checkpoint", "custom_manager_class", "null")
         return config.encoded()
 
-    return lambda into: carry_over(job.directory, names, into, listed, edited)
+    return lambda into: carry_over(directory, names, into, listed, edited)
 
 
 def publish_to_tracker(job: Job) -> None:

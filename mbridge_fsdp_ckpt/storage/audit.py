@@ -20,6 +20,7 @@ from mbridge_fsdp_ckpt.errors import CheckpointError, DamagedCheckpointError
 from mbridge_fsdp_ckpt.geometry import PRIME, Box, TilingSketch, whole
 from mbridge_fsdp_ckpt.storage.checksums import Hasher, checksum
 from mbridge_fsdp_ckpt.storage.files import AnyPath, blocks, check_file, size_of
+from mbridge_fsdp_ckpt.storage.held import hold
 from mbridge_fsdp_ckpt.storage.manifest import MANIFEST_NAME, read_manifest
 from mbridge_fsdp_ckpt.storage.schema import FileEntry, KeyEntry, TableEntry
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource
@@ -118,7 +119,8 @@ class Audit:
         workers: int = 4,
         progress: Callable[[int], None] = lambda count: None,
     ) -> None:
-        self._directory, self._content, self._workers, self._progress = directory, content, workers, progress
+        self._directory = directory = hold(directory)
+        self._content, self._workers, self._progress = content, workers, progress
         self._stopped = Event()
         self.manifest = read_manifest(directory)
         self.checked: Counter[str] = Counter()

@@ -18,15 +18,14 @@ from mbridge_fsdp_ckpt.geometry import Box
 from mbridge_fsdp_ckpt.storage.dcp_unpickler import REMEDY, load_record, malformed, read_metadata
 from mbridge_fsdp_ckpt.storage.files import (
     AnyPath,
-    Bytes,
-    Scratch,
     check_file,
     file_checksum,
     is_plain_file,
-    read_range,
     size_of,
 )
 from mbridge_fsdp_ckpt.storage.head import DCP_METADATA
+from mbridge_fsdp_ckpt.storage.held import hold
+from mbridge_fsdp_ckpt.storage.ranges import Bytes, OpenFiles, Scratch
 from mbridge_fsdp_ckpt.storage.schema import FileEntry, KeyEntry
 from mbridge_fsdp_ckpt.storage.source import RankRecord, StoredChunk
 from mbridge_fsdp_ckpt.storage.values import dtype_name
@@ -54,7 +53,8 @@ class DcpSource:
     """
 
     def __init__(self, directory: AnyPath) -> None:
-        self.directory = directory
+        self.directory = directory = hold(directory)
+        self._files = OpenFiles()
         with _contradictions_named(directory):
             self._open(directory)
 
@@ -105,7 +105,7 @@ class DcpSource:
 
     def read(self, chunk: StoredChunk, *, verify: bool = True, scratch: Scratch | None = None) -> torch.Tensor:
         """See `CheckpointSource`; there is nothing to verify bytes against."""
-        tensor = self._load(chunk, read_range(chunk.path, chunk.offset, chunk.length, scratch=scratch))
+        tensor = self._load(chunk, self._files.read(chunk.path, chunk.offset, chunk.length, scratch=scratch))
         entry = self._tensors[chunk.key]
         if (
             not isinstance(tensor, torch.Tensor)
@@ -174,7 +174,7 @@ class DcpSource:
             ManifestError: The metadata does not know it.
         """
         chunk = self._place(key, Box((), ()), (key, None))
-        return self._load(chunk, read_range(chunk.path, chunk.offset, chunk.length))
+        return self._load(chunk, self._files.read(chunk.path, chunk.offset, chunk.length))
 
     def _load(self, chunk: StoredChunk, data: Bytes) -> Any:
         try:

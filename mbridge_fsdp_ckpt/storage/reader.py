@@ -13,15 +13,13 @@ from mbridge_fsdp_ckpt.geometry import Box
 from mbridge_fsdp_ckpt.storage.checksums import Hasher
 from mbridge_fsdp_ckpt.storage.files import (
     AnyPath,
-    Bytes,
-    Scratch,
     check_content,
     check_file,
     malformed,
-    range_checksum,
-    read_range,
 )
+from mbridge_fsdp_ckpt.storage.held import hold
 from mbridge_fsdp_ckpt.storage.manifest import MANIFEST_NAME, read_manifest
+from mbridge_fsdp_ckpt.storage.ranges import Bytes, OpenFiles, Scratch
 from mbridge_fsdp_ckpt.storage.schema import KeyEntry, TableHeader
 from mbridge_fsdp_ckpt.storage.source import RankRecord, StoredChunk
 from mbridge_fsdp_ckpt.storage.table import read_table, read_table_header
@@ -36,19 +34,21 @@ class SafeSource:
     """
 
     def __init__(self, directory: AnyPath) -> None:
-        self.directory = directory
-        self._manifest = read_manifest(directory)
-        self.identity = f"{directory.name} {self._manifest.checksum}"
-        self.keys: Mapping[str, KeyEntry] = self._manifest.keys
-        self.sections = self._manifest.sections
-        self.topology = self._manifest.topology
-        self.values: Mapping[str, Any] = decode(self._manifest.values)
-        self._tables = [check_content(directory, entry, listed_in=MANIFEST_NAME) for entry in self._manifest.tables]
+        self.directory = directory = hold(directory)
+        self._files = OpenFiles()
+        self.manifest = read_manifest(directory)
+        self.identity = f"{directory.name} {self.manifest.checksum}"
+        self.keys: Mapping[str, KeyEntry] = self.manifest.keys
+        self.sections = self.manifest.sections
+        self.topology = self.manifest.topology
+        self.values: Mapping[str, Any] = decode(self.manifest.values)
+        self._tables = [check_content(directory, entry, listed_in=MANIFEST_NAME) for entry in self.manifest.tables]
 
     @cached_property
-    def _headers(self) -> list[TableHeader]:
+    def headers(self) -> list[TableHeader]:
+        """What each saving rank says of itself, in the order of the manifest's tables."""
         headers = [read_table_header(path) for path in self._tables]
-        for path, entry, header in zip(self._tables, self._manifest.tables, headers, strict=True):
+        for path, entry, header in zip(self._tables, self.manifest.tables, headers, strict=True):
             if header.rank != entry.rank:
                 raise malformed(path, f"the table of rank {entry.rank}, as {MANIFEST_NAME} has it", f"{header.rank}")
         return headers
@@ -56,12 +56,12 @@ class SafeSource:
     @cached_property
     def stateless(self) -> frozenset[str]:
         """Optimizer parameters saved without state."""
-        return frozenset(name for header in self._headers for name in header.stateless)
+        return frozenset(name for header in self.headers for name in header.stateless)
 
     def hyperparameters(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
         """See `CheckpointSource`."""
         wanted, found = set(names), {}
-        for header in self._headers:
+        for header in self.headers:
             for group in header.parameter_groups:
                 members = wanted.intersection(group.parameters)
                 if members:
@@ -73,9 +73,9 @@ class SafeSource:
     def chunks(self, keys: Iterable[str]) -> dict[str, list[StoredChunk]]:
         """See `CheckpointSource`."""
         found: dict[str, list[StoredChunk]] = {key: [] for key in keys}
-        for path, header in zip(self._tables, self._headers, strict=True):
+        for path, header in zip(self._tables, self.headers, strict=True):
             files: dict[int, AnyPath] = {}
-            for chunk in read_table(path, self._manifest.keys):
+            for chunk in read_table(path, self.manifest.keys):
                 if chunk.key not in found:
                     continue
                 if chunk.file not in files:
@@ -89,23 +89,23 @@ class SafeSource:
         """See `CheckpointSource`."""
         dtype = dtype_from_name(self.keys[chunk.key].dtype)
         hasher = Hasher() if verify else None
-        record = read_range(chunk.path, chunk.offset, chunk.length, hasher, scratch)
+        record = self._files.read(chunk.path, chunk.offset, chunk.length, hasher, scratch)
         if hasher is not None:
             _check_record(chunk, hasher.result())
         return elements(record[chunk.start : chunk.start + chunk.box.volume * dtype.itemsize], dtype, chunk.box)
 
     def verify(self, chunk: StoredChunk, scratch: Scratch) -> None:
         """See `CheckpointSource`."""
-        _check_record(chunk, range_checksum(chunk.path, chunk.offset, chunk.length, scratch))
+        _check_record(chunk, self._files.checksum(chunk.path, chunk.offset, chunk.length, scratch))
 
     def ranks(self) -> Iterator[RankRecord]:
         """See `CheckpointSource`."""
-        for header in self._headers:
+        for header in self.headers:
             yield RankRecord(header.coordinates, decode(header.values), decode(header.extra_state))
 
     def check_files(self, *, content: bool, progress: Callable[[], None] = lambda: None) -> None:
         """See `CheckpointSource`."""
-        for entry in self._manifest.files:
+        for entry in self.manifest.files:
             if content:
                 check_content(self.directory, entry, progress, MANIFEST_NAME)
             else:

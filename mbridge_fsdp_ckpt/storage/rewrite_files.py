@@ -45,7 +45,8 @@ def _names(directory: AnyPath) -> Iterator[str]:
                 yield path.relative_to(directory).as_posix()
         return
     for folder, folders, files in os.walk(directory):
-        for entry in (Path(folder) / name for name in (*folders, *files)):
+        below = directory / os.path.relpath(folder, directory)
+        for entry in (below / name for name in (*folders, *files)):
             name = entry.relative_to(directory).as_posix()
             if entry.is_symlink() or not (entry.is_file() or entry.is_dir()):
                 raise _refused(entry, "a symbolic link" if entry.is_symlink() else "a special file")

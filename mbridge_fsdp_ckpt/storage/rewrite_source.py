@@ -10,11 +10,9 @@ from typing import Any
 
 from mbridge_fsdp_ckpt.errors import ManifestError
 from mbridge_fsdp_ckpt.geometry import tiling_defect, whole
-from mbridge_fsdp_ckpt.storage.manifest import read_manifest
 from mbridge_fsdp_ckpt.storage.reader import SafeSource
 from mbridge_fsdp_ckpt.storage.schema import KeyEntry, ParameterGroup
 from mbridge_fsdp_ckpt.storage.source import StoredChunk
-from mbridge_fsdp_ckpt.storage.table import read_table_header
 from mbridge_fsdp_ckpt.storage.values import Json
 
 _PLACE = ("pipeline", "tensor")
@@ -58,10 +56,9 @@ class Description:
 
 def describe(source: SafeSource) -> Description:
     """A checkpoint of this format."""
-    head = read_manifest(source.directory)
+    head = source.manifest
     records, groups, stateless = {}, Groups(), dict[str, None]()
-    for entry in head.tables:
-        header = read_table_header(source.directory / entry.name)
+    for header in source.headers:
         records[header.rank] = Record(header.coordinates, header.values, header.extra_state)
         stateless |= dict.fromkeys(header.stateless)
         for group in header.parameter_groups:

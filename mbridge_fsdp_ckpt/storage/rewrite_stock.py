@@ -14,20 +14,18 @@ from mbridge_fsdp_ckpt.storage import removal
 from mbridge_fsdp_ckpt.storage.content import Commit
 from mbridge_fsdp_ckpt.storage.dcp_writer import write_dcp_view
 from mbridge_fsdp_ckpt.storage.files import check_file, copy_file, sync_directory
-from mbridge_fsdp_ckpt.storage.manifest import read_manifest
 from mbridge_fsdp_ckpt.storage.reader import SafeSource
 from mbridge_fsdp_ckpt.storage.rename import put_in_place
 from mbridge_fsdp_ckpt.storage.rewrite_source import covering
-from mbridge_fsdp_ckpt.storage.schema import FileEntry, KeyEntry, TableHeader
+from mbridge_fsdp_ckpt.storage.schema import FileEntry, KeyEntry
 from mbridge_fsdp_ckpt.storage.source import TRAIN_STATE
-from mbridge_fsdp_ckpt.storage.table import read_table_header
 
 _RANDOM = "rng_state"
 
 
 def payload_files(source: SafeSource) -> list[FileEntry]:
     """The payload files of a checkpoint, as its tables have them."""
-    return [file for header in _headers(source) for file in header.files]
+    return [file for header in source.headers for file in header.files]
 
 
 def write_stock(
@@ -55,7 +53,7 @@ def write_stock(
         OSError: The storage refused.
     """
     staging = target.parent / commit.directory.name
-    head = read_manifest(source.directory)
+    head = source.manifest
     chunks = source.chunks(head.keys)
     for key, entry in head.keys.items():
         covering(key, entry, chunks.pop(key))
@@ -83,7 +81,7 @@ def not_in_stock(source: SafeSource) -> Iterator[str]:
     """What stock has no place for, in words."""
     kept: dict[tuple[int | None, int | None], Any] = {}
     lost, scaling, others = 0, False, set[str]()
-    for header in _headers(source):
+    for header in source.headers:
         values = header.values if isinstance(header.values, dict) else {}
         random = values.get(_RANDOM)
         place = header.coordinates.get("pipeline"), header.coordinates.get("tensor")
@@ -103,11 +101,6 @@ def not_in_stock(source: SafeSource) -> Iterator[str]:
             f"stock finds {len(newer)} keys of multi-token prediction or fused MLA from Megatron-Core's pull request "
             f"6271 on, not in 0.19: {', '.join(newer[:3])}"
         )
-
-
-def _headers(source: SafeSource) -> Iterator[TableHeader]:
-    for entry in read_manifest(source.directory).tables:
-        yield read_table_header(source.directory / entry.name)
 
 
 def _is_named_otherwise(key: str, entry: KeyEntry) -> bool:

@@ -11,9 +11,11 @@ import torch
 
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, NotACheckpointError
 from mbridge_fsdp_ckpt.geometry import Box
-from mbridge_fsdp_ckpt.storage.files import AnyPath, Scratch, is_plain_file, read_bounded, what_is_there
+from mbridge_fsdp_ckpt.storage.files import AnyPath, is_plain_file, read_bounded, what_is_there
 from mbridge_fsdp_ckpt.storage.head import DCP_METADATA, has_head
+from mbridge_fsdp_ckpt.storage.held import hold
 from mbridge_fsdp_ckpt.storage.manifest import MANIFEST_NAME
+from mbridge_fsdp_ckpt.storage.ranges import Scratch
 from mbridge_fsdp_ckpt.storage.rename import recover
 from mbridge_fsdp_ckpt.storage.schema import KeyEntry
 
@@ -58,6 +60,10 @@ class RankRecord:
 
 class CheckpointSource(Protocol):
     """An opened checkpoint, its structure checked."""
+
+    @property
+    def directory(self) -> AnyPath:
+        """Where it lies, held on to: what takes its place meanwhile is not read."""
 
     @property
     def identity(self) -> str:
@@ -150,6 +156,7 @@ def open_checkpoint(directory: AnyPath) -> CheckpointSource:
     from mbridge_fsdp_ckpt.storage.dcp_reader import DcpSource
     from mbridge_fsdp_ckpt.storage.reader import SafeSource
 
+    directory = hold(directory)
     if (directory / MANIFEST_NAME).exists():
         return SafeSource(directory)
     if (directory / DCP_METADATA).exists():

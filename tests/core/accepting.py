@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.errors import CheckpointError
-from mbridge_fsdp_ckpt.storage import files, reader
+from mbridge_fsdp_ckpt.storage.ranges import OpenFiles
 from mbridge_fsdp_ckpt.testing.models import Recipe
 from tests.core import cases, failures, oracle
 
@@ -48,6 +49,28 @@ def load_accepted(directory: str) -> dict[str, Any]:
     return {"order": order, "live": oracle.live(trainable)}
 
 
+def load_overwritten(directory: str) -> dict[str, Any]:
+    """A load that reads once; another save of the layout takes the place of what it has opened and checked."""
+    other = cases.prepared(RECIPE, steps=3)
+    later = Path(directory).with_name("later")
+    mbridge_fsdp_ckpt.save(later, model=other.model, optimizer=other.optimizer, values={"iteration": 3})
+    trainable = cases.prepared(RECIPE, steps=1, seed=7)
+
+    def accept(loaded: mbridge_fsdp_ckpt.Loaded) -> Any:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            Path(directory).rename(later.with_name("aside"))
+            later.rename(directory)
+        dist.barrier()
+        return lambda: None
+
+    settings = mbridge_fsdp_ckpt.Settings(verify="header")
+    loaded = mbridge_fsdp_ckpt.load(
+        directory, model=trainable.model, optimizer=trainable.optimizer, accept=accept, settings=settings
+    )
+    return {"iteration": loaded.values["iteration"], "live": oracle.live(trainable), "later": oracle.live(other)}
+
+
 def load_verifying(directory: str, verify: Any, buffer: int | None = None) -> dict[str, Any]:
     """A load; how many bytes of payload it read, and what it loaded or raised."""
     trainable = cases.prepared(RECIPE, steps=1, seed=7)
@@ -55,17 +78,17 @@ def load_verifying(directory: str, verify: Any, buffer: int | None = None) -> di
     read: list[int] = []
 
     def counted(original: Callable[..., Any]) -> Callable[..., Any]:
-        def reading(path: Any, offset: int, length: int, *arguments: Any) -> Any:
+        def reading(files: Any, path: Any, offset: int, length: int, *arguments: Any) -> Any:
             read.append(length)
-            return original(path, offset, length, *arguments)
+            return original(files, path, offset, length, *arguments)
 
         return reading
 
     before = oracle.live(trainable)
     error = ""
     with (
-        patch.object(reader, "read_range", counted(files.read_range)),
-        patch.object(reader, "range_checksum", counted(files.range_checksum)),
+        patch.object(OpenFiles, "read", counted(OpenFiles.read)),
+        patch.object(OpenFiles, "checksum", counted(OpenFiles.checksum)),
     ):
         try:
             mbridge_fsdp_ckpt.load(directory, model=trainable.model, optimizer=trainable.optimizer, settings=settings)

@@ -42,6 +42,14 @@ def _weights(live: Any) -> Any:
     return {key: value for key, value in live.items() if key.startswith("model.")}
 
 
+def test_a_checkpoint_that_is_overwritten_after_its_check_is_loaded_as_it_was(
+    saved: tuple[Path, Any], megatron_ranks: RankPool
+) -> None:
+    for result in megatron_ranks.run(accepting.load_overwritten, str(saved[0]), ranks=2):
+        assert result["live"] != result["later"]
+        assert (result["iteration"], result["live"]) == (2, saved[1])
+
+
 def test_a_load_reads_again_what_it_could_not_keep(saved: tuple[Path, Any], megatron_ranks: RankPool) -> None:
     """Optimizer state is read once; of the weights all twice, none, or all but 20,000 bytes."""
     modes: dict[str, tuple[Any, int | None]] = {

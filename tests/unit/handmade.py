@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -56,20 +57,20 @@ def table(rank: int) -> str:
     return f"chunks_{rank:05d}.jsonl"
 
 
-def make(directory: Path) -> Path:
+def make(directory: Path, tensors: Mapping[str, torch.Tensor] = TENSORS) -> Path:
     """Write the checkpoint; returns the directory."""
     directory.mkdir()
-    write_head(directory, [make_rank(directory, rank) for rank in HELD])
+    write_head(directory, [make_rank(directory, rank, tensors) for rank in HELD])
     return directory
 
 
-def make_rank(directory: Path, rank: int) -> TableEntry:
+def make_rank(directory: Path, rank: int, tensors: Mapping[str, torch.Tensor] = TENSORS) -> TableEntry:
     """Write one rank's payload and table."""
     writer = PayloadWriter(directory / payload(rank))
     chunks = []
     for key, box in HELD[rank]:
         rows = tuple(slice(o, o + s) for o, s in zip(box.offset, box.size, strict=True))
-        chunks.append(writer.add(key, TENSORS[key][rows].reshape(-1), box))
+        chunks.append(writer.add(key, tensors[key][rows].reshape(-1), box))
     header = TableHeader(
         rank=rank,
         coordinates={"rank": rank, "pipeline": 0, "tensor": rank},

@@ -1,0 +1,149 @@
+"""Reading ranges of payload files, each opened once and kept open: what takes its name meanwhile is not read."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from upath import UPath
+
+from mbridge_fsdp_ckpt.errors import DamagedCheckpointError
+from mbridge_fsdp_ckpt.storage.checksums import HASHED_AT_ONCE, Hasher
+from mbridge_fsdp_ckpt.storage.files import AnyPath
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+MAX_OPEN = 128
+"""Files open at a time: half of what is left of the usual limit of 1,024 when sockets and libraries have theirs."""
+
+
+class Scratch:
+    """Memory for one read after another: the kernel hands out and clears pages far slower than it reads cached ones."""
+
+    def __init__(self) -> None:
+        self._memory: Bytes = np.empty(0, dtype=np.uint8)
+
+    def take(self, length: int) -> Bytes:
+        """So many bytes, until the next call."""
+        if self._memory.size < length:
+            self._memory = np.empty(length, dtype=np.uint8)
+        return self._memory[:length]
+
+
+class OpenFiles:
+    """Payload files of one checkpoint.  Of more than `MAX_OPEN`, those used last stay open."""
+
+    def __init__(self) -> None:
+        self._descriptors: OrderedDict[Path, int] = OrderedDict()
+
+    def __del__(self) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+
+    def read(
+        self, path: AnyPath, offset: int, length: int, hasher: Hasher | None = None, scratch: Scratch | None = None
+    ) -> Bytes:
+        """Bytes [offset, offset + length) of a file, hashed on the way; in the scratch memory, if there is some.
+
+        Raises:
+            DamagedCheckpointError: The file ends too early, or is gone.
+            OSError: The storage refused.
+        """
+        if not isinstance(path, Path):
+            content = _stored_range(path, offset, length)
+            if hasher is not None:
+                hasher.update(content)
+            return np.frombuffer(bytearray(content), dtype=np.uint8)
+        data = np.empty(length, dtype=np.uint8) if scratch is None else scratch.take(length)
+        step = length if hasher is None else HASHED_AT_ONCE
+        fill = self._range_of(path, offset, length)
+        for start in range(0, length, step or 1):
+            block = memoryview(data)[start : start + step]
+            fill(block, start)
+            if hasher is not None:
+                hasher.update(block)
+        return data
+
+    def checksum(self, path: AnyPath, offset: int, length: int, scratch: Scratch) -> str:
+        """Checksum of bytes [offset, offset + length), which pass through a part of the scratch memory.
+
+        Raises:
+            DamagedCheckpointError: The file ends too early, or is gone.
+            OSError: The storage refused.
+        """
+        hasher = Hasher()
+        if not isinstance(path, Path):
+            hasher.update(_stored_range(path, offset, length))
+            return hasher.result()
+        fill = self._range_of(path, offset, length)
+        for start in range(0, length, HASHED_AT_ONCE):
+            block = memoryview(scratch.take(min(HASHED_AT_ONCE, length - start)))
+            fill(block, start)
+            hasher.update(block)
+        return hasher.result()
+
+    def _range_of(self, path: Path, offset: int, length: int) -> Callable[[memoryview, int], None]:
+        """What fills memory with bytes of a range, from a place in it on."""
+        descriptor = self._descriptor(path)
+
+        def fill(memory: memoryview, start: int) -> None:
+            filled = 0
+            while filled < len(memory):
+                count = os.preadv(descriptor, [memory[filled:]], offset + start + filled)
+                if count == 0:
+                    _check_length(path, offset, length, start + filled)
+                filled += count
+
+        os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_WILLNEED)  # hashed blocks are small for a disk
+        return fill
+
+    def _descriptor(self, path: Path) -> int:
+        if path not in self._descriptors:
+            if len(self._descriptors) >= MAX_OPEN:
+                os.close(self._descriptors.popitem(last=False)[1])
+            with _gone_named(path):
+                self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        self._descriptors.move_to_end(path)
+        return self._descriptors[path]
+
+
+@contextmanager
+def _gone_named(path: AnyPath) -> Iterator[None]:
+    """The structure was checked: a file that is not there any more was there."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise DamagedCheckpointError(
+            expected="the file that was there when the checkpoint was opened",
+            found="no such file: the checkpoint was replaced or removed while it was read",
+            remedy="Load again, and let no job save to a checkpoint, or prune it, that another one is loading.",
+            key=str(path),
+        ) from error
+
+
+def _stored_range(path: UPath, offset: int, length: int) -> bytes:
+    content = b""
+    with _gone_named(path):
+        if length and path.protocol != "msc":
+            content = path.fs.cat_file(path.path, start=offset, end=offset + length)
+        elif length:
+            with path.open("rb") as file:  # Multi-Storage Client's cat_file returns all of it
+                file.seek(offset)
+                content = bytes(file.read(length))
+    _check_length(path, offset, length, len(content))
+    return content
+
+
+def _check_length(path: AnyPath, offset: int, length: int, found: int) -> None:
+    if found != length:
+        raise DamagedCheckpointError(
+            expected=f"{length} bytes from byte {offset}",
+            found=f"{found} bytes",
+            remedy="The file was truncated: use another checkpoint.",
+            key=str(path),
+        )

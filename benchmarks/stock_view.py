@@ -17,7 +17,7 @@ from rich.console import Console
 
 from benchmarks.machine import circumstances
 from mbridge_fsdp_ckpt.geometry import Box
-from mbridge_fsdp_ckpt.settings import AUTO_DCP_RANKS
+from mbridge_fsdp_ckpt.settings import AUTO_DCP_CHUNKS
 from mbridge_fsdp_ckpt.storage.dcp_writer import write_dcp_view
 from mbridge_fsdp_ckpt.storage.schema import FileEntry, KeyEntry, TableHeader
 from mbridge_fsdp_ckpt.storage.table import Chunk, table_bytes
@@ -60,7 +60,7 @@ def main() -> None:
             found.append(pool.apply(measure, (ranks,)))
     about = circumstances(Path(tempfile.gettempdir()))
     lines = ["# What stock's view costs rank 0 at a commit\n", *(f"- {name}: {value}" for name, value in about.items())]
-    lines += [f"- {CHUNKS_A_RANK} chunks a rank; `auto` writes the view up to {AUTO_DCP_RANKS} ranks\n"]
+    lines += [f"- {CHUNKS_A_RANK} chunks a rank; `auto` writes the view up to {AUTO_DCP_CHUNKS} chunks\n"]
     lines += ["| ranks | chunks | seconds | .metadata, MB | memory, MB |", "| ---: " * 5 + "|"]
     for row in found:
         numbers = f"{row['seconds']:.1f} | {row['bytes'] / 1e6:.1f} | {row['memory'] / 1e6:.0f}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -238,7 +239,7 @@ class Job:
         directory, suffix, tables = self._commit.directory, self._commit.suffix, self._tables
         keys: dict[str, KeyEntry] = {}
         declared_by: dict[str, int] = {}
-        flushed = {entry.name for entry in tables}
+        flushed, chunks = {entry.name for entry in tables}, 0
         for entry in tables:
             header = read_table_header(check_file(directory, entry))
             for file in header.files:
@@ -246,6 +247,7 @@ class Job:
                 flushed.add(file.name)
             consensus.declare(declared_by, header.rank, header.keys)
             keys.update(header.keys)
+            chunks += header.chunks
             self.agreement.beat()
         manifest = Manifest(
             format=FORMAT_NAME,
@@ -265,7 +267,9 @@ class Job:
             paths = [place / entry.name for entry in tables]
             write_dcp_view(place, keys, paths, self.values, suffix, self.agreement.beat)
 
-        view = write_view if self.settings.writes_dcp_metadata(len(tables)) else None
+        view = write_view if self.settings.writes_dcp_metadata(chunks) else None
+        if view is None and self.settings.dcp_metadata == "auto":
+            say_view_left_out(chunks)
         beat, seal = self.agreement.beat, self.agreement.seal
         content = Content(with_files, frozenset(flushed), self.add_files, view, beat, seal)
         self._replaced = self._commit.finish(content)
@@ -279,6 +283,17 @@ class Job:
                 self._commit.abort()
             except OSError:
                 _log.warning("could not remove %s", self._commit.directory, exc_info=True)
+
+
+@cache
+def say_view_left_out(chunks: int) -> None:
+    """Say once that stock cannot read what a job saves."""
+    _log.warning(
+        "stock's view (.metadata) is left out of saves of %d chunks: it would cost rank 0 some %d seconds each. "
+        'Say dcp_metadata="always" if stock is to read them, or make it later: mbridge_fsdp_ckpt repair --stock-view',
+        chunks,
+        chunks // 20_000,
+    )
 
 
 def _writer_versions() -> dict[str, str]:

@@ -16,7 +16,9 @@ from mbridge_fsdp_ckpt.storage.files import AnyPath, is_local
 DCP_METADATA_CHOICES = ("auto", "always", "never")
 VERIFY_CHOICES = ("full", "header")
 REPLICA_CHOICES = ("warn", "error", "ignore")
-AUTO_DCP_RANKS = 512  # largest job for which "auto" writes stock's .metadata
+AUTO_DCP_CHUNKS = 64_000
+"""Largest number of chunks, over all ranks, for which "auto" writes stock's view: 3 seconds of rank 0 and 140 MB, both
+proportional to it (`benchmarks/results/stock_view.md`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,8 @@ class Settings:
         storage_limit: Seconds that a rank may be inside one call of the storage, such as a flush, before its silence
             counts.
         dcp_metadata: Whether a save writes `.metadata` and the pickled values that stock needs to read it: "auto" does
-            up to 512 ranks.  This package reads neither.
+            up to 64,000 chunks over all ranks, some 3 seconds of rank 0; above, it says so once.  This package
+            reads neither.
         verify: What a load checks before it changes anything: "full" also hashes every byte that this rank reads,
             "header" checks structure and sizes, and reads once.
         read_buffer: Bytes of verified weights that each rank may keep on the host until all ranks agree to go on; what
@@ -69,9 +72,9 @@ class Settings:
                 expected="read_buffer in bytes, 0 for none", found=str(self.read_buffer), remedy="Leave it out."
             )
 
-    def writes_dcp_metadata(self, world_size: int) -> bool:
-        """Whether a save of this many ranks writes stock's view."""
-        return self.dcp_metadata == "always" or (self.dcp_metadata == "auto" and world_size <= AUTO_DCP_RANKS)
+    def writes_dcp_metadata(self, chunks: int) -> bool:
+        """Whether a save of so many chunks, over all ranks, writes stock's view."""
+        return self.dcp_metadata == "always" or (self.dcp_metadata == "auto" and chunks <= AUTO_DCP_CHUNKS)
 
     def read_budget(self, directory: AnyPath) -> int:
         """Bytes that this rank may keep of a checkpoint there."""

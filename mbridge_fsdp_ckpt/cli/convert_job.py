@@ -151,13 +151,20 @@ def write_safe(
             writers=writers,
             batches=list(batches(job.source, job.source, keys)),
             add_files=added_files(job),
-            stock_view=Settings().writes_dcp_metadata(len({*writers, *description.records})),
+            stock_view=partial(_wants_view, job),
             progress=count,
             last_call=last_call(job),
         )
         with committing(commit.begin(job.target)) as place:
             job.report.files = rewrite(place, work)
     publish_to_tracker(job)
+
+
+def _wants_view(job: Job, chunks: int) -> bool:
+    wanted = Settings().writes_dcp_metadata(chunks)
+    if not wanted:
+        job.report.notes.append(f"stock's view of {chunks} chunks is left out: repair --stock-view makes it")
+    return wanted
 
 
 @contextmanager

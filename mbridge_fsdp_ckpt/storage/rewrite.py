@@ -67,7 +67,7 @@ class Rewriting:
         writers: Ranks that may get blocks; each has a table.
         batches: All keys, in groups whose chunks may be known at a time.
         add_files: Puts further files into a directory.
-        stock_view: Whether to write stock's view.
+        stock_view: Whether to write stock's view of so many chunks.
         progress: Gets the bytes of elements written since its last call.
         last_call: Called just before the step that cannot be undone.
     """
@@ -78,7 +78,7 @@ class Rewriting:
     writers: Sequence[int]
     batches: Sequence[Sequence[str]]
     add_files: Callable[[Path], None]
-    stock_view: bool
+    stock_view: Callable[[int], bool]
     progress: Callable[[int], None] = lambda count: None
     last_call: Callable[[], None] = lambda: None
 
@@ -99,7 +99,7 @@ def rewrite(commit: Commit, work: Rewriting) -> int:
         DamagedCheckpointError, ManifestError: The source is damaged.  Nothing was committed.
         OSError: The storage refused.
     """
-    tables, files = [], 0
+    tables, files, chunks = [], 0, 0
     ranks = sorted({*work.writers, *work.description.records})
     for group in batched(ranks, _OPEN_FILES):
         written = _write_payload(commit, work, group)
@@ -107,7 +107,8 @@ def rewrite(commit: Commit, work: Rewriting) -> int:
             header = _header(work.description, rank, is_first=rank == ranks[0])
             tables.append(_write_table(commit, header, written.get(rank)))
         files += len(written)
-    _finish(commit, work, tables)
+        chunks += sum(len(writer.chunks) for writer in written.values())
+    _finish(commit, work, tables, chunks)
     return files
 
 
@@ -226,7 +227,7 @@ def _write_table(commit: Commit, header: TableHeader, writer: _Writer | None) ->
     return TableEntry(rank=header.rank, name=name, size=len(data), checksum=checksum(data))
 
 
-def _finish(commit: Commit, work: Rewriting, tables: Sequence[TableEntry]) -> None:
+def _finish(commit: Commit, work: Rewriting, tables: Sequence[TableEntry], chunks: int) -> None:
     """The head, and the step that puts the checkpoint in its place."""
     description = work.description
     names = {name for entry in tables for name in _names(commit, entry.rank)}
@@ -248,7 +249,7 @@ def _finish(commit: Commit, work: Rewriting, tables: Sequence[TableEntry]) -> No
         paths = [place / entry.name for entry in tables]
         write_dcp_view(place, head.keys, paths, decode(head.values) or {}, commit.suffix)
 
-    view = write_view if work.stock_view else None
+    view = write_view if work.stock_view(chunks) else None
     content = Content(with_files, frozenset(names), work.add_files, view, last_call=work.last_call)
     removal.delete_later(commit.finish(content))
 

@@ -71,6 +71,22 @@ def test_ranks_that_tile_make_a_checkpoint(target: Path) -> None:
     assert [path.name for path in target.parent.iterdir()] == ["iter_0000010"]
 
 
+def test_by_default_stocks_view_goes_by_the_number_of_chunks_and_its_absence_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    saving.say_view_left_out.cache_clear()
+    monkeypatch.setattr("mbridge_fsdp_ckpt.settings.AUTO_DCP_CHUNKS", 2)
+    view = {}
+    for name, rows, choice in [("two", 6, "auto"), ("four", 4, "auto"), ("again", 4, "auto"), ("asked", 4, "always")]:
+        halves = [prepared(holdings(0, rows)), prepared(holdings(rows, 12))]
+        save(tmp_path / name / "iter_0000010", halves, Settings(dcp_metadata=choice))
+        view[name] = (tmp_path / name / "iter_0000010" / ".metadata").exists()
+    assert view == {"two": True, "four": False, "again": False, "asked": True}
+    said = [record.getMessage() for record in caplog.records if "dcp_metadata" in record.getMessage()]
+    assert len(said) == 1
+    assert all(word in said[0] for word in ("4 chunks", 'dcp_metadata="always"', "repair --stock-view"))
+
+
 @pytest.mark.parametrize(
     ("ranks", "found"),
     [

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mbridge_fsdp_ckpt.errors import ConfigurationError
-from mbridge_fsdp_ckpt.settings import AUTO_DCP_RANKS, Settings
+from mbridge_fsdp_ckpt.settings import AUTO_DCP_CHUNKS, Settings
 from mbridge_fsdp_ckpt.storage.files import as_path
 
 
@@ -30,17 +30,17 @@ def test_an_unknown_choice_is_refused_by_name(name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("choice", "ranks", "written"),
+    ("choice", "chunks", "written"),
     [
         ("auto", 1, True),
-        ("auto", AUTO_DCP_RANKS, True),
-        ("auto", AUTO_DCP_RANKS + 1, False),
-        ("always", 100_000, True),
+        ("auto", AUTO_DCP_CHUNKS, True),
+        ("auto", AUTO_DCP_CHUNKS + 1, False),
+        ("always", 5_120_000, True),
         ("never", 1, False),
     ],
 )
-def test_when_stocks_view_is_written(choice: Any, ranks: int, written: bool) -> None:
-    assert Settings(dcp_metadata=choice).writes_dcp_metadata(ranks) is written
+def test_when_stocks_view_is_written(choice: Any, chunks: int, written: bool) -> None:
+    assert Settings(dcp_metadata=choice).writes_dcp_metadata(chunks) is written
 
 
 def test_of_object_stores_a_quarter_of_what_is_free_is_kept_shared_by_the_hosts_ranks(

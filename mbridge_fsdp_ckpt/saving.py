@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -30,12 +29,12 @@ from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage import commit, lease, removal
 from mbridge_fsdp_ckpt.storage.checksums import checksum
 from mbridge_fsdp_ckpt.storage.content import Commit, Content
-from mbridge_fsdp_ckpt.storage.dcp_writer import write_dcp_view
+from mbridge_fsdp_ckpt.storage.dcp_writer import say_view_left_out, write_dcp_view
 from mbridge_fsdp_ckpt.storage.files import AnyPath, as_path, check_file, write_file
 from mbridge_fsdp_ckpt.storage.manifest import manifest_bytes
-from mbridge_fsdp_ckpt.storage.payload import PayloadWriter
+from mbridge_fsdp_ckpt.storage.payload import PayloadWriter, scalar_of
 from mbridge_fsdp_ckpt.storage.schema import VERSION, ExtraEntry, KeyEntry, Manifest, TableEntry, TableHeader
-from mbridge_fsdp_ckpt.storage.table import read_table_header, table_bytes
+from mbridge_fsdp_ckpt.storage.table import Row, read_table_header, table_bytes
 from mbridge_fsdp_ckpt.storage.values import encode
 from mbridge_fsdp_ckpt.topology import coordinates, sharding_strategy, topology
 from mbridge_fsdp_ckpt.versions import require
@@ -127,16 +126,17 @@ def write(prepared: Prepared, place: Mapping[str, str], agreement: Agreement, ch
     if isinstance(staging, Path):
         agreement.on_beat = lease.renewing(staging)
     payload, table = _names(agreement.rank, place["suffix"])
-    rank, chunks, files, keys = agreement.rank, [], [], {}
     own = [holding for holding in prepared.holdings if holding.piece.writes]
-    if own:
+    keys = {holding.key: holding.entry for holding in own if holding.piece.is_origin}
+    rows: list[Row] = [scalar_of(item.key, _hashed(prepared, item, choice)) for item in own if item.is_scalar]
+    rank, files = agreement.rank, []
+    if len(rows) < len(own):
         writer = PayloadWriter(staging / payload, progress=agreement.beat)
         try:
             for holding in own:
-                chunks.append(writer.add(holding.key, _hashed(prepared, holding, choice), holding.box))
-                if holding.piece.is_origin:
-                    keys[holding.key] = holding.entry
-                agreement.beat()
+                if not holding.is_scalar:
+                    rows.append(writer.add(holding.key, _hashed(prepared, holding, choice), holding.box))
+                    agreement.beat()
             files.append(writer.close())
         finally:
             writer.abort()
@@ -144,8 +144,8 @@ def write(prepared: Prepared, place: Mapping[str, str], agreement: Agreement, ch
         if not holding.piece.writes:
             _hashed(prepared, holding, choice)
             agreement.beat()
-    header = TableHeader(rank=rank, files=tuple(files), keys=keys, chunks=len(chunks), **prepared.header)
-    data = table_bytes(header, chunks)
+    header = TableHeader(rank=rank, files=tuple(files), keys=keys, chunks=len(rows), **prepared.header)
+    data = table_bytes(header, rows)
     write_file(staging / table, data)
     entry = TableEntry(rank=rank, name=table, size=len(data), checksum=checksum(data))
     return {"table": entry.model_dump(), "replicas": replicas.sketch(prepared.copies)}
@@ -283,17 +283,6 @@ class Job:
                 self._commit.abort()
             except OSError:
                 _log.warning("could not remove %s", self._commit.directory, exc_info=True)
-
-
-@cache
-def say_view_left_out(chunks: int) -> None:
-    """Say once that stock cannot read what a job saves."""
-    _log.warning(
-        "stock's view (.metadata) is left out of saves of %d chunks: it would cost rank 0 some %d seconds each. "
-        'Say dcp_metadata="always" if stock is to read them, or make it later: mbridge_fsdp_ckpt repair --stock-view',
-        chunks,
-        chunks // 20_000,
-    )
 
 
 def _writer_versions() -> dict[str, str]:

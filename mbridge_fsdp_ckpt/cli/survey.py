@@ -14,7 +14,7 @@ from mbridge_fsdp_ckpt.storage.manifest import MANIFEST_NAME, read_manifest
 from mbridge_fsdp_ckpt.storage.rewrite_shares import rank_of_file
 from mbridge_fsdp_ckpt.storage.schema import KeyEntry, Manifest
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource, open_checkpoint
-from mbridge_fsdp_ckpt.storage.table import read_table, read_table_header
+from mbridge_fsdp_ckpt.storage.table import Chunk, read_table, read_table_header
 from mbridge_fsdp_ckpt.storage.values import dtype_from_name
 
 Visit = Callable[[str, int, Box], None]
@@ -110,7 +110,7 @@ def visit_chunks(directory: AnyPath, found: Survey, visit: Visit = lambda key, r
         share = found.ranks.setdefault(rank, RankShare())
         share.bytes += box.volume * dtype_from_name(found.keys[key].dtype).itemsize
         share.chunks += 1
-        files.setdefault(rank, set()).add(name)
+        files.setdefault(rank, set()).update([name] if name else [])
         visit(key, rank, box)
     for rank, names in files.items():
         found.ranks[rank].files = len(names)
@@ -123,8 +123,8 @@ def _safe_chunks(directory: AnyPath, found: Survey) -> Iterator[tuple[str, int, 
         path = check_content(directory, entry)
         header = read_table_header(path)
         found.ranks.setdefault(header.rank, RankShare())
-        for chunk in read_table(path, head.keys):
-            yield chunk.key, header.rank, chunk.box, header.files[chunk.file].name
+        for row in read_table(path, head.keys):
+            yield row.key, header.rank, row.box, header.files[row.file].name if isinstance(row, Chunk) else ""
 
 
 def _stock_chunks(directory: AnyPath, found: Survey) -> Iterator[tuple[str, int, Box, str]]:

@@ -190,7 +190,8 @@ class Audit:
             header = read_table_header(path)
             for chunk in read_table(path, self.manifest.keys):
                 part.tiling.add(chunk.key, chunk.box)
-                rows[chunk.file].append(chunk)
+                if isinstance(chunk, Chunk):
+                    rows[chunk.file].append(chunk)
         except CheckpointError as error:
             part.findings.append(Finding("table", entry.name, error.expected, error.found))
             return part

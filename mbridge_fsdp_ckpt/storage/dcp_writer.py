@@ -1,14 +1,17 @@
 """What stock needs to read a checkpoint of this format: `.metadata`, and its non-tensor values as stock pickles.
 
 Made from the chunk tables in the directory, at commit or at any time later; this package never reads either.
-Torch Distributed Checkpoint's on-disk classes are used, not copied (torch 2.13, `checkpoint/metadata.py`).
+Numbers that stand in the tables get their records among the values.  Torch Distributed Checkpoint's on-disk classes
+are used, not copied (torch 2.13, `checkpoint/metadata.py`).
 """
 
 from __future__ import annotations
 
 import io
+import logging
 import pickle
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,10 +32,11 @@ from mbridge_fsdp_ckpt.storage.files import AnyPath, replace_file
 from mbridge_fsdp_ckpt.storage.head import DCP_METADATA
 from mbridge_fsdp_ckpt.storage.payload import PayloadWriter
 from mbridge_fsdp_ckpt.storage.schema import FileEntry, KeyEntry
-from mbridge_fsdp_ckpt.storage.table import Chunk, read_table, read_table_header
+from mbridge_fsdp_ckpt.storage.table import Chunk, Scalar, read_table, read_table_header
 from mbridge_fsdp_ckpt.storage.values import decode, dtype_from_name
 
 _STATE = "optimizer.state."
+_log = logging.getLogger(__name__)
 
 
 def write_dcp_view(
@@ -58,8 +62,11 @@ def write_dcp_view(
     groups: dict[str, Any] = {}
     for table in tables:
         header = read_table_header(table)
-        for chunk in read_table(table, dict(keys)):
-            view.add_chunk(chunk, keys[chunk.key], header.files[chunk.file].name)
+        for row in read_table(table, dict(keys)):
+            if isinstance(row, Scalar):
+                view.add_scalar(row, keys[row.key])
+            else:
+                view.add_chunk(row, keys[row.key], header.files[row.file].name)
         for group in header.parameter_groups:
             groups.update(dict.fromkeys(group.parameters, group.hyperparameters))
         for name, value in (decode(header.values) or {}).get("rng_state", {}).items():
@@ -72,15 +79,32 @@ def write_dcp_view(
     replace_file(directory / DCP_METADATA, pickle.dumps(view.metadata()))
 
 
+@cache
+def say_view_left_out(chunks: int) -> None:
+    """Say once that stock cannot read what a job saves."""
+    _log.warning(
+        "stock's view (.metadata) is left out of saves of %d chunks: it would cost rank 0 some %d seconds each. "
+        'Say dcp_metadata="always" if stock is to read them, or make it later: mbridge_fsdp_ckpt repair --stock-view',
+        chunks,
+        chunks // 20_000,
+    )
+
+
 class _View:
     def __init__(self) -> None:
         self._state: dict[str, Any] = {}
         self._storage: dict[MetadataIndex, _StorageInfo] = {}
         self._paths: dict[str, tuple[Any, ...]] = {}
+        self._scalars: dict[tuple[str, bytes], list[str]] = {}
 
     def add_chunk(self, chunk: Chunk, entry: KeyEntry, file: str) -> None:
         self._paths[chunk.key] = _path_of(chunk.key)
         self._add(chunk.key, dtype_from_name(entry.dtype), entry.shape, chunk.box, (file, *chunk.frame))
+
+    def add_scalar(self, scalar: Scalar, entry: KeyEntry) -> None:
+        """Equal numbers share a record in the values file, which `add_values` writes."""
+        self._paths[scalar.key] = _path_of(scalar.key)
+        self._scalars.setdefault((entry.dtype, scalar.data), []).append(scalar.key)
 
     def _add(self, key: str, dtype: torch.dtype, shape: tuple[int, ...], box: Box, place: tuple[str, int, int]) -> None:
         properties = TensorProperties(dtype=dtype)
@@ -89,10 +113,15 @@ class _View:
         self._storage[MetadataIndex(key, box.offset)] = _StorageInfo(*place)
 
     def add_values(self, path: AnyPath, values: Mapping[str, Any]) -> FileEntry:
-        """Tensors become chunks, the rest pickles; equal pickles are written once."""
+        """Tensors become chunks, the rest pickles; equal numbers and equal pickles are written once."""
         flat, paths = flatten_state_dict(dict(values))
         self._paths |= paths
         writer = PayloadWriter(path)
+        for (name, data), keys in self._scalars.items():
+            dtype = dtype_from_name(name)
+            chunk = writer.add(keys[0], torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype), whole(()))
+            for key in keys:
+                self._add(key, dtype, (), chunk.box, (path.name, *chunk.frame))
         seen: dict[bytes, tuple[int, int]] = {}
         for key, value in flat.items():
             if isinstance(value, torch.Tensor):
@@ -104,7 +133,7 @@ class _View:
             data = buffer.getvalue()
             if data not in seen:
                 seen[data] = writer.position, len(data)
-                writer.write(data)
+                writer.append(data)
             self._state[key] = BytesStorageMetadata()
             self._storage[MetadataIndex(key)] = _StorageInfo(path.name, *seen[data])
         return writer.close()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mbridge_fsdp_ckpt.storage.schema import MAX_INT, VERSION, Manifest, TableHeader
-from mbridge_fsdp_ckpt.storage.table import CHUNK_FIELDS
+from mbridge_fsdp_ckpt.storage.table import CHUNK_FIELDS, SCALAR_FIELDS
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 CHECKSUM_PATTERN = "^xxh3_64:[0-9a-f]{16}$"
@@ -31,6 +31,11 @@ _ROW: dict[str, Schema] = {
     "checksum": {"type": "string", "pattern": CHECKSUM_PATTERN, "description": "Of the enclosing record's bytes."},
     "frame_offset": {**_COUNT, "description": "First byte of the enclosing record."},
     "frame_length": {**_COUNT, "description": "Bytes of the enclosing record."},
+    "elements": {
+        "type": "string",
+        "pattern": "^([0-9a-f]{2})+$",
+        "description": "The element's bytes, little-endian, in hexadecimal digits.",
+    },
 }
 _DESCRIPTIONS = {
     "writer": "Versions of installed packages, by name.",
@@ -57,18 +62,23 @@ _DESCRIPTIONS = {
 def schemas() -> dict[str, Schema]:
     """Each schema by file name."""
     row = {
-        "title": "Chunk row",
-        "description": "Every line of a chunk table but the first: one block of one key.",
-        "type": "array",
-        "prefixItems": [{"title": name, **_ROW[name]} for name in CHUNK_FIELDS],
-        "items": False,
-        "minItems": len(CHUNK_FIELDS),
+        "title": "Row",
+        "description": "Every line of a chunk table but the first.",
+        "oneOf": [
+            {**_array(CHUNK_FIELDS), "title": "Chunk row", "description": "One block of one key in a file."},
+            {**_array(SCALAR_FIELDS), "title": "Number row", "description": "One number of a kind not sharded."},
+        ],
     }
     return {
         "manifest.schema.json": _of_model(Manifest, "manifest.json, the head of a checkpoint."),
         "chunk_table_header.schema.json": _of_model(TableHeader, "First line of a chunk table."),
         "chunk_row.schema.json": {"$schema": DIALECT, **row},
     }
+
+
+def _array(fields: tuple[str, ...]) -> Schema:
+    items = [{"title": name, **_ROW[name]} for name in fields]
+    return {"type": "array", "prefixItems": items, "items": False, "minItems": len(fields)}
 
 
 def _of_model(model: type[Manifest | TableHeader], description: str) -> Schema:

@@ -17,11 +17,11 @@ import torch
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from mbridge_fsdp_ckpt.errors import InternalError
-from mbridge_fsdp_ckpt.geometry import Box
+from mbridge_fsdp_ckpt.geometry import Box, Shape
 from mbridge_fsdp_ckpt.storage.checksums import HASHED_AT_ONCE, Hasher
 from mbridge_fsdp_ckpt.storage.files import AnyPath, is_local
 from mbridge_fsdp_ckpt.storage.schema import FileEntry
-from mbridge_fsdp_ckpt.storage.table import Chunk
+from mbridge_fsdp_ckpt.storage.table import Chunk, Scalar
 from mbridge_fsdp_ckpt.storage.writeback import WriteBack
 
 
@@ -44,19 +44,28 @@ class PayloadWriter:
         self._hasher, self._record = Hasher(), Hasher()
         self._position = 0
         self._awaited, self._found = (0, 0), -1
+        self._around = bytearray(), bytearray()
+        self._frames: dict[tuple[torch.dtype, Shape], tuple[bytes, bytes]] = {}
         self._refused: OSError | None = None
 
+    def append(self, data: bytes) -> None:
+        """Append bytes that are no chunk."""
+        self._append(memoryview(data))
+
     def write(self, data: Buffer) -> int:
-        """Append bytes; `torch.save` calls this, and buries an error of it under one of its own."""
+        """Append what `torch.save` writes, which calls this, and buries an error of it under one of its own."""
+        view = memoryview(data).cast("B")
+        if view.nbytes and _place(view) == self._awaited:
+            self._found = self._position
+        else:
+            self._around[self._found >= 0].extend(view)
         try:
-            return self._append(memoryview(data).cast("B"))
+            return self._append(view)
         except OSError as error:
             self._refused = error
             raise
 
     def _append(self, view: memoryview) -> int:
-        if view.nbytes and _place(view) == self._awaited:
-            self._found = self._position
         for start in range(0, view.nbytes, HASHED_AT_ONCE):
             block = view[start : start + HASHED_AT_ONCE]
             self._file.write(block)
@@ -79,6 +88,8 @@ class PayloadWriter:
     def add(self, key: str, elements: torch.Tensor, box: Box) -> Chunk:
         """Append a chunk.
 
+        What `torch.save` writes around the elements depends on their dtype and shape alone: it is asked once for each.
+
         Args:
             key: Its key.
             elements: The box's elements, row-major, one-dimensional, on any device.
@@ -86,8 +97,23 @@ class PayloadWriter:
         """
         raw = host_bytes(elements)
         start, self._record = self._position, Hasher()
+        form = elements.dtype, box.size
+        if form in self._frames:
+            before, after = self._frames[form]
+            for part in (before, raw, after):
+                self._append(memoryview(part))
+            offset = start + len(before) if raw.nbytes else start
+        else:
+            offset = self._save(key, raw, elements.dtype, box)
+            self._frames[form] = bytes(self._around[0]), bytes(self._around[1])
+        frame = start, self._position - start
+        return Chunk(key, self._file_index, offset, raw.nbytes, box, self._record.result(), frame)
+
+    def _save(self, key: str, raw: np.ndarray[Any, np.dtype[np.uint8]], dtype: torch.dtype, box: Box) -> int:
+        """Append a record by `torch.save`; returns where its elements lie."""
+        start, self._around = self._position, (bytearray(), bytearray())
         self._awaited, self._found = (_place(memoryview(raw)) if raw.nbytes else (0, 0)), -1
-        flat = torch.from_numpy(raw).view(elements.dtype) if raw.nbytes else torch.empty(0, dtype=elements.dtype)
+        flat = torch.from_numpy(raw).view(dtype) if raw.nbytes else torch.empty(0, dtype=dtype)
         record = flat.reshape(box.size)
         try:
             with _without_crc32():
@@ -103,8 +129,7 @@ class PayloadWriter:
                 found="no such write",
                 remedy="Does this torch write another record? Report it with torch's version.",
             )
-        frame = start, self._position - start
-        return Chunk(key, self._file_index, offset, raw.nbytes, box, self._record.result(), frame)
+        return offset
 
     def close(self) -> FileEntry:
         """Flush to disk; returns the file's entry for the table."""
@@ -117,6 +142,11 @@ class PayloadWriter:
     def abort(self) -> None:
         """Close without a word."""
         self._file.close()
+
+
+def scalar_of(key: str, elements: torch.Tensor) -> Scalar:
+    """The row of one number, on any device: it has no record."""
+    return Scalar(key, host_bytes(elements).tobytes())
 
 
 def _place(view: memoryview) -> tuple[int, int]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError
@@ -22,7 +23,7 @@ from mbridge_fsdp_ckpt.storage.manifest import MANIFEST_NAME, read_manifest
 from mbridge_fsdp_ckpt.storage.ranges import Bytes, OpenFiles, Scratch
 from mbridge_fsdp_ckpt.storage.schema import KeyEntry, TableHeader
 from mbridge_fsdp_ckpt.storage.source import RankRecord, StoredChunk
-from mbridge_fsdp_ckpt.storage.table import read_table, read_table_header
+from mbridge_fsdp_ckpt.storage.table import Scalar, read_table, read_table_header
 from mbridge_fsdp_ckpt.storage.values import decode, dtype_from_name
 
 
@@ -78,6 +79,9 @@ class SafeSource:
             for chunk in read_table(path, self.manifest.keys):
                 if chunk.key not in found:
                     continue
+                if isinstance(chunk, Scalar):
+                    found[chunk.key].append(StoredChunk(chunk.key, chunk.box, path, 0, 0, "", data=chunk.data))
+                    continue
                 if chunk.file not in files:
                     files[chunk.file] = check_file(self.directory, header.files[chunk.file], path.name)
                 start = chunk.offset - chunk.frame[0]
@@ -88,6 +92,8 @@ class SafeSource:
     def read(self, chunk: StoredChunk, *, verify: bool = True, scratch: Scratch | None = None) -> torch.Tensor:
         """See `CheckpointSource`."""
         dtype = dtype_from_name(self.keys[chunk.key].dtype)
+        if chunk.data:
+            return elements(np.frombuffer(bytearray(chunk.data), dtype=np.uint8), dtype, chunk.box)
         hasher = Hasher() if verify else None
         record = self._files.read(chunk.path, chunk.offset, chunk.length, hasher, scratch)
         if hasher is not None:
@@ -95,8 +101,9 @@ class SafeSource:
         return elements(record[chunk.start : chunk.start + chunk.box.volume * dtype.itemsize], dtype, chunk.box)
 
     def verify(self, chunk: StoredChunk, scratch: Scratch) -> None:
-        """See `CheckpointSource`."""
-        _check_record(chunk, self._files.checksum(chunk.path, chunk.offset, chunk.length, scratch))
+        """See `CheckpointSource`; a table was verified when it was opened."""
+        if not chunk.data:
+            _check_record(chunk, self._files.checksum(chunk.path, chunk.offset, chunk.length, scratch))
 
     def ranks(self) -> Iterator[RankRecord]:
         """See `CheckpointSource`."""

@@ -28,11 +28,11 @@ from mbridge_fsdp_ckpt.storage.content import Commit, Content
 from mbridge_fsdp_ckpt.storage.dcp_writer import write_dcp_view
 from mbridge_fsdp_ckpt.storage.files import AnyPath, write_file
 from mbridge_fsdp_ckpt.storage.manifest import manifest_bytes
-from mbridge_fsdp_ckpt.storage.payload import PayloadWriter
+from mbridge_fsdp_ckpt.storage.payload import PayloadWriter, scalar_of
 from mbridge_fsdp_ckpt.storage.rewrite_source import Description, Record, covering
 from mbridge_fsdp_ckpt.storage.schema import VERSION, ExtraEntry, KeyEntry, Manifest, TableEntry, TableHeader
 from mbridge_fsdp_ckpt.storage.source import StoredChunk
-from mbridge_fsdp_ckpt.storage.table import Chunk, table_bytes
+from mbridge_fsdp_ckpt.storage.table import Row, table_bytes
 from mbridge_fsdp_ckpt.storage.values import decode, dtype_from_name
 
 KEPT_BYTES = 1 << 29
@@ -85,11 +85,22 @@ class Rewriting:
 
 @dataclass(slots=True)
 class _Writer:
-    """One rank of the target."""
+    """One rank of the target; its payload file is there once it has a chunk."""
 
-    payload: PayloadWriter
-    chunks: list[Chunk] = field(default_factory=list)
+    path: AnyPath
+    payload: PayloadWriter | None = None
+    rows: list[Row] = field(default_factory=list)
     keys: dict[str, KeyEntry] = field(default_factory=dict)
+
+    def add(self, key: str, entry: KeyEntry, elements: torch.Tensor, box: Box) -> None:
+        """Write a block."""
+        if not entry.is_sharded:
+            self.rows.append(scalar_of(key, elements))
+        else:
+            self.payload = self.payload or PayloadWriter(self.path)
+            self.rows.append(self.payload.add(key, elements, box))
+        if not any(box.offset):
+            self.keys[key] = entry
 
 
 def rewrite(commit: Commit, work: Rewriting) -> int:
@@ -106,8 +117,8 @@ def rewrite(commit: Commit, work: Rewriting) -> int:
         for rank in group:
             header = _header(work.description, rank, is_first=rank == ranks[0])
             tables.append(_write_table(commit, header, written.get(rank)))
-        files += len(written)
-        chunks += sum(len(writer.chunks) for writer in written.values())
+        files += sum(writer.payload is not None for writer in written.values())
+        chunks += sum(len(writer.rows) for writer in written.values())
     _finish(commit, work, tables, chunks)
     return files
 
@@ -127,14 +138,13 @@ def _write_payload(commit: Commit, work: Rewriting, group: Sequence[int]) -> dic
                     if rank not in wanted:
                         continue
                     if rank not in writers:
-                        writers[rank] = _Writer(PayloadWriter(commit.directory / _names(commit, rank)[0]))
-                    writers[rank].chunks.append(writers[rank].payload.add(key, reader.block(box).reshape(-1), box))
-                    if not any(box.offset):
-                        writers[rank].keys[key] = entry
+                        writers[rank] = _Writer(commit.directory / _names(commit, rank)[0])
+                    writers[rank].add(key, entry, reader.block(box).reshape(-1), box)
                     work.progress(box.volume * dtype_from_name(entry.dtype).itemsize)
     except BaseException:
         for writer in writers.values():
-            writer.payload.abort()
+            if writer.payload is not None:
+                writer.payload.abort()
         raise
     return writers
 
@@ -218,11 +228,12 @@ def _header(description: Description, rank: int, *, is_first: bool) -> TableHead
 
 
 def _write_table(commit: Commit, header: TableHeader, writer: _Writer | None) -> TableEntry:
-    chunks = writer.chunks if writer is not None else []
+    rows = writer.rows if writer is not None else []
     if writer is not None:
-        files, keys = (writer.payload.close(),), {**header.keys, **writer.keys}
-        header = header.model_copy(update={"files": files, "keys": keys, "chunks": len(chunks)})
-    name, data = _names(commit, header.rank)[1], table_bytes(header, chunks)
+        files = (writer.payload.close(),) if writer.payload is not None else ()
+        update = {"files": files, "keys": {**header.keys, **writer.keys}, "chunks": len(rows)}
+        header = header.model_copy(update=update)
+    name, data = _names(commit, header.rank)[1], table_bytes(header, rows)
     write_file(commit.directory / name, data)
     return TableEntry(rank=header.rank, name=name, size=len(data), checksum=checksum(data))
 

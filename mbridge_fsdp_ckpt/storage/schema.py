@@ -80,6 +80,11 @@ class KeyEntry(_Model):
     component: str = ""
     unpadded_rows: Count | None = None
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether it lies in payload files; the number of another kind stands in a table."""
+        return self.kind == "sharded"
+
 
 class TableEntry(FileEntry):
     """A writing rank's chunk table."""

@@ -32,6 +32,7 @@ class StoredChunk:
         length: Bytes of its record.
         checksum: Of those bytes; empty where the format has none.
         start: First byte of the raw elements in the record, where they can be read without unpickling it.
+        data: The raw elements, where the table has them: there is no record.
     """
 
     key: str
@@ -41,6 +42,7 @@ class StoredChunk:
     length: int
     checksum: str
     start: int = 0
+    data: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,15 @@
 """Chunk tables: each writing rank's own, so that no process holds the chunks of all ranks.
 
-A table is JSON lines: a header, then one chunk a line, `CHUNK_FIELDS` in order.  Everything is checked here, before
-any payload is opened: types, bounds, boxes inside their keys, bytes inside their files.
+A table is JSON lines: a header, then one row a line: a chunk, `CHUNK_FIELDS` in order, or a number that stands in the
+table itself, `SCALAR_FIELDS`.  Everything is checked here, before any payload is opened: types, bounds, boxes inside
+their keys, bytes inside their files.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -18,6 +20,8 @@ from mbridge_fsdp_ckpt.storage.schema import MAX_INT, KeyEntry, TableHeader
 from mbridge_fsdp_ckpt.storage.values import dtype_from_name
 
 CHUNK_FIELDS = ("key", "file", "offset", "length", "box_offset", "box_size", "checksum", "frame_offset", "frame_length")
+SCALAR_FIELDS = ("key", "elements")
+_HEXADECIMAL = re.compile("(?:[0-9a-f]{2})+")
 _MAX_LINE_BYTES = 1 << 26
 
 
@@ -49,9 +53,34 @@ class Chunk:
         return [self.key, self.file, self.offset, self.length, *box, self.checksum, *self.frame]
 
 
-def table_bytes(header: TableHeader, chunks: list[Chunk]) -> bytes:
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """One number of a parameter: its bytes stand in the table, a record of its own would be a hundred times as long.
+
+    Args:
+        key: The key.
+        data: Its element, little-endian.
+    """
+
+    key: str
+    data: bytes
+
+    @property
+    def box(self) -> Box:
+        """All of the key."""
+        return Box((), ())
+
+    def to_row(self) -> list[Any]:
+        """A line of the table."""
+        return [self.key, self.data.hex()]
+
+
+Row = Chunk | Scalar
+
+
+def table_bytes(header: TableHeader, rows: Iterable[Row]) -> bytes:
     """A table's content."""
-    lines = [header.model_dump(mode="json"), *(chunk.to_row() for chunk in chunks)]
+    lines = [header.model_dump(mode="json"), *(row.to_row() for row in rows)]
     return "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines).encode()
 
 
@@ -61,26 +90,44 @@ def read_table_header(path: AnyPath) -> TableHeader:
         return _header(path, file)
 
 
-def read_table(path: AnyPath, keys: Mapping[str, KeyEntry]) -> Iterator[Chunk]:
-    """The chunks of a table, each checked against its key and its file.
+def read_table(path: AnyPath, keys: Mapping[str, KeyEntry]) -> Iterator[Row]:
+    """The rows of a table, each checked against its key and its file.
 
     Raises:
-        ManifestError: A chunk lies outside its file or its key, has another length than its box, or an unknown key.
+        ManifestError: A chunk lies outside its file or its key, has another length than its box, or an unknown key; a
+            number has a chunk, or a tensor's row its elements.
     """
     with opened(path) as file:
         header = _header(path, file)
         count = 0
         while line := file.readline(_MAX_LINE_BYTES):
-            chunk = _chunk(path, parse_json(path, line))
-            _check_chunk(path, chunk, header, keys)
+            row = _row(path, parse_json(path, line))
+            entry = keys.get(row.key)
+            if entry is None:
+                raise malformed(path, "chunks of keys that the manifest lists", f"key {row.key!r}"[:300])
+            if isinstance(row, Scalar):
+                _check_scalar(path, row, entry)
+            else:
+                _check_chunk(path, row, header, entry)
             count += 1
-            yield chunk
+            yield row
     if count != header.chunks:
         raise malformed(path, f"{header.chunks} chunks", f"{count}")
 
 
 def _header(path: AnyPath, file: IO[bytes]) -> TableHeader:
     return validated(TableHeader, parse_json(path, file.readline(_MAX_LINE_BYTES)), path)
+
+
+def _row(path: AnyPath, row: Any) -> Row:
+    return _scalar(path, row) if isinstance(row, list) and len(row) == len(SCALAR_FIELDS) else _chunk(path, row)
+
+
+def _scalar(path: AnyPath, row: list[Any]) -> Scalar:
+    key, elements = row
+    if not isinstance(key, str) or not isinstance(elements, str) or not _HEXADECIMAL.fullmatch(elements):
+        raise malformed(path, f"a number: {', '.join(SCALAR_FIELDS)} in hexadecimal digits", str(row)[:200])
+    return Scalar(key, bytes.fromhex(elements))
 
 
 def _chunk(path: AnyPath, row: Any) -> Chunk:
@@ -100,10 +147,18 @@ def _chunk(path: AnyPath, row: Any) -> Chunk:
         raise malformed(path, f"a chunk: {', '.join(CHUNK_FIELDS)}", f"{error}; {str(row)[:200]}") from error
 
 
-def _check_chunk(path: AnyPath, chunk: Chunk, header: TableHeader, keys: Mapping[str, KeyEntry]) -> None:
-    entry = keys.get(chunk.key)
-    if entry is None:
-        raise malformed(path, "chunks of keys that the manifest lists", f"key {chunk.key!r}"[:300])
+def _check_scalar(path: AnyPath, scalar: Scalar, entry: KeyEntry) -> None:
+    if entry.is_sharded:
+        raise malformed(path, f"{scalar.key}: chunks in files, being sharded", "elements in the table")
+    if entry.shape or len(scalar.data) != dtype_from_name(entry.dtype).itemsize:
+        raise malformed(
+            path, f"{scalar.key}: one {entry.dtype} of shape []", f"{entry.shape}, {len(scalar.data)} bytes"
+        )
+
+
+def _check_chunk(path: AnyPath, chunk: Chunk, header: TableHeader, entry: KeyEntry) -> None:
+    if not entry.is_sharded:
+        raise malformed(path, f"{chunk.key}: its element in the table, being of kind {entry.kind}", "a chunk in a file")
     if not chunk.box.inside(entry.shape):
         raise malformed(path, f"{chunk.key}: a box inside shape {entry.shape}", f"{chunk.box}"[:300])
     if chunk.length != chunk.box.volume * dtype_from_name(entry.dtype).itemsize:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tests.soak import attacks_json, forge
+from tests.soak import attacks_json, attacks_rows, forge
 from tests.soak.attacks_json import Build, Made
 from tests.soak.forge import MANIFEST, PAYLOAD, TABLE
 from tests.soak.hostile import CANARY, SIDE, Attack, by_name
@@ -37,20 +37,6 @@ NAMES: dict[str, str] = {
     "surrogate": "\ud800",
     "absent": "absent",
 }
-NUMBERS: dict[str, Any] = {
-    "negative": -1,
-    "2**63-1": (1 << 63) - 1,
-    "2**63": 1 << 63,
-    "2**64": 1 << 64,
-    "of 4000 digits": 10**4000,
-    "1e308": 1e308,
-    "whole float": 0.0,
-    "true": True,
-    "null": None,
-    "text": "0",
-    "list": [0],
-    "object": {},
-}
 DTYPES = ("__class__", "load", "Tensor", "float", "torch.float32", "", "float16\0", "ops", "bfloat17", "distributed")
 
 
@@ -60,7 +46,8 @@ def attacks() -> Iterator[tuple[str, Attack]]:
         {
             "file names": names(),
             "links and special files": special_files(),
-            "numbers in rows": numbers(),
+            "numbers in rows": attacks_rows.numbers(),
+            "numbers in tables": attacks_rows.scalars(),
             "boxes and shapes": boxes(),
             "dtypes": dtypes(),
             "JSON": attacks_json.texts(),
@@ -131,17 +118,6 @@ def with_extra_files(directory: Path) -> None:
         (directory / name).write_bytes(b"more")
     body["files"] = [{"name": n, "size": 4, "checksum": forge.checksum(b"more")} for n in ("extra", "sub/extra")]
     forge.sign(directory, body)
-
-
-def numbers() -> Made:
-    """Numbers of a row that are none, or lead outside the file."""
-    fields = {"file": 1, "offset": 2, "length": 3, "frame offset": 7, "frame length": 8}
-    for (field, index), (what, value) in itertools.product(fields.items(), NUMBERS.items()):
-        yield f"{what} as {field}", forge.edit_row(index, value), ""
-    for what, value in NUMBERS.items():
-        for field, index in {"box offset": 4, "box size": 5}.items():
-            yield f"{what} as {field}", forge.edit_row(index, value), ""
-            yield f"{what} in {field}", forge.edit_row(index, [value, 3]), ""
 
 
 def boxes() -> Made:

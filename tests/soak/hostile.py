@@ -113,7 +113,7 @@ def watch(directory: Path, opened: list[str]) -> None:
             opened.append(event)
         if event == "open" and isinstance(arguments[0], str | bytes):
             path = _led_to(os.fsdecode(arguments[0]), int(arguments[2]))
-            if not path.startswith((str(directory) + os.sep, *libraries)):
+            if path != str(directory) and not path.startswith((str(directory) + os.sep, *libraries)):
                 opened.append(path)
 
     sys.addaudithook(hook)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from mbridge_fsdp_ckpt import FORMAT_NAME
-from mbridge_fsdp_ckpt.geometry import Box
+from mbridge_fsdp_ckpt.geometry import Box, whole
 from mbridge_fsdp_ckpt.storage.files import file_checksum
 from mbridge_fsdp_ckpt.storage.manifest import write_manifest
 from mbridge_fsdp_ckpt.storage.payload import PayloadWriter
@@ -20,7 +20,7 @@ from mbridge_fsdp_ckpt.storage.schema import (
     TableEntry,
     TableHeader,
 )
-from mbridge_fsdp_ckpt.storage.table import table_bytes
+from mbridge_fsdp_ckpt.storage.table import Row, Scalar, table_bytes
 from mbridge_fsdp_ckpt.storage.values import encode
 
 NAME = "module.module.weight"
@@ -67,10 +67,10 @@ def make(directory: Path, tensors: Mapping[str, torch.Tensor] = TENSORS) -> Path
 def make_rank(directory: Path, rank: int, tensors: Mapping[str, torch.Tensor] = TENSORS) -> TableEntry:
     """Write one rank's payload and table."""
     writer = PayloadWriter(directory / payload(rank))
-    chunks = []
+    rows: list[Row] = []
     for key, box in HELD[rank]:
-        rows = tuple(slice(o, o + s) for o, s in zip(box.offset, box.size, strict=True))
-        chunks.append(writer.add(key, tensors[key][rows].reshape(-1), box))
+        part = tensors[key][box.slices_in(whole(tuple(tensors[key].shape)))].reshape(-1)
+        rows.append(writer.add(key, part, box) if KEYS[key].is_sharded else Scalar(key, part.numpy().tobytes()))
     header = TableHeader(
         rank=rank,
         coordinates={"rank": rank, "pipeline": 0, "tensor": rank},
@@ -81,10 +81,10 @@ def make_rank(directory: Path, rank: int, tensors: Mapping[str, torch.Tensor] = 
         ),
         stateless=(f"module.module.frozen{rank}",),
         values=encode({"rng_state": {f"(0, {rank})": [{"torch_rng_state": torch.tensor([rank], dtype=torch.uint8)}]}}),
-        chunks=len(chunks),
+        chunks=len(rows),
     )
     path = directory / table(rank)
-    path.write_bytes(table_bytes(header, chunks))
+    path.write_bytes(table_bytes(header, rows))
     return TableEntry(name=path.name, size=path.stat().st_size, checksum=file_checksum(path), rank=rank)
 
 

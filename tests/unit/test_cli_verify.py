@@ -16,7 +16,7 @@ from mbridge_fsdp_ckpt.storage.manifest import read_manifest, write_manifest
 from mbridge_fsdp_ckpt.storage.schema import ExtraEntry, TableEntry, TableHeader
 from mbridge_fsdp_ckpt.storage.table import Chunk, read_table, read_table_header, table_bytes
 from tests.unit import handmade
-from tests.unit.handmade import AVERAGE, BIAS, KEYS, STEP, WEIGHT, payload, table
+from tests.unit.handmade import AVERAGE, BIAS, KEYS, WEIGHT, payload, table
 from tests.unit.test_cli import call, data
 
 Named = list[tuple[str, str, str | None]]
@@ -38,7 +38,7 @@ def truncate(path: Path, to: int) -> None:
 
 
 def chunks_of(directory: Path, rank: int) -> dict[str, Chunk]:
-    return {chunk.key: chunk for chunk in read_table(directory / table(rank), KEYS)}
+    return {row.key: row for row in read_table(directory / table(rank), KEYS) if isinstance(row, Chunk)}
 
 
 def named(findings: Any) -> Named:
@@ -52,7 +52,7 @@ def audited(directory: Any, **options: Any) -> Named:
     return named(Audit(directory, **options).findings())
 
 
-def rewrite(directory: Path, rank: int, change: Callable[[TableHeader, list[Chunk]], tuple[TableHeader, Any]]) -> None:
+def rewrite(directory: Path, rank: int, change: Callable[[TableHeader, list[Any]], tuple[TableHeader, Any]]) -> None:
     """Replace a table, and a manifest that fits it."""
     path = directory / table(rank)
     header, chunks = change(read_table_header(path), list(read_table(path, KEYS)))
@@ -139,12 +139,12 @@ def test_a_damaged_chunk_is_described(directory: Path) -> None:
 
 @pytest.mark.parametrize("workers", [1, 8])
 def test_all_damage_is_found_in_the_order_of_the_tables(directory: Path, workers: int) -> None:
-    for rank, key in ((0, AVERAGE), (0, STEP), (1, BIAS)):
+    for rank, key in ((0, WEIGHT), (0, AVERAGE), (1, BIAS)):
         flip(directory / payload(rank), chunks_of(directory, rank)[key].offset)
     assert audited(directory, workers=workers) == [
         ("file", payload(0), None),
+        ("chunk", payload(0), WEIGHT),
         ("chunk", payload(0), AVERAGE),
-        ("chunk", payload(0), STEP),
         ("file", payload(1), None),
         ("chunk", payload(1), BIAS),
     ]
@@ -198,7 +198,7 @@ def test_a_payload_file_that_is_not_there_is_lost_with_all_its_chunks(
     directory: Path, damage: Callable[[Path], None], content: bool
 ) -> None:
     damage(directory / payload(0))
-    lost: Named = [("chunk", payload(0), key) for key in (WEIGHT, AVERAGE, STEP)]
+    lost: Named = [("chunk", payload(0), key) for key in (WEIGHT, AVERAGE)]
     assert audited(directory, content=content) == [("file", payload(0), None), *lost]
 
 
@@ -219,11 +219,11 @@ def test_a_damaged_table_is_named_and_what_it_describes_is_said_to_be_unchecked(
     directory: Path, damage: Callable[[Path], None]
 ) -> None:
     damage(directory / table(1))
-    flip(directory / payload(0), chunks_of(directory, 0)[STEP].offset)
+    flip(directory / payload(0), chunks_of(directory, 0)[AVERAGE].offset)
     found = data("verify", directory, code=1)
     assert named(found) == [
         ("file", payload(0), None),
-        ("chunk", payload(0), STEP),
+        ("chunk", payload(0), AVERAGE),
         ("table", table(1), None),
     ]
     assert found["notes"] == [f"not checked: payload, keys and tiling that damaged tables describe ({table(1)})"]

@@ -13,9 +13,13 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from mbridge_fsdp_ckpt.errors import ManifestError
 from mbridge_fsdp_ckpt.storage.dcp_reader import DcpSource
 from mbridge_fsdp_ckpt.storage.dcp_writer import write_dcp_view
+from mbridge_fsdp_ckpt.storage.payload import scalar_of
+from mbridge_fsdp_ckpt.storage.schema import KeyEntry, TableHeader
+from mbridge_fsdp_ckpt.storage.table import table_bytes
 from tests.unit import handmade
 from tests.unit.handmade import HYPERPARAMETERS, KEYS, NAME, TENSORS, VALUES, WEIGHT, table
 
+_DTYPES = (torch.float32, torch.int64, torch.bool, torch.bfloat16)
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
 
 
@@ -76,6 +80,27 @@ def test_equal_values_are_written_once(directory: Path) -> None:
     assert (
         sum({info.offset: info.length for info in all_values}.values()) == (directory / "__0_1.distcp").stat().st_size
     )
+
+
+def test_equal_numbers_share_a_record_and_torch_finds_them(tmp_path: Path) -> None:
+    """Of three dtypes, as optimizers have them: the bytes of 1 in one are another number in the next."""
+    values = {f"optimizer.state.weight{n}.step": (int(n % 3 > 0), _DTYPES[n % 4]) for n in range(40)}
+    steps = {key: torch.tensor(value, dtype=dtype) for key, (value, dtype) in values.items()}
+    keys = {
+        key: KeyEntry(dtype=str(step.dtype).removeprefix("torch."), shape=(), kind="tensor")
+        for key, step in steps.items()
+    }
+    header = TableHeader(rank=0, coordinates={}, files=(), keys=keys, chunks=len(keys))
+    path = tmp_path / table(0)
+    path.write_bytes(table_bytes(header, [scalar_of(key, step) for key, step in steps.items()]))
+    write_dcp_view(tmp_path, keys, [path], {})
+    found = {key: torch.zeros_like(step) for key, step in steps.items()}
+    load(found, checkpoint_id=tmp_path, no_dist=True)
+    assert {key: (t.dtype, t.item()) for key, t in found.items()} == {
+        key: (t.dtype, t.item()) for key, t in steps.items()
+    }
+    storage = FileSystemReader(tmp_path).read_metadata().storage_data
+    assert len({(info.relative_path, info.offset) for info in storage.values()}) == 2 * len(_DTYPES)
 
 
 def test_a_table_that_contradicts_the_keys_makes_no_view(tmp_path: Path) -> None:

@@ -206,7 +206,17 @@ def test_a_bad_row_is_refused_by_both(directory: Path, field: int, value: Any) -
         list(read_table(table, handmade.KEYS))
 
 
-@pytest.mark.parametrize("fields", [0, 8, 10])
+@pytest.mark.parametrize("row", [[5, "00"], ["x", 0], ["x", None], ["x", ""], ["x", "0"], ["x", "AB"], ["x", "0g"]])
+def test_a_bad_row_of_a_number_is_refused_by_both(directory: Path, row: list[Any]) -> None:
+    table = directory / handmade.table(0)
+    header, _, *rest = table.read_text().splitlines()
+    table.write_text("\n".join([header, json.dumps(row), *rest]) + "\n")
+    assert not validator(ROW).is_valid(row)
+    with pytest.raises(CheckpointError):
+        list(read_table(table, handmade.KEYS))
+
+
+@pytest.mark.parametrize("fields", [0, 1, 3, 8, 10])
 def test_a_row_of_other_length_is_refused_by_both(directory: Path, fields: int) -> None:
     table = directory / handmade.table(0)
     header, first, *rest = table.read_text().splitlines()

@@ -13,6 +13,7 @@ import xxhash
 from torch.serialization import get_crc32_options
 
 from mbridge_fsdp_ckpt.geometry import Box, Shape, whole
+from mbridge_fsdp_ckpt.storage import payload
 from mbridge_fsdp_ckpt.storage.checksums import Hasher, checksum
 from mbridge_fsdp_ckpt.storage.files import AnyPath, file_checksum
 from mbridge_fsdp_ckpt.storage.payload import PayloadWriter, host_bytes
@@ -185,3 +186,34 @@ def _error_at(write: int, path: Path) -> OSError | None:
     finally:
         writer.abort()
     return None
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (4, 3), (0,), (0, 3)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_second_record_of_a_form_is_what_torch_writes(
+    writer: PayloadWriter, dtype: torch.dtype, shape: Shape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything around the elements is taken from the first record of the dtype and shape."""
+    tensors = [pattern(dtype, whole(shape).volume).reshape(shape) for _ in range(3)]
+    tensors[1] = tensors[1].flip(0) if shape and dtype.itemsize > 1 else tensors[1]
+    calls: list[torch.Tensor] = []
+    original = torch.save
+
+    def counted(tensor: torch.Tensor, *arguments: Any) -> None:
+        calls.append(tensor)
+        original(tensor, *arguments)
+
+    monkeypatch.setattr(torch, "save", counted)
+    writer.add("another shape", pattern(dtype, 2), whole((2,)))
+    chunks = [writer.add(f"key{n}", tensor.reshape(-1), whole(shape)) for n, tensor in enumerate(tensors)]
+    writer.close()
+    assert len(calls) == 2
+    data = writer.path.read_bytes()
+    for tensor, chunk in zip(tensors, chunks, strict=True):
+        start, length = chunk.frame
+        expected = io.BytesIO()
+        with payload._without_crc32():
+            original(tensor, expected)
+        assert data[start : start + length] == expected.getvalue()
+        assert checksum(data[start : start + length]) == chunk.checksum
+        assert data[chunk.offset : chunk.offset + chunk.length] == expected_bytes(tensor)

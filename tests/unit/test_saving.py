@@ -14,8 +14,9 @@ from mbridge_fsdp_ckpt.inventory import Holding
 from mbridge_fsdp_ckpt.plan import owner
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage import removal
+from mbridge_fsdp_ckpt.storage.dcp_writer import say_view_left_out
 from mbridge_fsdp_ckpt.storage.source import open_checkpoint
-from tests.unit.holdings import holdings
+from tests.unit.holdings import holdings, scalar
 
 
 def agreement(rank: int) -> Agreement:
@@ -71,13 +72,33 @@ def test_ranks_that_tile_make_a_checkpoint(target: Path) -> None:
     assert [path.name for path in target.parent.iterdir()] == ["iter_0000010"]
 
 
+def test_a_number_has_no_record_of_its_own(target: Path) -> None:
+    weights, steps = holdings(0, 12), [scalar("optimizer.state.weight.step"), scalar("optimizer.state.bias.step")]
+    save(target, [prepared(weights)])
+    alone = (target / "__0_0.distcp").stat().st_size
+    for step in steps:
+        step.flat.fill_(7.0)
+    save(target, [prepared(weights + steps)])
+    assert (target / "__0_0.distcp").stat().st_size == alone
+    source = open_checkpoint(target)
+    for step in steps:
+        [chunk] = source.chunks([step.key])[step.key]
+        assert source.read(chunk).equal(torch.tensor(7.0))
+
+
 def test_by_default_stocks_view_goes_by_the_number_of_chunks_and_its_absence_is_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    saving.say_view_left_out.cache_clear()
+    say_view_left_out.cache_clear()
     monkeypatch.setattr("mbridge_fsdp_ckpt.settings.AUTO_DCP_CHUNKS", 2)
     view = {}
-    for name, rows, choice in [("two", 6, "auto"), ("four", 4, "auto"), ("again", 4, "auto"), ("asked", 4, "always")]:
+    cases: list[tuple[str, int, Any]] = [
+        ("two", 6, "auto"),
+        ("four", 4, "auto"),
+        ("again", 4, "auto"),
+        ("asked", 4, "always"),
+    ]
+    for name, rows, choice in cases:
         halves = [prepared(holdings(0, rows)), prepared(holdings(rows, 12))]
         save(tmp_path / name / "iter_0000010", halves, Settings(dcp_metadata=choice))
         view[name] = (tmp_path / name / "iter_0000010" / ".metadata").exists()

@@ -10,11 +10,13 @@ import pytest
 from mbridge_fsdp_ckpt.errors import ManifestError
 from mbridge_fsdp_ckpt.geometry import Box
 from mbridge_fsdp_ckpt.storage.schema import FileEntry, KeyEntry, ParameterGroup, TableHeader
-from mbridge_fsdp_ckpt.storage.table import Chunk, read_table, read_table_header, table_bytes
+from mbridge_fsdp_ckpt.storage.table import Chunk, Row, Scalar, read_table, read_table_header, table_bytes
 
 KEYS = {
     "weight": KeyEntry(dtype="float32", shape=(4, 3)),
     "step": KeyEntry(dtype="int64", shape=(), kind="int"),
+    "single": KeyEntry(dtype="int64", shape=()),
+    "steps": KeyEntry(dtype="int64", shape=(1,), kind="int"),
 }
 HEADER = TableHeader(
     rank=2,
@@ -26,9 +28,9 @@ HEADER = TableHeader(
     values={"rng_state": [1, 2]},
     chunks=2,
 )
-CHUNKS = [
+CHUNKS: list[Row] = [
     Chunk("weight", 0, 164, 24, Box((1, 0), (2, 3)), "xxh3_64:02", (100, 200)),
-    Chunk("step", 0, 364, 8, Box((), ()), "xxh3_64:03", (300, 700)),
+    Scalar("step", b"\x07" + bytes(7)),
 ]
 ROW = ["weight", 0, 164, 24, [1, 0], [2, 3], "xxh3_64:02", 100, 200]
 
@@ -66,7 +68,7 @@ def test_a_table_is_read_back(table: Path) -> None:
 def test_a_table_is_json_lines_in_the_documented_order(table: Path) -> None:
     first, *rows = [json.loads(line) for line in table.read_text().splitlines()]
     assert first["rank"] == 2
-    assert rows == [ROW, ["step", 0, 364, 8, [], [], "xxh3_64:03", 300, 700]]
+    assert rows == [ROW, ["step", "0700000000000000"]]
 
 
 def test_an_empty_chunk_fits(table: Path) -> None:
@@ -76,7 +78,7 @@ def test_an_empty_chunk_fits(table: Path) -> None:
 
 def test_a_chunk_may_fill_its_frame_and_its_file(table: Path) -> None:
     with_row(table, ["weight", 0, 976, 24, [1, 0], [2, 3], "xxh3_64:02", 976, 24])
-    assert next(read_table(table, KEYS)).offset == 976
+    assert next(read_table(table, KEYS)) == Chunk("weight", 0, 976, 24, CHUNKS[0].box, "xxh3_64:02", (976, 24))
 
 
 @pytest.mark.parametrize("number", [-1, 2**63, 10**30, True, 1.0, "1", None, [1]])
@@ -100,7 +102,53 @@ def test_a_box_that_is_none_is_refused(table: Path, field: int, box: Any) -> Non
 @pytest.mark.parametrize("empty", ["", {}])
 def test_an_empty_text_is_no_box_of_a_scalar(table: Path, empty: Any) -> None:
     with pytest.raises(ManifestError, match="a chunk: key, file, offset"):
-        list(read_table(with_row(table, ["step", 0, 164, 8, empty, empty, "xxh3_64:02", 100, 200]), KEYS))
+        list(read_table(with_row(table, ["single", 0, 164, 8, empty, empty, "xxh3_64:02", 100, 200]), KEYS))
+
+
+def test_a_0_d_tensor_that_is_sharded_lies_in_a_file(table: Path) -> None:
+    with_row(table, ["single", 0, 164, 8, [], [], "xxh3_64:02", 100, 200])
+    assert next(read_table(table, KEYS)).box == Box((), ())
+
+
+ELEMENT = "0700000000000000"
+
+
+@pytest.mark.parametrize(
+    ("row", "match"),
+    [
+        pytest.param(["step", 0, 164, 8, [], [], "xxh3_64:02", 100, 200], "its element in the table", id="in a file"),
+        pytest.param(["weight", ELEMENT], "chunks in files", id="a sharded tensor"),
+        pytest.param(["single", ELEMENT], "chunks in files", id="a sharded tensor of one element"),
+        pytest.param(["steps", ELEMENT], r"one int64 of shape \[\]", id="a tensor of one dimension"),
+        pytest.param(["absent", ELEMENT], "key 'absent'", id="unknown key"),
+        pytest.param(["step", ELEMENT[2:]], "7 bytes", id="too short"),
+        pytest.param(["step", ELEMENT + "00"], "9 bytes", id="too long"),
+        *(
+            pytest.param(["step", element], "a number: key, elements", id=f"{element!r}"[:20])
+            for element in (
+                "",
+                "0",
+                "zz" * 8,
+                "AB" * 8,
+                f" {ELEMENT}",
+                f"{ELEMENT}\n",
+                "0x" * 8,
+                7,
+                7.0,
+                None,
+                [ELEMENT],
+            )
+        ),
+        pytest.param([7, ELEMENT], "a number: key, elements", id="key no text"),
+        pytest.param([["step"], ELEMENT], "a number: key, elements", id="key a list"),
+        pytest.param({"step": ELEMENT, "x": 1}, "a chunk", id="an object"),
+        pytest.param("ab", "a chunk", id="a text"),
+    ],
+)
+def test_a_number_that_breaks_a_rule_is_refused(table: Path, row: Any, match: str) -> None:
+    with pytest.raises(ManifestError, match=match) as caught:
+        list(read_table(with_row(table, row), KEYS))
+    assert caught.value.key == str(table)
 
 
 @pytest.mark.parametrize(

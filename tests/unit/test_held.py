@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,9 @@ def directory(tmp_path: Path, make: Make) -> Path:
 
 
 def overwrite(directory: Path, make: Make) -> None:
-    """What a save of the same layout does in its last step."""
-    rename.put_in_place(make(directory.parent / STAGING, OTHERS), directory)
+    """What a save of the same layout does in its last step, and after it."""
+    for path in rename.put_in_place(make(directory.parent / STAGING, OTHERS), directory):
+        shutil.rmtree(str(path))
 
 
 def step_aside(directory: Path, make: Make) -> None:

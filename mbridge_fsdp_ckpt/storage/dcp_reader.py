@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -31,6 +32,12 @@ from mbridge_fsdp_ckpt.storage.source import RankRecord, StoredChunk
 from mbridge_fsdp_ckpt.storage.values import dtype_name
 
 _GROUPS, _STATE = "optimizer.param_to_group_meta.", "optimizer.state."
+
+
+def _coordinates(place: str) -> dict[str, int]:
+    """Stock names a place "(pipeline, tensor)"."""
+    pipeline, tensor = (int(number) for number in place.strip("()").split(","))
+    return {"pipeline": pipeline, "tensor": tensor}
 
 
 @contextmanager
@@ -80,7 +87,6 @@ class DcpSource:
         }
         has_optimizer = any(key.startswith(_STATE) for key in self.keys)
         self.sections: tuple[str, ...] = ("model", "optimizer") if has_optimizer else ("model",)
-        self.topology: Mapping[str, int | str] = {}
         self.stateless: frozenset[str] = frozenset()
         self._sizes: dict[str, int] = {}
         self.values: Mapping[str, Any] = self.read_values(
@@ -129,11 +135,19 @@ class DcpSource:
 
     def ranks(self) -> Iterator[RankRecord]:
         """One record a (pipeline, tensor) place whose RNG state was saved."""
+        yield from self._records
+
+    @cached_property
+    def topology(self) -> Mapping[str, int | str]:
+        """Sizes that the saved RNG states tell, one a (pipeline, tensor) place; empty where none were saved."""
+        places = [record.coordinates for record in self._records]
+        return {axis: 1 + max(place[axis] for place in places) for axis in ("pipeline", "tensor") if places}
+
+    @cached_property
+    def _records(self) -> tuple[RankRecord, ...]:
         with _contradictions_named(self.directory):
             places = dict(self.read_values("rng_state").get("rng_state", {}))
-        for place, states in places.items():
-            pipeline, tensor = (int(number) for number in place.strip("()").split(","))
-            yield RankRecord({"pipeline": pipeline, "tensor": tensor}, {"rng_state": {place: states}})
+            return tuple(RankRecord(_coordinates(place), {"rng_state": {place: one}}) for place, one in places.items())
 
     def _stored(self, key: str, chunk: Any) -> StoredChunk:
         return self._place(key, Box(tuple(chunk.offsets), tuple(chunk.sizes)), (key, tuple(chunk.offsets)))

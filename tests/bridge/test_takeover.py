@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.errors import ConfigurationError
@@ -32,6 +33,45 @@ def test_a_stock_run_goes_on_by_takeover_and_then_again_by_stock(bridge_ranks: R
         assert again["losses"] == {step: through["losses"][step] for step in (5, 6)}
         assert again["end"] == through["end"]
     assert not (Path(place) / "iter_0000006" / "manifest.json").exists()
+
+
+@no_process_group
+def resumed(run: Run) -> dict[str, Any]:
+    """What a run loads, and whether the load puts generators back."""
+    from mbridge_fsdp_ckpt.restoration import generators
+
+    put_back = []
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        set_generators = generators(*args, **kwargs)
+
+        def restore() -> None:
+            torch.rand(1)
+            drawn = torch.get_rng_state()
+            set_generators()
+            put_back.append(not torch.equal(drawn, torch.get_rng_state()))
+
+        return restore
+
+    with patch("mbridge_fsdp_ckpt.bridge.restoration.generators", watched):
+        found = train(run)
+    return {"loaded": found["loaded"], "losses": list(found["losses"]), "put back": put_back}
+
+
+def test_an_iteration_directory_is_loaded_as_it_is_and_random_states_fit_their_layout_alone(
+    bridge_ranks: RankPool, tmp_path: Path
+) -> None:
+    """As Bridge's tests want it of stock: no tracker is asked, and RNG state is ignored when TP changes."""
+    stock = Run(str(tmp_path / "whole"), format="fsdp_dtensor", iterations=2, tensor=2)
+    whole = bridge_ranks.run(train, stock, ranks=2)
+    place = tmp_path / "whole" / "iter_0000002"
+    for tracker in ("latest_checkpointed_iteration.txt", "latest_train_state.pt"):
+        (place / tracker).write_text("no tracker")
+    run = stock.on(directory=str(tmp_path / "again"), takeover=True, iterations=3, save_every=9)
+    run = run.on(config={"checkpoint.load": str(place)})
+    for tensor, fits in ((2, True), (1, False)):
+        for through, again in zip(whole, bridge_ranks.run(resumed, run.on(tensor=tensor), ranks=2), strict=True):
+            assert again == {"loaded": through["end"], "losses": [3], "put back": [fits]}
 
 
 @no_process_group

@@ -108,6 +108,25 @@ def test_by_default_stocks_view_goes_by_the_number_of_chunks_and_its_absence_is_
     assert all(word in said[0] for word in ("4 chunks", 'dcp_metadata="always"', "repair --stock-view"))
 
 
+def test_what_is_overwritten_in_place_while_it_is_read_is_a_named_error_and_no_mix(target: Path) -> None:
+    """The marker method: each save's files have names of their own, and the older save's are deleted."""
+    halves, in_place = [holdings(0, 6), holdings(6, 12)], Settings(dcp_metadata="never", commit="marker")
+    save(target, [prepared(half) for half in halves], in_place)
+    source = open_checkpoint(target)
+    first, second = source.chunks(["model.weight"])["model.weight"]
+    assert source.read(first, verify=False).eq(0).all()
+    for [holding] in halves:
+        holding.flat.fill_(1.0)
+    save(target, [prepared(half) for half in halves], in_place)
+    for path in target.iterdir():
+        if path.name in (first.path.name, second.path.name):
+            path.unlink()
+    assert source.read(first, verify=False).eq(0).all()
+    with pytest.raises(DamagedCheckpointError, match="replaced or removed while it was read") as caught:
+        source.read(second, verify=False)
+    assert caught.value.key == str(second.path)
+
+
 @pytest.mark.parametrize(
     ("ranks", "found"),
     [

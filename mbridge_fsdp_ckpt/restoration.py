@@ -30,7 +30,7 @@ def schedule(scheduler: Any, saved: dict[str, Any], remedy: str) -> Callable[[],
         ConfigurationError: They are not the saved ones.
     """
     trial = copy.copy(scheduler)
-    trial.optimizer = SimpleNamespace(param_groups=[dict(group) for group in scheduler.optimizer.param_groups])
+    trial.optimizer = SimpleNamespace(param_groups=[_copied(group) for group in scheduler.optimizer.param_groups])
     try:
         trial.load_state_dict(saved)
     except (AssertionError, KeyError, TypeError, ValueError) as error:
@@ -46,6 +46,11 @@ def schedule(scheduler: Any, saved: dict[str, Any], remedy: str) -> Callable[[],
         scheduler.load_state_dict(saved)
 
     return restore
+
+
+def _copied(group: dict[str, Any]) -> dict[str, Any]:
+    """A learning rate in a tensor is filled where it is, so that too."""
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
 
 
 def saved_loss_scales(optimizer: Any) -> dict[str, Any]:

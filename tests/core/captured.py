@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from mbridge_fsdp_ckpt.optimizer_state import STEP, SlotSpec, adapter_for
+from mbridge_fsdp_ckpt.restoration import schedule
 from mbridge_fsdp_ckpt.storage.values import decode, encode
 from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
 from mbridge_fsdp_ckpt.testing.ranks import no_process_group
@@ -109,3 +110,28 @@ def kernels_of_the_live_optimizer() -> dict[str, Any]:
     transfer(saved, live)
     group = live.param_groups[0]
     return {name: group[name] for name in ("lr", *chosen)}
+
+
+@no_process_group
+def try_a_schedule() -> list[float]:
+    """The live learning rate while a saved schedule is checked, and once it is put in place."""
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    settings: dict[str, Any] = {
+        "init_lr": 0.0,
+        "max_lr": 1.0,
+        "min_lr": 0.0,
+        "lr_warmup_steps": 0,
+        "lr_decay_steps": 10,
+    }
+    settings |= {"lr_decay_style": "linear", "start_wd": 0.0, "end_wd": 0.0, "wd_incr_steps": 10}
+    settings |= {"wd_incr_style": "constant", "use_checkpoint_opt_param_scheduler": False}
+    optimizer = torch_adam(torch.tensor(0.5), 0)
+    scheduler = OptimizerParamScheduler(optimizer, **settings)
+    other = OptimizerParamScheduler(torch_adam(0.5, 0), **settings)
+    other.step(5)
+    found = [float(optimizer.param_groups[0]["lr"])]
+    restore = schedule(scheduler, other.state_dict(), "")
+    found.append(float(optimizer.param_groups[0]["lr"]))
+    restore()
+    return [*found, float(optimizer.param_groups[0]["lr"])]

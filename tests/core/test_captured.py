@@ -42,3 +42,7 @@ def test_a_step_counter_and_a_learning_rate_are_kept_as_the_loading_optimizer_ke
 def test_kernels_stay_those_of_the_job(megatron_ranks: RankPool) -> None:
     [found] = megatron_ranks.run(captured.kernels_of_the_live_optimizer, ranks=1)
     assert found == {"lr": 0.25, "foreach": False, "fused": None, "capturable": False, "differentiable": False}
+
+
+def test_checking_a_schedule_leaves_the_live_learning_rate(megatron_ranks: RankPool) -> None:
+    assert megatron_ranks.run(captured.try_a_schedule, ranks=1) == [[1.0, 1.0, 0.5]]

@@ -63,6 +63,7 @@ def save(
     rank_values: Mapping[str, Any] | None = None,
     include: KeyFilter | None = None,
     add_files: Callable[[Path], None] | None = None,
+    after_commit: Callable[[], None] | None = None,
     settings: Settings | None = None,
 ) -> None:
     """Save a model and its optimizer to `directory`.  All ranks call it with the same arguments.
@@ -75,15 +76,18 @@ def save(
         rank_values: State of this rank alone, such as RNG states.
         include: Which model keys to save (adapters only, say); all by default.
         add_files: Called on rank 0 with the staging directory, to put more files into the same commit.
+        after_commit: Called on rank 0 once the checkpoint is in its place, while the others still wait: to let a
+            tracker name it.  Where it raises, all ranks raise.
         settings: See `Settings`.
 
     Raises:
-        CheckpointError: The same on every rank.  Nothing was committed, the previous checkpoint stands.
+        CheckpointError: The same on every rank.  Nothing was committed, the previous checkpoint stands; unless the
+            error says that the checkpoint is in its place, because `after_commit` failed.
     """
     settings = settings or Settings()
     agreement = next_agreement(f"save to {_place(directory)}", settings.time_limit, settings.storage_limit)
     target = as_path(directory)
-    job = saving.Job(target, settings, agreement, values or {}, add_files)
+    job = saving.Job(target, settings, agreement, values or {}, add_files, after_commit)
 
     prepared = _attempt(
         agreement,

@@ -14,7 +14,7 @@ import torch
 from mbridge_fsdp_ckpt import FORMAT_NAME, consensus, replicas
 from mbridge_fsdp_ckpt.agreement import Agreement
 from mbridge_fsdp_ckpt.consensus import Block
-from mbridge_fsdp_ckpt.errors import ConfigurationError, ReplicaMismatchError
+from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError, ReplicaMismatchError, describe_unexpected
 from mbridge_fsdp_ckpt.inventory import (
     Holding,
     KeyFilter,
@@ -184,6 +184,7 @@ class Job:
     agreement: Agreement
     values: Mapping[str, Any]
     add_files: Callable[[Path], None] | None
+    after_commit: Callable[[], None] | None = None
     _commit: Commit | None = field(default=None)
     _replaced: list[AnyPath] = field(default_factory=list)
     _sections: tuple[str, ...] = field(default=())
@@ -274,6 +275,19 @@ class Job:
         content = Content(with_files, frozenset(flushed), self.add_files, view, beat, seal)
         self._replaced = self._commit.finish(content)
         self._commit = None
+        self._follow_up()
+
+    def _follow_up(self) -> None:
+        """What the caller does after a commit: others must not go on while this rank fails at it."""
+        self.agreement.beat()
+        try:
+            if self.after_commit is not None:
+                self.after_commit()
+        except Exception as error:
+            _log.exception("%s is in its place, what follows failed", self.target)
+            named = describe_unexpected(error, rank=self.agreement.rank, doing="following up the commit")
+            stands = f"The checkpoint is complete and in its place, a tracker may name the one before: {self.target}."
+            raise CheckpointError.from_wire(named.to_wire() | {"remedy": f"{stands} {named.remedy}"}) from error
 
     def clean_up(self) -> None:
         """After the verdict: have deleted what was replaced, or what a save that failed has written."""

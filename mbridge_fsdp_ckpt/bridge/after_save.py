@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,7 @@ from megatron.bridge.utils.common_utils import get_rank_safe, is_last_rank, prin
 
 from mbridge_fsdp_ckpt.bridge.locate import NON_PERSISTENT
 from mbridge_fsdp_ckpt.storage.files import AnyPath, as_path, replace_file
-from mbridge_fsdp_ckpt.storage.retention import prune
-
-_log = logging.getLogger(__name__)
+from mbridge_fsdp_ckpt.storage.retention import prune_later
 
 
 def root_directory(checkpoint_config: Any, *, non_persistent: bool) -> AnyPath:
@@ -46,23 +43,18 @@ def write_run_files(staging: Path, cfg: Any, train_state: dict[str, torch.Tensor
         stock.save_tokenizer_assets(tokenizer, cfg.tokenizer, str(staging))
 
 
-def publish(
-    state: Any,
-    root: AnyPath,
-    directory: AnyPath,
-    train_state: dict[str, torch.Tensor],
-    callback_manager: Any,
-    model: list[Any],
-    optimizer: Any,
+def write_trackers(root: AnyPath, step: int, train_state: dict[str, torch.Tensor]) -> None:
+    """Rank 0, after the commit and before the other ranks go on: let Bridge's trackers name the checkpoint."""
+    state_tracker = as_path(names.get_checkpoint_train_state_filename(str(root), names.TRACKER_PREFIX))
+    replace_file(state_tracker, _torch_bytes(train_state))
+    replace_file(as_path(names.get_checkpoint_tracker_filename(str(root))), str(step).encode())
+
+
+def announce(
+    state: Any, root: AnyPath, directory: AnyPath, callback_manager: Any, model: list[Any], optimizer: Any
 ) -> None:
-    """After the commit: trackers, loggers, callbacks, and last the old checkpoints."""
+    """After the commit: loggers (which raise nothing), callbacks, and last the old checkpoints, in the background."""
     step, cfg = state.train_state.step, state.cfg
-    if get_rank_safe() == 0:
-        replace_file(
-            as_path(names.get_checkpoint_train_state_filename(str(root), names.TRACKER_PREFIX)),
-            _torch_bytes(train_state),
-        )
-        replace_file(as_path(names.get_checkpoint_tracker_filename(str(root))), str(step).encode())
     print_rank_0(f"  successfully saved checkpoint from iteration {step:7d} to {root}")
     if is_last_rank():
         wandb_utils.on_save_checkpoint_success(str(directory), str(root), step, wandb_writer=state.wandb_logger)
@@ -82,9 +74,7 @@ def _prune(checkpoint_config: Any, root: AnyPath, step: int) -> None:
     if root != as_path(checkpoint_config.save):  # non-persistent: Bridge keeps two
         keep = 2 if keep < 0 else keep
     if keep > -1:
-        removed = prune(root, max(1, keep), also_keep=step)
-        if removed:
-            _log.info("removed %s", ", ".join(str(iteration.directory) for iteration in removed))
+        prune_later(root, max(1, keep), also_keep=step)
 
 
 def _torch_bytes(value: Any) -> bytes:

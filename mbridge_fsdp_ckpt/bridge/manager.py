@@ -1,6 +1,7 @@
 """Bridge's checkpoints in this format: what is saved beside model and optimizer, and where it comes back.
 
-Bridge's own helpers make the state (RNG, scheduler, run config); the trackers are replaced last, in one step each.
+Bridge's own helpers make the state (RNG, scheduler, run config); the trackers are replaced last, in one step
+each, before any rank goes on.
 """
 
 from __future__ import annotations
@@ -119,9 +120,10 @@ def save_checkpoint(
         rank_values=_rank_values(cfg, pg_collection),
         include=cfg.peft.adapter_key_filter if cfg.peft is not None else None,
         add_files=lambda staging: after_save.write_run_files(staging, cfg, train_state),
+        after_commit=lambda: after_save.write_trackers(root, state.train_state.step, train_state),
         settings=settings_of(cfg),
     )
-    after_save.publish(state, root, directory, train_state, callback_manager, model, optimizer)
+    after_save.announce(state, root, directory, callback_manager, model, optimizer)
     fault_tolerance.on_checkpointing_end(global_state=state, is_async_finalization=False)
 
 

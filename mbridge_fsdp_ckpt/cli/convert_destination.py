@@ -8,6 +8,7 @@ from typing import Any
 
 from mbridge_fsdp_ckpt.cli.root import tracked
 from mbridge_fsdp_ckpt.errors import ConfigurationError
+from mbridge_fsdp_ckpt.storage.commit import is_put_aside
 from mbridge_fsdp_ckpt.storage.files import AnyPath, as_path, is_plain_file, read_bounded, replace_file
 from mbridge_fsdp_ckpt.storage.head import has_head
 from mbridge_fsdp_ckpt.storage.retention import iteration_of
@@ -50,14 +51,14 @@ def check_free(target: AnyPath, source: AnyPath) -> None:
     Raises:
         ConfigurationError: Something is.
     """
-    if not target.exists():
+    if not target.exists() and not is_put_aside(target):
         return
     is_root = target.is_dir() and not has_head(target)
     inside = target / (source.name if iteration_of(source.name) is not None else "iter_0000000")
     other = inside if is_root and not inside.exists() else target.with_name(f"{target.name}-converted")
     raise ConfigurationError(
         expected="a destination that does not exist yet",
-        found=f"{'a directory' if target.is_dir() else 'a file'}",
+        found="a directory" if target.is_dir() else "a file" if target.exists() else "what a save that died put aside",
         remedy=f"Give the iteration directory to be made, such as {other}; nothing is ever overwritten.",
         key=str(target),
     )

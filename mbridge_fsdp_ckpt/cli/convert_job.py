@@ -17,7 +17,7 @@ from mbridge_fsdp_ckpt.cli.convert_destination import Published, check_free, ope
 from mbridge_fsdp_ckpt.cli.survey import key_bytes
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.settings import Settings
-from mbridge_fsdp_ckpt.storage import commit
+from mbridge_fsdp_ckpt.storage import commit, removal
 from mbridge_fsdp_ckpt.storage.content import Commit
 from mbridge_fsdp_ckpt.storage.dcp_reader import DcpSource
 from mbridge_fsdp_ckpt.storage.files import AnyPath, as_path
@@ -174,6 +174,7 @@ def committing(place: Commit) -> Iterator[Commit]:
         yield place
     except BaseException:
         place.abort()
+        removal.wait(None)  # nobody but the user waits
         raise
 
 

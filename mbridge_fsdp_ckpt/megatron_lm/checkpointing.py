@@ -1,15 +1,16 @@
 """Megatron-LM's `save_checkpoint` and `load_checkpoint` in this format; the same arguments.
 
-Megatron-LM's own helpers make the random-number states and tell its loggers; the tracker is replaced last.
+Megatron-LM's own helpers make the random-number states and tell its loggers; the tracker is replaced last, before any
+rank goes on.
 """
 
 from __future__ import annotations
 
+import logging
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import update_num_microbatches
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
@@ -21,10 +22,12 @@ from mbridge_fsdp_ckpt import STOCK_FORMAT, checkpoint, restoration
 from mbridge_fsdp_ckpt.errors import ConfigurationError, NotACheckpointError
 from mbridge_fsdp_ckpt.megatron_lm.plugin import check_arguments, settings_in_use
 from mbridge_fsdp_ckpt.settings import Settings
+from mbridge_fsdp_ckpt.storage import removal
 from mbridge_fsdp_ckpt.storage.files import AnyPath, as_path, replace_file
 from mbridge_fsdp_ckpt.storage.retention import remove_unless_read
 from mbridge_fsdp_ckpt.storage.source import TRACKER, find_checkpoint
 
+_log = logging.getLogger(__name__)
 _PROGRESS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 _COMPARED = (*_PROGRESS, "num_layers", "hidden_size", "num_attention_heads", "add_position_embedding")
 _COMPARED_TOO = (
@@ -67,14 +70,12 @@ def save_checkpoint(
         optimizer=None if args.no_save_optim else optimizer,
         values=_values(args, iteration, optimizer, opt_param_scheduler, num_floating_point_operations_so_far),
         rank_values=_rank_values(args),
+        after_commit=lambda: _publish(args, root, iteration, release=release),
         settings=_settings_of(args),
     )
-    if dist.get_rank() == 0:
-        _publish(args, root, iteration, release=release)
     print_rank_0(f"  successfully saved checkpoint from iteration {iteration:7d} to {root}")
     if is_last_rank():
-        one_logger_utils.on_save_checkpoint_success(metrics, args.async_save)
-        wandb_utils.on_save_checkpoint_success(str(directory), str(root / TRACKER), str(root), iteration)
+        _tell_loggers(root, directory, iteration, metrics)
     ft_integration.on_checkpointing_end(is_async_finalization=False)
 
 
@@ -106,13 +107,26 @@ def _groups() -> Any:
 
 
 def _publish(args: Any, root: AnyPath, iteration: int, *, release: bool) -> None:
-    """Rank 0, after the commit: the tracker, and then Megatron-LM's rule for the checkpoint before."""
+    """Rank 0, after the commit: the tracker, and then Megatron-LM's rule for the checkpoint before.
+
+    That one goes in the background.
+    """
     tracker = root / TRACKER
-    before = tracker.read_text().strip() if tracker.is_file() else ""
+    before = tracker.read_bytes().decode(errors="replace").strip() if tracker.is_file() else ""
     replace_file(tracker, b"release" if release else str(iteration).encode())
     interval = args.save_retain_interval
     if interval is not None and before.isdecimal() and int(before) not in (0, iteration) and int(before) % interval:
-        remove_unless_read(as_path(stock.get_checkpoint_name(str(root), int(before), return_base_dir=True)))
+        old = as_path(stock.get_checkpoint_name(str(root), int(before), return_base_dir=True))
+        removal.later(f"removing {old}", lambda: remove_unless_read(old))
+
+
+def _tell_loggers(root: AnyPath, directory: AnyPath, iteration: int, metrics: Any) -> None:
+    """On the last rank alone: the checkpoint is there, and the other ranks go on, whatever a logger says."""
+    try:
+        one_logger_utils.on_save_checkpoint_success(metrics, get_args().async_save)
+        wandb_utils.on_save_checkpoint_success(str(directory), str(root / TRACKER), str(root), iteration)
+    except Exception:
+        _log.warning("%s was saved, which a logger could not be told", directory, exc_info=True)
 
 
 def load_checkpoint(

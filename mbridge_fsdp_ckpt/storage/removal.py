@@ -53,8 +53,8 @@ def delete_later(paths: Iterable[AnyPath]) -> None:
         later(f"deleting {path}", lambda path=path: delete(path))  # type: ignore[misc]  # each its own
 
 
-def wait(seconds: float) -> bool:
-    """Wait until nothing is left to do, but no longer than that; whether nothing is."""
+def wait(seconds: float | None) -> bool:
+    """Wait until nothing is left to do, but no longer than that, if a number is given; whether nothing is."""
     with _state:
         return _state.wait_for(lambda: not _running, seconds)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from mbridge_fsdp_ckpt.storage import commit
+from mbridge_fsdp_ckpt.storage import commit, removal
 from mbridge_fsdp_ckpt.storage.files import AnyPath
 from mbridge_fsdp_ckpt.storage.head import has_readable_head
 from mbridge_fsdp_ckpt.storage.lease import is_stale, renewing
@@ -76,10 +76,25 @@ def prune(root: AnyPath, keep: int, also_keep: int | None = None) -> list[Iterat
     """
     for lease in [lease for lease in root.glob(f"{READING}*") if is_stale(lease)]:
         lease.unlink(missing_ok=True)
-    removed = prunable(root, keep, also_keep)
-    for iteration in removed:
-        commit.remove(iteration.directory)
+    removed = []
+    for iteration in prunable(root, keep, also_keep):
+        try:
+            commit.remove(iteration.directory)
+        except OSError as error:  # one that stays keeps no other
+            _log.warning("%s could not be removed: %s", iteration.directory, error)
+        else:
+            removed.append(iteration)
     return removed
+
+
+def prune_later(root: AnyPath, keep: int, also_keep: int | None = None) -> None:
+    """Prune in the background: training goes on, whatever the storage says; see `prune`."""
+
+    def prune_and_say() -> None:
+        for iteration in prune(root, keep, also_keep):
+            _log.info("removed %s", iteration.directory)
+
+    removal.later(f"pruning {root}", prune_and_say)
 
 
 def remove_unless_read(directory: AnyPath) -> bool:

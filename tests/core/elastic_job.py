@@ -32,7 +32,7 @@ def main(root: Path, steps: int, deadly: int) -> None:
     from mbridge_fsdp_ckpt.storage.payload import PayloadWriter
     from mbridge_fsdp_ckpt.storage.source import TRACKER, find_checkpoint
     from tests.core import cases, oracle
-    from tests.soak.kill import iteration, publish
+    from tests.soak.kill import save_and_publish
 
     trainable = cases.prepared(RECIPE)
     done, first_try = 0, os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
@@ -44,11 +44,7 @@ def main(root: Path, steps: int, deadly: int) -> None:
         trainable.step(number)
         dies = number == deadly and first_try and dist.get_rank() == 1
         with patch.object(PayloadWriter, "add", _die if dies else PayloadWriter.add):
-            values = {"iteration": number}
-            mbridge_fsdp_ckpt.save(
-                iteration(root, number), model=trainable.model, optimizer=trainable.optimizer, values=values
-            )
-        publish(root, number)
+            save_and_publish(root, number, trainable)
     end = oracle.live(trainable)
     if dist.get_rank() == 0:
         (root / "end.json").write_text(json.dumps(end, sort_keys=True))

@@ -33,10 +33,12 @@ _MODEL = shlex.split("""
 
 
 @no_process_group
-def pretrain(ckpt_format: str, directory: str, iterations: int, *more: str, save_every: int = 2) -> dict[str, Any]:
+def pretrain(
+    ckpt_format: str, directory: str, iterations: int, *more: str, save_every: int = 2, load: bool = True
+) -> dict[str, Any]:
     """Train; how the command ended."""
     replace_cuda_only_kernels()
-    where = ["--ckpt-format", ckpt_format, "--save", directory, "--load", directory]
+    where = ["--ckpt-format", ckpt_format, "--save", directory, *(["--load", directory] if load else [])]
     how_long = ["--train-iters", str(iterations), "--save-interval", str(save_every)]
     container: Any = argparse._ActionsContainer
     with ExitStack() as stack:

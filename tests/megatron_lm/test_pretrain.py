@@ -96,3 +96,14 @@ def test_checkpoints_between_the_retained_ones_go(training_ranks: RankPool, tmp_
     for result in resume(training_ranks, SAFE, str(tmp_path), 3, *retain, save_every=1):
         assert result["code"] == 0, result["out"]
     assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000002", "iter_0000003"]
+
+
+def test_a_tracker_that_cannot_be_written_is_the_same_error_on_all_ranks(
+    training_ranks: RankPool, tmp_path: Path
+) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").mkdir()
+    for result in resume(training_ranks, SAFE, str(tmp_path), 2, save_every=1, load=False):
+        assert result["code"] == 1
+        assert "StorageError: [rank 0 on " in result["out"]
+        assert "The checkpoint is complete and in its place" in result["out"]
+    assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000001"]

@@ -16,13 +16,14 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 import mbridge_fsdp_ckpt
+from mbridge_fsdp_ckpt import Settings
 from mbridge_fsdp_ckpt.errors import CheckpointError
 from mbridge_fsdp_ckpt.storage import removal, rename
 from mbridge_fsdp_ckpt.storage.files import replace_file
 from mbridge_fsdp_ckpt.storage.lease import STALE_S
-from mbridge_fsdp_ckpt.storage.retention import prune
+from mbridge_fsdp_ckpt.storage.retention import prune_later
 from mbridge_fsdp_ckpt.storage.source import TRACKER, find_checkpoint
-from mbridge_fsdp_ckpt.testing.models import Recipe
+from mbridge_fsdp_ckpt.testing.models import Recipe, Trainable
 from tests.core import cases, oracle
 from tests.patched import patched
 
@@ -102,18 +103,25 @@ def iteration(root: str | Path, number: int) -> Path:
     return Path(root) / f"iter_{number:07d}"
 
 
-def publish(root: Path, number: int) -> None:
-    """What follows a commit in a training loop: the tracker, then the old checkpoints."""
+def save_and_publish(root: str | Path, number: int, trainable: Trainable, settings: Settings | None = None) -> None:
+    """Save as a training loop does: with the commit the tracker, then the old checkpoints."""
+    tracker = Path(root) / TRACKER
+    mbridge_fsdp_ckpt.save(
+        iteration(root, number),
+        model=trainable.model,
+        optimizer=trainable.optimizer,
+        values={"iteration": number},
+        after_commit=lambda: replace_file(tracker, str(number).encode()),
+        settings=settings,
+    )
     if dist.get_rank() == 0:
-        replace_file(root / TRACKER, str(number).encode())
-        prune(root, keep=2, also_keep=number)
+        prune_later(Path(root), keep=2, also_keep=number)
 
 
 def save_state(root: str, number: int, steps: int) -> Any:
     """Train, save, publish; what was live."""
     trainable = cases.prepared(RECIPE, steps=steps)
-    mbridge_fsdp_ckpt.save(iteration(root, number), model=trainable.model, optimizer=trainable.optimizer)
-    publish(Path(root), number)
+    save_and_publish(root, number, trainable)
     return oracle.live(trainable)
 
 
@@ -124,12 +132,9 @@ def save_and_die(root: str, number: int, signs: str, death: Death | None, exchan
     dist.barrier()
     with signed(Path(signs)), _mortal(death), _without_exchange(exchanges):
         try:
-            mbridge_fsdp_ckpt.save(
-                iteration(root, number), model=trainable.model, optimizer=trainable.optimizer, settings=settings
-            )
+            save_and_publish(root, number, trainable, settings)
         except CheckpointError as error:
             return type(error).__name__
-        publish(Path(root), number)
         assert removal.wait(60.0)
     return "saved"
 

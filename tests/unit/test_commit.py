@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from mbridge_fsdp_ckpt.errors import StorageError
+from mbridge_fsdp_ckpt.cli.convert_destination import check_free
+from mbridge_fsdp_ckpt.errors import ConfigurationError, StorageError
 from mbridge_fsdp_ckpt.storage import commit, files, lease, removal, rename
 from mbridge_fsdp_ckpt.storage.manifest import MANIFEST_NAME
 from mbridge_fsdp_ckpt.storage.source import TRACKER, find_checkpoint
@@ -224,6 +225,12 @@ def test_what_has_no_head_never_takes_the_place_of_the_old_checkpoint(
             rename.put_in_place(staging, target)
     assert commit.recover(target) is True
     assert content(target) == "old"
+
+
+def test_a_conversion_does_not_take_the_place_of_what_was_put_aside(target: Path) -> None:
+    fill(target.parent / ".replaced-iter_0000010-0123456789ab", "old")
+    with pytest.raises(ConfigurationError, match="put aside"):
+        check_free(target, target.parent / "elsewhere")
 
 
 def test_a_file_in_the_targets_place_is_refused_before_anything_is_written(target: Path) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from mbridge_fsdp_ckpt.storage import lease
-from mbridge_fsdp_ckpt.storage.retention import Iteration, being_read, iterations, prunable, prune, reading
+from mbridge_fsdp_ckpt.storage import lease, removal
+from mbridge_fsdp_ckpt.storage.retention import Iteration, being_read, iterations, prunable, prune, prune_later, reading
 
 
 @pytest.fixture
@@ -107,6 +109,34 @@ def test_a_reader_that_may_not_write_reads_without_protection(root: Path, monkey
 def test_nothing_is_marked_where_there_is_nothing(root: Path) -> None:
     with reading(root / "iter_0000099"), reading(root / "iter_0000010", enabled=False):
         assert list(root.glob(".reading-*")) == []
+
+
+def test_one_that_cannot_be_removed_keeps_no_other_and_fails_nobody(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the background: an open file on NFS is no reason to end a training run."""
+    original = Path.rename
+
+    def rename(self: Path, to: Path) -> Path:
+        assert threading.current_thread() is not threading.main_thread()
+        if self.name == "iter_0000010":
+            raise OSError(16, "Device or resource busy")
+        return original(self, to)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with caplog.at_level(logging.INFO):
+        prune_later(root, 2)
+        assert removal.wait(30.0)
+    assert left(root) == [10, 30, 40, 50]
+    assert "iter_0000010 could not be removed: [Errno 16]" in caplog.text
+    assert f"removed {root / 'iter_0000020'}" in caplog.text
+
+
+def test_a_root_that_cannot_be_read_fails_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        prune_later(tmp_path / "gone", 2)
+        assert removal.wait(30.0)
+    assert "left to a later save" in caplog.text
 
 
 def test_no_half_of_a_removed_checkpoint_can_be_taken_for_one(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,7 @@
 """What rank 0 lets through to a commit: every tensor once, every file complete, or nothing at all."""
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +11,13 @@ import torch
 from mbridge_fsdp_ckpt import consensus, saving
 from mbridge_fsdp_ckpt.agreement import Agreement
 from mbridge_fsdp_ckpt.consensus import Block
-from mbridge_fsdp_ckpt.errors import ConfigurationError, DamagedCheckpointError, PlanDisagreementError
+from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError, DamagedCheckpointError, PlanDisagreementError
 from mbridge_fsdp_ckpt.inventory import Holding
 from mbridge_fsdp_ckpt.plan import owner
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage import removal
 from mbridge_fsdp_ckpt.storage.dcp_writer import say_view_left_out
+from mbridge_fsdp_ckpt.storage.head import has_head
 from mbridge_fsdp_ckpt.storage.source import open_checkpoint
 from tests.unit.holdings import holdings, scalar
 
@@ -31,13 +34,16 @@ def prepared(held: list[Holding], sections: tuple[str, ...] = ("model",)) -> sav
 NO_VIEW = Settings(dcp_metadata="never")
 
 
-def job(target: Path, settings: Settings = NO_VIEW) -> saving.Job:
-    return saving.Job(target, settings, agreement(0), {"iteration": 10}, None)
+Follow = Callable[[], None] | None
 
 
-def save(target: Path, ranks: list[saving.Prepared], settings: Settings = NO_VIEW) -> None:
+def job(target: Path, settings: Settings = NO_VIEW, after_commit: Follow = None) -> saving.Job:
+    return saving.Job(target, settings, agreement(0), {"iteration": 10}, None, after_commit)
+
+
+def save(target: Path, ranks: list[saving.Prepared], settings: Settings = NO_VIEW, after_commit: Follow = None) -> None:
     """All ranks' steps, one after the other."""
-    running = job(target, settings)
+    running = job(target, settings, after_commit)
     try:
         answer = running.judge_plans([saving.announce(rank) for rank in ranks])
         if answer["disputed"]:
@@ -171,6 +177,30 @@ def test_ranks_that_save_other_sections_are_refused(target: Path) -> None:
     with pytest.raises(ConfigurationError, match="sections"):
         save(target, ranks)
     assert nothing_was_left(target)
+
+
+@pytest.mark.parametrize(
+    ("error", "name"),
+    [(OSError(28, "No space left on device"), "StorageError"), (ValueError("no such thing"), "RankFailedError")],
+)
+def test_what_fails_after_the_commit_says_that_the_checkpoint_stands(target: Path, error: Exception, name: str) -> None:
+    seen: list[bool] = []
+
+    def fail() -> None:
+        seen.append(has_head(target))
+        raise error
+
+    for number in (1, 2):
+        with pytest.raises(
+            CheckpointError, match=f"{re.escape(str(error))}.*The checkpoint is complete and in its place"
+        ) as caught:
+            save(target, [prepared(holdings(0, 12))], after_commit=fail)
+        assert type(caught.value).__name__ == name
+        assert (caught.value.rank, str(target) in str(caught.value)) == (0, True)
+        assert open_checkpoint(target).values == {"iteration": 10}
+        assert removal.wait(30.0)
+        assert [path.name for path in target.parent.iterdir()] == ["iter_0000010"]
+        assert seen == [True] * number, "in its place when it is followed up"
 
 
 @pytest.mark.parametrize("name", ["__1_0.distcp", "chunks_00001.jsonl"])

@@ -22,6 +22,7 @@ from mbridge_fsdp_ckpt.cli.balance import balance
 from mbridge_fsdp_ckpt.cli.shard_map import ShardMap
 from mbridge_fsdp_ckpt.cli.survey import Survey, key_bytes, survey, visit_chunks
 from mbridge_fsdp_ckpt.storage.files import as_path, replace_file
+from mbridge_fsdp_ckpt.storage.held import hold
 from mbridge_fsdp_ckpt.storage.source import find_checkpoint
 
 _MODEL_KEYS = "model.*"
@@ -42,7 +43,7 @@ def inspect(
         from mbridge_fsdp_ckpt.cli.shard_png import require_matplotlib
 
         require_matplotlib()  # before a long read
-    directory = find_checkpoint(as_path(checkpoint))
+    directory = hold(find_checkpoint(as_path(checkpoint)))
     found = survey(directory)
     shown = ShardMap.of(found, key or _MODEL_KEYS)
     visit_chunks(directory, found, shown.visit)

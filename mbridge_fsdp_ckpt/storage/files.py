@@ -17,15 +17,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
-import numpy as np
 from upath import UPath
 
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, ManifestError
-from mbridge_fsdp_ckpt.storage.checksums import HASHED_AT_ONCE, Hasher
+from mbridge_fsdp_ckpt.storage.checksums import Hasher
 from mbridge_fsdp_ckpt.storage.schema import FileEntry
 
 AnyPath = Path | UPath
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}\.new")
 """Name of a file that is about to replace another."""
@@ -183,105 +181,6 @@ def opened(path: AnyPath) -> Iterator[IO[bytes]]:
     else:
         with path.open("rb") as raw, io.BufferedReader(cast("io.RawIOBase", raw), _BLOCK) as buffered:
             yield buffered  # fsspec's own readline takes no limit
-
-
-class Scratch:
-    """Memory for one read after another: the kernel hands out and clears pages far slower than it reads cached ones."""
-
-    def __init__(self) -> None:
-        self._memory: Bytes = np.empty(0, dtype=np.uint8)
-
-    def take(self, length: int) -> Bytes:
-        """So many bytes, until the next call."""
-        if self._memory.size < length:
-            self._memory = np.empty(length, dtype=np.uint8)
-        return self._memory[:length]
-
-
-def read_range(
-    path: AnyPath, offset: int, length: int, hasher: Hasher | None = None, scratch: Scratch | None = None
-) -> Bytes:
-    """Bytes [offset, offset + length) of a file, hashed on the way; in the scratch memory, if there is some.
-
-    Raises:
-        DamagedCheckpointError: The file ends too early.
-        OSError: The storage refused.
-    """
-    if not isinstance(path, Path):
-        content = _stored_range(path, offset, length)
-        if hasher is not None:
-            hasher.update(content)
-        return np.frombuffer(bytearray(content), dtype=np.uint8)
-    data = np.empty(length, dtype=np.uint8) if scratch is None else scratch.take(length)
-    step = length if hasher is None else HASHED_AT_ONCE
-    with _range_of(path, offset, length) as fill:
-        for start in range(0, length, step or 1):
-            block = memoryview(data)[start : start + step]
-            fill(block, start)
-            if hasher is not None:
-                hasher.update(block)
-    return data
-
-
-def range_checksum(path: AnyPath, offset: int, length: int, scratch: Scratch) -> str:
-    """Checksum of bytes [offset, offset + length), which pass through a part of the scratch memory.
-
-    Raises:
-        DamagedCheckpointError: The file ends too early.
-        OSError: The storage refused.
-    """
-    hasher = Hasher()
-    if not isinstance(path, Path):
-        hasher.update(_stored_range(path, offset, length))
-        return hasher.result()
-    with _range_of(path, offset, length) as fill:
-        for start in range(0, length, HASHED_AT_ONCE):
-            block = memoryview(scratch.take(min(HASHED_AT_ONCE, length - start)))
-            fill(block, start)
-            hasher.update(block)
-    return hasher.result()
-
-
-@contextmanager
-def _range_of(path: Path, offset: int, length: int) -> Iterator[Callable[[memoryview, int], None]]:
-    """What fills memory with bytes of a range, from a place in it on."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-
-    def fill(memory: memoryview, start: int) -> None:
-        filled = 0
-        while filled < len(memory):
-            count = os.preadv(descriptor, [memory[filled:]], offset + start + filled)
-            if count == 0:
-                _check_length(path, offset, length, start + filled)
-            filled += count
-
-    try:
-        os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_WILLNEED)  # hashed blocks are small for a disk
-        yield fill
-    finally:
-        os.close(descriptor)
-
-
-def _stored_range(path: UPath, offset: int, length: int) -> bytes:
-    content = b""
-    if length and path.protocol != "msc":
-        content = path.fs.cat_file(path.path, start=offset, end=offset + length)
-    elif length:
-        with path.open("rb") as file:  # Multi-Storage Client's cat_file returns all of it
-            file.seek(offset)
-            content = bytes(file.read(length))
-    _check_length(path, offset, length, len(content))
-    return content
-
-
-def _check_length(path: AnyPath, offset: int, length: int, found: int) -> None:
-    if found != length:
-        raise DamagedCheckpointError(
-            expected=f"{length} bytes from byte {offset}",
-            found=f"{found} bytes",
-            remedy="The file was truncated: use another checkpoint.",
-            key=str(path),
-        )
 
 
 def write_file(path: AnyPath, data: bytes) -> None:

@@ -38,6 +38,7 @@ from mbridge_fsdp_ckpt.wire import Judge, judged, to_wire
 DEFAULT_TIME_LIMIT, DEFAULT_STORAGE_LIMIT = 120.0, 1800.0  # seconds
 _GRACE = 15.0  # seconds that others wait for the judge's verdict beyond the limit it waited itself
 _LAST_WORD = 5.0, 0.005, 0.1  # seconds that rank 0 waits until it is read; between looks, first and longest
+_RENEWED = 60.0  # seconds after which rank 0, while it waits, does what it does with each step
 _MISSING_NAMED = 32
 
 _SEALED = "sealed"
@@ -196,8 +197,12 @@ class Agreement:
 
     def _lead(self, prefix: str, phase: str, judge: Judge) -> dict[str, Any]:
         """Rank 0: collect, judge, publish.  An early failure does not wait for the rest."""
-        watch = Watch(self._signs, self.time_limit)
+        watch, renewed = Watch(self._signs, self.time_limit), time.monotonic()
         while int(self.store.add(f"{prefix}/arrived", 0)) < self.world_size:
+            if time.monotonic() - renewed > _RENEWED:
+                renewed = time.monotonic()
+                with self.at_work():
+                    self.on_beat()
             if self.store.check([f"{prefix}/failed"]):
                 failed = int(self.store.get(f"{prefix}/failed"))
                 return self._publish(prefix, json.loads(self.store.get(f"{prefix}/{failed}")))

@@ -65,7 +65,7 @@ def stage(opened: Opened, budget: int, agreement: Agreement) -> Staged:
         _add_targets(weights, item.plan, item.plan.model_key, local_shard(item.tensor), opened.asked)
     slots: Targets = defaultdict(list)
     allocated = [item for part in opened.parts for item in _allocate(opened, part, slots)] if opened.with_state else []
-    staged = Staged(opened, weights, allocated, {}, Scratch())
+    staged = Staged(opened, weights, allocated, {}, Scratch(agreement.beat))
     filling = _Filling(opened, slots)
     for chunk in in_file_order(opened.chunks, opened.needed):
         if chunk.key not in weights:

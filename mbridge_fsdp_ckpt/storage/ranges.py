@@ -21,12 +21,19 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 MAX_OPEN = 128
 """Files open at a time: half of what is left of the usual limit of 1,024 when sockets and libraries have theirs."""
 
+_READ_AT_ONCE = 1 << 28  # where nothing is hashed
+
 
 class Scratch:
-    """Memory for one read after another: the kernel hands out and clears pages far slower than it reads cached ones."""
+    """Memory for one read after another: the kernel hands out and clears pages far slower than it reads cached ones.
 
-    def __init__(self) -> None:
+    Args:
+        progress: Called after every block that is read into it: a range may take minutes.
+    """
+
+    def __init__(self, progress: Callable[[], None] = lambda: None) -> None:
         self._memory: Bytes = np.empty(0, dtype=np.uint8)
+        self.progress = progress
 
     def take(self, length: int) -> Bytes:
         """So many bytes, until the next call."""
@@ -60,13 +67,15 @@ class OpenFiles:
                 hasher.update(content)
             return np.frombuffer(bytearray(content), dtype=np.uint8)
         data = np.empty(length, dtype=np.uint8) if scratch is None else scratch.take(length)
-        step = length if hasher is None else HASHED_AT_ONCE
+        step = _READ_AT_ONCE if hasher is None else HASHED_AT_ONCE
         fill = self._range_of(path, offset, length)
-        for start in range(0, length, step or 1):
+        for start in range(0, length, step):
             block = memoryview(data)[start : start + step]
             fill(block, start)
             if hasher is not None:
                 hasher.update(block)
+            if scratch is not None:
+                scratch.progress()
         return data
 
     def checksum(self, path: AnyPath, offset: int, length: int, scratch: Scratch) -> str:
@@ -85,6 +94,7 @@ class OpenFiles:
             block = memoryview(scratch.take(min(HASHED_AT_ONCE, length - start)))
             fill(block, start)
             hasher.update(block)
+            scratch.progress()
         return hasher.result()
 
     def _range_of(self, path: Path, offset: int, length: int) -> Callable[[memoryview, int], None]:

@@ -368,6 +368,19 @@ def test_steps_keep_the_pulse_of_work_that_takes_longer_than_the_storage_limit(m
     assert outcomes([lambda: waiting.meet("write", "done", len), work]) == [2, 2]
 
 
+def test_rank_0_keeps_its_lease_while_it_waits(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "_RENEWED", 0.2)
+    waiting, working = meeting.ranks(2)
+    renewed = threading.Event()
+    waiting.on_beat = renewed.set
+
+    def work() -> Any:
+        assert renewed.wait(SOON)
+        return working.meet("write", "done", len)
+
+    assert outcomes([lambda: waiting.meet("write", "done", len), work]) == [2, 2]
+
+
 def test_who_only_waits_has_no_pulse(meeting: Meeting) -> None:
     """Two that wait would keep each other waiting."""
     first, second = meeting.ranks(3, time_limit=0.4)[:2]

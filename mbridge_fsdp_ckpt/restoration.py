@@ -1,4 +1,4 @@
-"""Putting back what a load brings besides tensors.  Each checks first; its result puts in place."""
+"""What a load brings besides tensors: each function checks it first, and returns what puts it in place."""
 
 from __future__ import annotations
 

@@ -108,16 +108,13 @@ def _as_data(found: Survey, listed: ShardMap | None, written: list[str]) -> dict
 
 def _show(found: Survey, listed: ShardMap | None) -> None:
     say(found.directory, style="bold")
-    version = ".".join(map(str, found.version))
+    version, is_stock = ".".join(map(str, found.version)), found.format == STOCK_FORMAT
     facts = [
-        (
-            "format",
-            f"{found.format} {version}".strip() + (" (stock: no checksums)" if found.format == STOCK_FORMAT else ""),
-        ),
+        ("format", f"{found.format} {version}".strip() + (" (stock: no checksums)" if is_stock else "")),
         ("written by", ", ".join(f"{name} {version}" for name, version in found.writer.items())),
         ("topology", ", ".join(f"{name}={size}" for name, size in found.topology.items())),
         ("families", ", ".join(f"{name} ({count} keys)" for name, count in found.families.items()) or "none"),
-        ("stock's view", "" if found.format == STOCK_FORMAT else "yes" if found.stock_view else "no"),
+        ("stock's view", "" if is_stock else "yes" if found.stock_view else "no"),
     ]
     print_facts([fact for fact in facts if fact[1]])
     say()
@@ -130,7 +127,7 @@ def _show(found: Survey, listed: ShardMap | None) -> None:
     print_table(("rank", "bytes", "chunks", "files"), rows, right=("bytes", "chunks", "files"))
     for line in shares.summary:
         say(line)
-    if found.format == STOCK_FORMAT:
+    if is_stock:
         say("Ranks are those of the file names: stock records no others.")
     if listed is not None:
         _show_keys(listed)

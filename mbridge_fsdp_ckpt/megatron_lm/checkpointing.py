@@ -95,11 +95,8 @@ def _rank_values(args: Any) -> dict[str, Any]:
     if args.no_save_rng:
         return {}
     groups = _groups()
-    return {
-        "rng_state": stock.get_rng_state(
-            STOCK_FORMAT, groups.tp, groups.pp, dp_cp_group=groups.dp_cp, dp_group=groups.dp
-        )
-    }
+    states = stock.get_rng_state(STOCK_FORMAT, groups.tp, groups.pp, dp_cp_group=groups.dp_cp, dp_group=groups.dp)
+    return {"rng_state": states}
 
 
 def _groups() -> Any:

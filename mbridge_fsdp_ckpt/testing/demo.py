@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 import mbridge_fsdp_ckpt
+from mbridge_fsdp_ckpt import corrections
 from mbridge_fsdp_ckpt.testing.collectives import count_collectives
 from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
 from mbridge_fsdp_ckpt.testing.models import Recipe, Trainable, build
@@ -28,12 +29,8 @@ STEPS, SAVED_AFTER = 6, 3
 
 
 def _model(recipe: Recipe, seed: int) -> Trainable:
-    import megatron.core.optimizer as megatron_optimizer
-
-    from mbridge_fsdp_ckpt.optimizer_state.sharded_hybrid import ShardedHybridDeviceOptimizer
-
     replace_cuda_only_kernels()
-    megatron_optimizer.HybridDeviceOptimizer = ShardedHybridDeviceOptimizer
+    corrections.apply(__name__)
     return build(recipe, seed)
 
 

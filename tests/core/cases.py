@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import mbridge_fsdp_ckpt
+from mbridge_fsdp_ckpt import corrections
 from mbridge_fsdp_ckpt.parameters import local_shard
 from mbridge_fsdp_ckpt.testing.collectives import count_collectives
 from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
@@ -16,13 +17,9 @@ from tests.core import oracle
 
 
 def prepared(recipe: Recipe, steps: int = 0, seed: int = 123) -> Trainable:
-    """A model after some steps, with HybridDeviceOptimizer made to work under Megatron-FSDP."""
-    import megatron.core.optimizer as megatron_optimizer
-
-    from mbridge_fsdp_ckpt.optimizer_state.sharded_hybrid import ShardedHybridDeviceOptimizer
-
+    """A model after some steps, of a Megatron-Core that is corrected as plug-ins do."""
     replace_cuda_only_kernels()
-    megatron_optimizer.HybridDeviceOptimizer = ShardedHybridDeviceOptimizer
+    corrections.apply(__name__)
     trainable = build(recipe, seed)
     for number in range(steps):
         trainable.step(number)

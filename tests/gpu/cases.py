@@ -20,6 +20,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import mbridge_fsdp_ckpt
+from mbridge_fsdp_ckpt import corrections
 from mbridge_fsdp_ckpt.testing.models import Recipe, Trainable, build, build_fp8
 from tests.core import oracle
 
@@ -38,11 +39,7 @@ def training(directory: str) -> dict[str, Any]:
 
 def offloaded(directory: str) -> dict[str, Any]:
     """The configuration of Megatron-LM issue 4910."""
-    import megatron.core.optimizer as megatron_optimizer
-
-    from mbridge_fsdp_ckpt.optimizer_state.sharded_hybrid import ShardedHybridDeviceOptimizer
-
-    megatron_optimizer.HybridDeviceOptimizer = ShardedHybridDeviceOptimizer
+    corrections.apply(__name__)
     result = _resumed(build, OFFLOADED, directory)
     inner = result.pop("trainable").optimizer
     copies = [

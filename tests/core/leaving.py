@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any, Literal
 from unittest.mock import patch
 
 import torch.distributed as dist
 
 import mbridge_fsdp_ckpt
-from mbridge_fsdp_ckpt import signs
+from mbridge_fsdp_ckpt import agreement, signs
 from mbridge_fsdp_ckpt.errors import CheckpointError
 from mbridge_fsdp_ckpt.testing.models import Recipe
 from mbridge_fsdp_ckpt.testing.ranks import no_process_group
@@ -23,7 +24,7 @@ What = Literal["save", "load", "failed save"]
 
 @no_process_group
 def last_word(directory: str, what: What, port: int) -> Any:
-    """A plain env:// job whose rank 0 ends right after its last save or load; what rank 1 saw."""
+    """A plain env:// job whose rank 0 ends right after its last save or load; what rank 1 saw, then and after that."""
     os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
     dist.init_process_group("gloo", init_method="env://")
     trainable = cases.prepared(RECIPE, steps=1)
@@ -43,7 +44,23 @@ def last_word(directory: str, what: What, port: int) -> Any:
             seen = "done"
     if first:
         os._exit(0)
-    return seen
+    return seen, _next_save(directory, trainable)
+
+
+def _next_save(directory: str, trainable: Any) -> str:
+    """What a save says once the store has gone."""
+    store = agreement._default_store()
+    try:
+        while True:
+            store.add("is anybody there", 0)
+            time.sleep(0.05)
+    except signs.STORE_ERRORS as gone:
+        print(f"rank 0 has gone: {gone}")
+    try:
+        mbridge_fsdp_ckpt.save(directory, model=trainable.model, optimizer=trainable.optimizer)
+    except CheckpointError as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("no error was raised")
 
 
 def _load_without_refresh(directory: str, trainable: Any) -> None:

@@ -25,8 +25,9 @@ def test_rank_0_may_leave_right_after_its_last_word(what: leaving.What, pool: Ra
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     target = tmp_path / "iter_0000001"
-    gone, seen = pool.run(leaving.last_word, str(target), what, port, ranks=2, may_die={0})
+    gone, (seen, after) = pool.run(leaving.last_word, str(target), what, port, ranks=2, may_die={0})
     assert isinstance(gone, Died)
+    assert after.startswith("RankMissingError: [rank 1] expected the job's rendezvous store to answer at 'save to")
     if what == "failed save":
         assert seen.startswith("UnsupportedStateError: [values.bad]")
         assert not target.exists()

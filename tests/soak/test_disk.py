@@ -32,7 +32,7 @@ CALLS: tuple[tuple[str, tuple[int, ...], int], ...] = (
     ("pathlib:Path.mkdir", (0,), 2),
     ("pathlib:Path.open", EVERYBODY, 2),
     (f"{PACKAGE}.payload:PayloadWriter._append", EVERYBODY, 1),
-    (f"{PACKAGE}.payload:PayloadWriter._append", EVERYBODY, 500),
+    (f"{PACKAGE}.payload:PayloadWriter._append", EVERYBODY, 100),
     (f"{PACKAGE}.payload:os.fsync", EVERYBODY, 1),
     (f"{PACKAGE}.files:os.fsync", EVERYBODY, 2),
     ("mbridge_fsdp_ckpt.saving:write_file", EVERYBODY, 1),
@@ -126,7 +126,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_fails_no_save(
 def test_a_slow_disk_that_gets_on_fails_nobody(pool: RankPool, old: tuple[Path, Any], tmp_path: Path) -> None:
     """Every chunk is a sign of life: the save takes longer than the limit."""
     root = Path(shutil.copytree(old[0], tmp_path / "root"))
-    fault = Fault(f"{PACKAGE}.payload:PayloadWriter.add", 1, seconds=0.15)
+    fault = Fault(f"{PACKAGE}.payload:PayloadWriter.add", 1, seconds=0.3)
     seen = run_save(pool, root, fault, overwrites=False, limit=3.0)
     assert [rank["error"] for rank in seen] == [None] * RANKS
     assert min(rank["seconds"] for rank in seen) > 3.0

@@ -136,7 +136,7 @@ def job() -> Iterator[None]:
     """The process group that torchrun described, or one of this process alone, unless there is one already."""
     own = not dist.is_initialized()
     if own:
-        _join()
+        join()
     try:
         with current_device_is_cpu():
             yield
@@ -148,7 +148,8 @@ def job() -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def _join() -> None:
+def join() -> None:
+    """Join the process group that torchrun described, or make one of this process alone."""
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))

@@ -5,6 +5,9 @@
 model_load_save.save_megatron_model                 its low-memory way hands over a state dict, made for other
                                                     formats; this one copies no state, and saves the model
 checkpointing._load_model_weights_from_checkpoint   fills a model that nothing wraps (`load_megatron_model`)
+model_load_save.build_and_load_model                leaves a process group behind only if it found one: of torchrun's
+                                                    ranks each would build the model alone, and an export afterwards
+                                                    has no group.  For this format's directories they join first
 models.conversion.param_mapping                     see `export_fix`
 """
 
@@ -12,28 +15,41 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from mbridge_fsdp_ckpt.storage.files import as_path
 from mbridge_fsdp_ckpt.storage.manifest import MANIFEST_NAME
 
 
-def replacements(safe_format: str) -> list[tuple[Any, Any]]:
-    """Bridge's functions, each with what takes its place."""
+def replacements(is_ours: Callable[[Any], bool]) -> list[tuple[Any, Any]]:
+    """Bridge's functions, each with what takes its place.
+
+    Args:
+        is_ours: Whether a run that says a format is saved here.
+    """
     from megatron.bridge.training import checkpointing, model_load_save
 
     save, load = model_load_save.save_megatron_model, checkpointing._load_model_weights_from_checkpoint
-    return [(save, _saving_the_model(save, safe_format)), (load, _from_our_directory(load))]
+    build = model_load_save.build_and_load_model
+    return [
+        (save, _saving_the_model(save, is_ours)),
+        (load, _from_our_directory(load)),
+        (build, _in_one_job(build)),
+    ]
 
 
-def _saving_the_model(stock: Callable[..., Any], safe_format: str) -> Callable[..., Any]:
+def _saving_the_model(stock: Callable[..., Any], is_ours: Callable[[Any], bool]) -> Callable[..., Any]:
     signature = inspect.signature(stock)
 
     @functools.wraps(stock)
     def save_megatron_model(*args: Any, **kwargs: Any) -> Any:
         call = signature.bind(*args, **kwargs)
-        if call.arguments.get("ckpt_format") == safe_format:
+        if is_ours(call.arguments.get("ckpt_format")):
             call.arguments["low_memory_save"] = False
         return stock(*call.args, **call.kwargs)
 
@@ -56,3 +72,25 @@ def _from_our_directory(stock: Callable[..., Any]) -> Callable[..., Any]:
         return {"model": model[0].state_dict()} if call.arguments.get("return_state_dict") else None
 
     return load_model_weights
+
+
+def _in_one_job(stock: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(stock)
+
+    @functools.wraps(stock)
+    def build_and_load_model(*args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs)
+        provider = call.arguments["model_cfg"]
+        alone = "WORLD_SIZE" not in os.environ
+        is_here = (as_path(call.arguments["checkpoint_path"]) / MANIFEST_NAME).exists()
+        if alone or dist.is_initialized() or not is_here or not hasattr(provider, "initialize_model_parallel"):
+            return stock(*args, **kwargs)
+        from mbridge_fsdp_ckpt.bridge.conversion import join
+
+        join()
+        provider.finalize()
+        provider.initialize_model_parallel(seed=0 if torch.cuda.is_available() else None)
+        call.arguments["skip_temp_dist_context"] = True
+        return stock(*call.args, **call.kwargs)
+
+    return build_and_load_model

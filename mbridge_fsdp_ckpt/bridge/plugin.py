@@ -135,7 +135,7 @@ def _patch(patches: Patches) -> None:
         (save, _routed(save, manager.save_checkpoint)),
         (load, _routed(load, manager.load_from_path)),
         (sync, _sync_copies(sync)),
-        *conversion_seams.replacements(FORMAT_NAME),
+        *conversion_seams.replacements(is_ours),
     ]
     correct_export(patches)
     mark_as_sharded(patches)

@@ -15,6 +15,7 @@ import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -37,24 +38,31 @@ def run(
 ) -> None:
     """Run an unmodified script with the format registered in Megatron-Bridge or Megatron-LM.
 
-    An option of the script that may be fsdp_dtensor may be fsdp_dtensor_safe, too. Under torchrun:
+    An option of the script that may be fsdp_dtensor may be fsdp_dtensor_safe, too, which is a takeover. Under torchrun:
     torchrun ... -m mbridge_fsdp_ckpt run SCRIPT ARGS
     """
     script, *arguments = command
     if not module and not Path(script).is_file():
         raise typer.BadParameter(f"no such file: {script}", param_hint="SCRIPT")
-    _register(takeover)
-    execute(script, arguments, is_module=module)
+    execute(script, arguments, is_module=module, take_over=_register(takeover))
 
 
-def execute(script: str, arguments: list[str], *, is_module: bool = False) -> None:
+def execute(
+    script: str, arguments: list[str], *, is_module: bool = False, take_over: Callable[[], object] = lambda: None
+) -> None:
     """Run a script or module as `__main__`; the process is its own from then on.
+
+    Args:
+        script: File, or name of a module.
+        arguments: The script's.
+        is_module: Whether it is a module's name.
+        take_over: Called when an option of the script's own is given this format's name.
 
     Raises:
         SystemExit: With the script's exit code, if it ended with one, or by an exception, whose traceback was shown.
     """
     container: Any = argparse._ActionsContainer
-    container.add_argument = _widening(container.add_argument)
+    container.add_argument = _widening(container.add_argument, take_over)
     sys.path[0] = str(Path.cwd() if is_module else Path(script).resolve().parent)
     sys.argv = ["-m" if is_module else script, *arguments]
     sys.excepthook = sys.__excepthook__
@@ -69,13 +77,25 @@ def execute(script: str, arguments: list[str], *, is_module: bool = False) -> No
         _end_as_python_would(error, 130)
 
 
-def _register(takeover: bool) -> None:
-    """Have the format registered in what the script imports, as soon as it does."""
+def _register(takeover: bool) -> Callable[[], None]:
+    """Have the format registered in what the script imports, as soon as it does; the result asks for a takeover."""
     from mbridge_fsdp_ckpt import bridge, megatron_lm
     from mbridge_fsdp_ckpt.after_import import AfterImport
 
-    AfterImport({"megatron.bridge": lambda _: bridge.register(takeover=takeover or None)}).install()
+    asked, registered = [takeover], list[ModuleType]()
+
+    def register(module: ModuleType) -> None:
+        bridge.register(takeover=asked[0] or None)
+        registered.append(module)
+
+    def take_over() -> None:
+        asked[0] = True
+        if registered:
+            bridge.register(takeover=True)
+
+    AfterImport({"megatron.bridge": register}).install()
     megatron_lm.register()
+    return take_over
 
 
 def _run_file(file: str) -> None:
@@ -87,8 +107,12 @@ def _run_file(file: str) -> None:
     exec(code, main.__dict__)
 
 
-def _widening(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Let options that may be the stock format be this one, too."""
+def _widening(stock: Callable[..., Any], take_over: Callable[[], object]) -> Callable[..., Any]:
+    """Let options that may be the stock format be this one, too.
+
+    A script compares names.  Given ours, an option of its own gets stock's, so that every branch of stock's name
+    is taken; that name is then this implementation.  Megatron's own options keep ours: the plug-in knows it.
+    """
 
     @functools.wraps(stock)
     def add_argument(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -100,9 +124,23 @@ def _widening(stock: Callable[..., Any]) -> Callable[..., Any]:
             and FORMAT_NAME not in choices
         ):
             action.choices = type(choices)((*choices, FORMAT_NAME))
+            if not sys._getframe(1).f_globals.get("__name__", "").startswith("megatron."):
+                action.type = _as_stock(action.type, take_over)
         return action
 
     return add_argument
+
+
+def _as_stock(stock: Any, take_over: Callable[[], object]) -> Callable[[str], Any]:
+    """What turns an argument's text into its value, with stock's name for ours."""
+
+    def value(text: str) -> Any:
+        if text == FORMAT_NAME:
+            take_over()
+            text = STOCK_FORMAT
+        return text if stock is None else stock(text)
+
+    return value if stock is None else functools.wraps(stock)(value)
 
 
 def _end_as_python_would(error: BaseException, code: int) -> NoReturn:

@@ -13,12 +13,15 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 
+import mbridge_fsdp_ckpt
+from mbridge_fsdp_ckpt import FORMAT_NAME
+from mbridge_fsdp_ckpt.testing.ranks import no_process_group
 from tests.models import hugging_face
 from tests.models.imported import gloo_gathers_uneven, let_mamba_be_built
 
 SCRIPT = Path(__file__).with_name("upstream_script.py")
-FORMAT = ("--ckpt-format", "fsdp_dtensor_safe")
 
 
 def write_model(name: str, directory: str) -> bool:
@@ -54,7 +57,7 @@ def convert_every_way(source: str, folder: str, sizes: list[str]) -> None:
     script("export", source, by_command, *sizes, "--hf-path", f"{folder}/command_script")
     with saved_before():
         script("export", source, by_command, *sizes, "--hf-path", f"{folder}/command_script_sharded")
-    script("export", source, by_script, *sizes, "--hf-path", f"{folder}/script_unwrapped", "--unwrapped")
+    script("export", source, by_script, *sizes, "--hf-path", f"{folder}/script_unwrapped", named="torch_dist")
 
 
 def convert_without_cuda(source: str, folder: str, sizes: list[str]) -> None:
@@ -64,12 +67,31 @@ def convert_without_cuda(source: str, folder: str, sizes: list[str]) -> None:
         command("export", source, f"{folder}/checkpoint", *sizes, "--hf-path", f"{folder}/exported", "--no-progress")
 
 
-def script(verb: str, source: str, checkpoint: str, *arguments: str) -> None:
-    """Run the script under `mbridge_fsdp_ckpt run`, in this process."""
+@no_process_group
+def exported_by_a_job_of_its_own(source: str, checkpoint: str, folder: str) -> None:
+    """The script exports in both of its branches, in ranks that torchrun started and that have joined nothing yet."""
+    join = dist.init_process_group
+    os.environ["MASTER_ADDR"] = os.environ.get("MASTER_ADDR", "127.0.0.1")
+
+    def over_gloo(*args: Any, **kwargs: Any) -> None:
+        join("gloo")
+
+    for name in (FORMAT_NAME, "torch_dist"):
+        with patch.object(dist, "init_process_group", over_gloo):
+            script("export", source, checkpoint, "--hf-path", f"{folder}/{name}", named=name)
+        dist.destroy_process_group()
+
+
+def script(verb: str, source: str, checkpoint: str, *arguments: str, named: str = FORMAT_NAME) -> None:
+    """Run the script under `mbridge_fsdp_ckpt run`, in this process; a takeover ends with it."""
     from mbridge_fsdp_ckpt.cli.run import run
 
     with begun_anew(), gloo_gathers_uneven():
-        run([str(SCRIPT), verb, "--hf-model", source, "--megatron-path", checkpoint, *FORMAT, *arguments])
+        line = ["--hf-model", source, "--megatron-path", checkpoint, "--ckpt-format", named, *arguments]
+        try:
+            run([str(SCRIPT), verb, *line])
+        finally:
+            mbridge_fsdp_ckpt.register(takeover=False)
 
 
 def command(verb: str, source: str, checkpoint: str, *arguments: str) -> None:

@@ -35,3 +35,14 @@ def test_there_and_back(name: str, bridge_ranks: RankPool, tmp_path: Path) -> No
     assert bridge_ranks.run(runs.same_logits, name, source, exported, ranks=1) == [[True] * len(WAYS)]
     tokenizers = (tmp_path / "by_command" / "iter_0000000" / "tokenizer", tmp_path / WAYS[0], Path(source))
     assert len({str(runs.tokens_of(folder)) for folder in tokenizers}) == 1
+
+
+def test_the_script_exports_from_a_job_of_its_own(bridge_ranks: RankPool, tmp_path: Path) -> None:
+    """Both branches of the script's: nobody has made a process group before it."""
+    source = str(tmp_path / "original")
+    assert bridge_ranks.run(runs.write_model, "Qwen3", source, ranks=1) == [True]
+    bridge_ranks.run(runs.command, "import", source, str(tmp_path / "checkpoint"), ranks=1)
+    arguments = (source, str(tmp_path / "checkpoint"), str(tmp_path))
+    bridge_ranks.run(runs.exported_by_a_job_of_its_own, *arguments, ranks=1)
+    for name in ("fsdp_dtensor_safe", "torch_dist"):
+        assert runs.differences(source, str(tmp_path / name), exact=False) == []

@@ -42,7 +42,8 @@ args = parser.parse_args()
 from megatron.bridge.training import checkpointing
 from megatron.bridge.training.config import CheckpointConfig
 assert CheckpointConfig(ckpt_format=args.ckpt_format)
-routed = hasattr(checkpointing.save_checkpoint, "__wrapped__")
+from mbridge_fsdp_ckpt.bridge.plugin import is_ours
+routed = hasattr(checkpointing.save_checkpoint, "__wrapped__") and is_ours(args.ckpt_format)
 print("RANK", os.environ.get("RANK"), args.ckpt_format, routed, flush=True)
 if os.environ.get("RANK", "1") == "1":
     raise SystemExit(7)
@@ -160,5 +161,5 @@ def test_bridge_has_the_format_when_the_script_imports_it(tmp_path: Path) -> Non
     command = ("-m", "mbridge_fsdp_ckpt", "run", "script.py", "--ckpt-format", "fsdp_dtensor_safe")
     run = python(*launcher, *command, folder=tmp_path)
     for rank in (0, 1):
-        assert f"RANK {rank} fsdp_dtensor_safe True" in run.stdout, run.stderr[-3000:]
+        assert f"RANK {rank} fsdp_dtensor True" in run.stdout, run.stderr[-3000:]
     assert "exitcode  : 7" in run.stderr

@@ -3,9 +3,9 @@
     torchrun ... upstream_script.py import --hf-model HF --megatron-path CHECKPOINT --tp 2 --ep 2
     torchrun ... upstream_script.py export --hf-model HF --megatron-path CHECKPOINT --hf-path BACK --tp 2 --ep 2
 
-Like that one it saves with `low_memory_save` unless told otherwise, and exports from a model wrapped in Megatron-FSDP,
-or, with `--unwrapped`, from one that `load_megatron_model` built; the real one does that for every format but the stock
-one.
+Like that one it compares names: where the format is called `fsdp_dtensor` it exports from a model wrapped in
+Megatron-FSDP, else from one that `load_megatron_model` built; and it saves with `low_memory_save` unless the format is
+called so.
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ def arguments() -> argparse.Namespace:
         command.add_argument("--megatron-path", required=True)
         command.add_argument("--tp", type=int, default=1)
         command.add_argument("--ep", type=int, default=1)
-        command.add_argument("--ckpt-format", choices=["fsdp_dtensor"], default="fsdp_dtensor")
+        command.add_argument("--ckpt-format", choices=["torch_dist", "fsdp_dtensor"], default="fsdp_dtensor")
         if name == "import":
             command.add_argument("--no-low-memory-save", action="store_true")
         else:
             command.add_argument("--hf-path", required=True)
-            command.add_argument("--unwrapped", action="store_true")
     return parser.parse_args()
 
 
@@ -66,7 +65,7 @@ def import_model(bridge: Any, args: argparse.Namespace) -> None:
 
 
 def loaded_model(bridge: Any, args: argparse.Namespace) -> Any:
-    if args.unwrapped:
+    if args.ckpt_format != "fsdp_dtensor":
         sizes = {"tensor_model_parallel_size": args.tp, "expert_model_parallel_size": args.ep}
         model = bridge.load_megatron_model(args.megatron_path, mp_overrides=sizes, wrap_with_ddp=False)
         return [chunk.cuda() for chunk in model]

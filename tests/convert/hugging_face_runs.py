@@ -68,18 +68,15 @@ def convert_without_cuda(source: str, folder: str, sizes: list[str]) -> None:
 
 
 @no_process_group
-def exported_by_a_job_of_its_own(source: str, checkpoint: str, folder: str) -> None:
-    """The script exports in both of its branches, in ranks that torchrun started and that have joined nothing yet."""
+def exported_by_a_job_of_its_own(source: str, checkpoint: str, folder: str, named: str, sizes: list[str]) -> None:
+    """The script exports, in ranks that torchrun started and that have joined nothing yet."""
     join = dist.init_process_group
-    os.environ["MASTER_ADDR"] = os.environ.get("MASTER_ADDR", "127.0.0.1")
 
     def over_gloo(*args: Any, **kwargs: Any) -> None:
         join("gloo")
 
-    for name in (FORMAT_NAME, "torch_dist"):
-        with patch.object(dist, "init_process_group", over_gloo):
-            script("export", source, checkpoint, "--hf-path", f"{folder}/{name}", named=name)
-        dist.destroy_process_group()
+    with patch.object(dist, "init_process_group", over_gloo):
+        script("export", source, checkpoint, "--hf-path", folder, *sizes, named=named)
 
 
 def script(verb: str, source: str, checkpoint: str, *arguments: str, named: str = FORMAT_NAME) -> None:

@@ -37,12 +37,24 @@ def test_there_and_back(name: str, bridge_ranks: RankPool, tmp_path: Path) -> No
     assert len({str(runs.tokens_of(folder)) for folder in tokenizers}) == 1
 
 
-def test_the_script_exports_from_a_job_of_its_own(bridge_ranks: RankPool, tmp_path: Path) -> None:
-    """Both branches of the script's: nobody has made a process group before it."""
-    source = str(tmp_path / "original")
+@pytest.fixture(scope="module")
+def imported(bridge_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A model, and the checkpoint that the command made of it."""
+    root = tmp_path_factory.mktemp("imported")
+    source, checkpoint = str(root / "original"), str(root / "checkpoint")
     assert bridge_ranks.run(runs.write_model, "Qwen3", source, ranks=1) == [True]
-    bridge_ranks.run(runs.command, "import", source, str(tmp_path / "checkpoint"), ranks=1)
-    arguments = (source, str(tmp_path / "checkpoint"), str(tmp_path))
-    bridge_ranks.run(runs.exported_by_a_job_of_its_own, *arguments, ranks=1)
-    for name in ("fsdp_dtensor_safe", "torch_dist"):
-        assert runs.differences(source, str(tmp_path / name), exact=False) == []
+    bridge_ranks.run(runs.command, "import", source, checkpoint, ranks=1)
+    return source, checkpoint
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("named", ["fsdp_dtensor_safe", "torch_dist"])
+def test_the_script_exports_from_a_job_of_its_own(
+    named: str, ranks: int, imported: tuple[str, str], bridge_ranks: RankPool, tmp_path: Path
+) -> None:
+    """Both branches of the script's: nobody has made a process group before it."""
+    sizes = ["--tp", str(min(ranks, 2))]
+    bridge_ranks.run(
+        runs.exported_by_a_job_of_its_own, *imported, str(tmp_path / "exported"), named, sizes, ranks=ranks
+    )
+    assert runs.differences(imported[0], str(tmp_path / "exported"), exact=False) == []

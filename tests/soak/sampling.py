@@ -1,6 +1,6 @@
 """How many cases of a matrix run, and where the result of a full run is kept.
 
-`make test` runs a tenth of each matrix, drawn anew each time; `make test-soak` (MBRIDGE_SOAK=1) runs all of it and
+`make test` runs a tenth of a matrix, or less, drawn anew each time; `make test-soak` (MBRIDGE_SOAK=1) runs all and
 writes docs/soak/<name>.json.  MBRIDGE_SOAK_SEED repeats a draw.
 """
 

@@ -69,13 +69,20 @@ def test_piped_output_is_plain_and_whole(directory: Path) -> None:
     assert f"  expected  {chunks_of(directory, 1)[BIAS].checksum}\n" in found.stdout
 
 
+def _heed_interrupts() -> None:
+    """A shell lets what it runs in the background ignore them, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_interrupted_it_ends_at_once_without_a_word(directory: Path) -> None:
     with (directory / "huge").open("wb") as file:
         file.truncate(1 << 42)
     entry = ExtraEntry(name="huge", size=1 << 42, checksum="xxh3_64:0")
     write_manifest(directory / "manifest.json", read_manifest(directory).model_copy(update={"files": (entry,)}))
     command = [sys.executable, "-m", "mbridge_fsdp_ckpt", "verify", str(directory)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=_heed_interrupts
+    ) as process:
         try:
             deadline = time.monotonic() + 80
             while not list(directory.parent.glob(".reading-*")) and time.monotonic() < deadline:

@@ -196,7 +196,7 @@ def _defect(held: list[tuple[int, Block]]) -> str:
             if text := says(block):
                 ranks_by_text[text].append(rank)
         if len(ranks_by_text) > 1:
-            return ", ".join(f"rank {listed(ranks)} says {text}" for text, ranks in ranks_by_text.items())
+            return ", ".join(f"rank {ranks_listed(ranks)} says {text}" for text, ranks in ranks_by_text.items())
     by_replica: dict[int, list[tuple[int, Box]]] = defaultdict(list)
     for rank, block in held:
         if not block.is_copy:  # several stages may have one
@@ -224,15 +224,16 @@ def _tiling_defect(held: list[tuple[int, Box]], shape: Shape) -> str:
                 return f"ranks {min(rank, other)} and {max(rank, other)} hold the same rows"
     total = whole(shape).volume
     missing = total - sum(box.volume for _, box in held)
-    return f"no rank holds {missing} of {total} elements (rank {listed([rank for rank, _ in held])} hold the rest)"
+    holders = ranks_listed(rank for rank, _ in held)
+    return f"no rank holds {missing} of {total} elements (rank {holders} hold the rest)"
 
 
 def _nobody_writes(held: list[tuple[int, Block]]) -> str:
-    ranks, count = listed([rank for rank, _ in held]), held[0][1].replica.count
+    ranks, count = ranks_listed([rank for rank, _ in held]), held[0][1].replica.count
     return f"no rank writes it: rank {ranks} hold it, but not the one of {count} that is to"
 
 
-def listed(ranks: Iterable[int]) -> str:
+def ranks_listed(ranks: Iterable[int]) -> str:
     """Ranks for an error, up to a bound."""
     found = sorted(set(ranks))
     return ", ".join(map(str, found[:8])) + (", ..." if len(found) > 8 else "")

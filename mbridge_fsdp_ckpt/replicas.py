@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from mbridge_fsdp_ckpt.consensus import bucket_of, in_buckets, key_word, listed
+from mbridge_fsdp_ckpt.consensus import bucket_of, in_buckets, key_word, ranks_listed
 from mbridge_fsdp_ckpt.errors import CheckpointError, ReplicaMismatchError, UnsupportedStateError
 from mbridge_fsdp_ckpt.geometry import PRIME, Box
 from mbridge_fsdp_ckpt.inventory import Holding
@@ -156,7 +156,7 @@ def _differing(copies: Iterable[tuple[int, Copy]]) -> dict[str, tuple[set[int], 
 
 def _named(differing: Mapping[str, tuple[set[int], set[int]]]) -> str:
     texts = [
-        f"{key}: rank {listed(others)} unlike rank {listed(writers)}, which writes"
+        f"{key}: rank {ranks_listed(others)} unlike rank {ranks_listed(writers)}, which writes"
         for key, (writers, others) in differing.items()
     ]
     more = f"; and {len(texts) - _KEYS_NAMED} more keys" if len(texts) > _KEYS_NAMED else ""

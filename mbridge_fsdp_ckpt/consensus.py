@@ -66,8 +66,8 @@ class Block:
 
     @property
     def is_origin(self) -> bool:
-        """Whether it holds the tensor's first element."""
-        return not any(self.box.offset)
+        """Whether it holds the tensor's first element; an empty block counts, since nothing else tells of it."""
+        return not any(self.box.offset) or not self.box.volume
 
     def to_wire(self) -> list[Any]:
         """As JSON-able data."""

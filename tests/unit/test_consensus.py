@@ -131,14 +131,15 @@ def test_the_error_names_key_and_ranks(ranks: list[list[Holding]], words: list[s
     assert [word for word in words if word not in found] == []
 
 
-def row(key: str, *box: list[int], shape: int = 4) -> list[Any]:
-    return [key, "float32", "sharded", [shape], *box, 0, 1, False, True]
+def row(key: str, *box: list[int], shape: Sequence[int] = (4,)) -> list[Any]:
+    return [key, "float32", "sharded", list(shape), *box, 0, 1, False, True]
 
 
 def judged(rows: list[list[list[Any]]], unnamed: int = 0) -> str:
     """What is found in blocks that the ranks named, where others that add up to `unnamed` were not."""
     blocks = [[Block.from_wire(row) for row in rank] for rank in rows]
     bad = consensus.add(map(consensus.sketch, blocks))
+    assert bad or unnamed
     with pytest.raises(PlanDisagreementError) as caught:
         consensus.judge(rows, {bucket: bad.get(bucket, 0) + unnamed for bucket in bad or [BUCKET]})
     return caught.value.found
@@ -186,6 +187,12 @@ def test_a_tensor_without_elements_is_written_once(shape: Shape) -> None:
     writer = owner("weight", 3)
     lost = [holdings(0, 0, shape=shape, replica=(r, 3)) for r in range(3) if r != writer]
     assert "no rank writes it" in named(lost)
+
+
+def test_an_empty_block_beside_the_origin_says_its_shape_all_the_same() -> None:
+    """Nothing of it is tiled: only that it is there can contradict."""
+    rows = [[row("key", [0, 0], [3, 0], shape=[3, 0])], [[*row("key", [1, 0], [3, 0], shape=[4, 0])[:-2], True, False]]]
+    assert "rank 0 says float32 [3, 0], rank 1 says float32 [4, 0]" in judged(rows)
 
 
 def test_ranks_that_count_replicas_otherwise_are_named() -> None:

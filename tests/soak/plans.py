@@ -33,7 +33,7 @@ def plans_of_a_job(rng: random.Random) -> Plans:
     for number in range(rng.randint(1, 3)):
         draw = rng.choice((_parameter, _parameter, _buffer, _tied))
         for rank, layout in draw(rng, f"layers.{number}.weight", (shards, tensor, instances)):
-            plans[rank] += blocks_of(layout, with_step=rng.random() < 0.0 or number == 0)
+            plans[rank] += blocks_of(layout, with_step=number == 0)
     return plans
 
 

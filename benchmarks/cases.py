@@ -13,7 +13,7 @@ from typing import Literal
 from benchmarks.costs import Call, Cost, slowest
 from benchmarks.model import Size
 from benchmarks.training import SAFE, STOCK, RankReport, Training, train
-from mbridge_fsdp_ckpt.storage.source import open_checkpoint
+from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
 from mbridge_fsdp_ckpt.testing.ranks import RankPool, no_process_group
 
 PRELOAD = (

@@ -22,7 +22,7 @@ from rich.console import Console
 
 import mbridge_fsdp_ckpt
 from benchmarks.machine import circumstances
-from mbridge_fsdp_ckpt.storage import payload
+from mbridge_fsdp_ckpt.storage.format import payload
 from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
 from mbridge_fsdp_ckpt.testing.models import Recipe, build
 from mbridge_fsdp_ckpt.testing.modules import MEGATRON_MODULES, installed

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import mbridge_fsdp_ckpt
 from benchmarks.costs import Call, Cost, Kind
 from benchmarks.model import Size, build_config
-from mbridge_fsdp_ckpt.patching import Patches
+from mbridge_fsdp_ckpt.hosts.patching import Patches
 from mbridge_fsdp_ckpt.testing.collectives import CollectiveCounts, count_collectives
 from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
 from mbridge_fsdp_ckpt.testing.ranks import no_process_group
@@ -172,8 +172,8 @@ def _measured(format_name: str, meter: Meter, report: RankReport) -> Iterator[No
     """Wrap what is measured, for as long as the block runs."""
     from megatron.bridge.training import checkpointing, setup
 
-    from mbridge_fsdp_ckpt import saving
-    from mbridge_fsdp_ckpt.agreement import Agreement
+    from mbridge_fsdp_ckpt.agree.meeting import Agreement
+    from mbridge_fsdp_ckpt.saving import steps
 
     create = setup.create_checkpoint_manager
 
@@ -189,8 +189,8 @@ def _measured(format_name: str, meter: Meter, report: RankReport) -> Iterator[No
     patches.set(Agreement, "meet", meter.meeting(Agreement.meet))
     for owner, name in (
         (checkpointing, "preprocess_fsdp_dtensor_state_dict"),
-        (saving, "prepare"),
-        (saving, "announce"),
+        (steps, "prepare"),
+        (steps, "announce"),
     ):
         patches.set(owner, name, meter.preparing(getattr(owner, name)))
     try:

@@ -9,15 +9,15 @@ Importing this package imports neither torch nor Megatron; see docs/.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
+
+from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, STOCK_FORMAT
 
 if TYPE_CHECKING:
     from mbridge_fsdp_ckpt.bridge import register, unregister
     from mbridge_fsdp_ckpt.checkpoint import Loaded, Settings, load, save
 
 __version__ = "0.1.0"
-FORMAT_NAME: Final = "fsdp_dtensor_safe"
-STOCK_FORMAT: Final = "fsdp_dtensor"
 
 __all__ = [
     "FORMAT_NAME",

@@ -19,13 +19,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mbridge_fsdp_ckpt import filling, loading, saving
-from mbridge_fsdp_ckpt.agreement import Agreement, next_agreement
+from mbridge_fsdp_ckpt.agree.meeting import Agreement, next_agreement
 from mbridge_fsdp_ckpt.errors import CheckpointError, LoadInterruptedError, describe_unexpected
-from mbridge_fsdp_ckpt.inventory import KeyFilter
+from mbridge_fsdp_ckpt.live.holdings import KeyFilter
+from mbridge_fsdp_ckpt.loading import fill, opened
+from mbridge_fsdp_ckpt.loading.budget import read_budget
+from mbridge_fsdp_ckpt.saving import steps
 from mbridge_fsdp_ckpt.settings import Settings
+from mbridge_fsdp_ckpt.storage.commit.retention import reading
 from mbridge_fsdp_ckpt.storage.files import AnyPath, as_path
-from mbridge_fsdp_ckpt.storage.retention import reading
 from mbridge_fsdp_ckpt.storage.source import RankRecord
 
 __all__ = ["Loaded", "Settings", "load", "save"]
@@ -87,31 +89,31 @@ def save(
     settings = settings or Settings()
     agreement = next_agreement(f"save to {_place(directory)}", settings.time_limit, settings.storage_limit)
     target = as_path(directory)
-    job = saving.Job(target, settings, agreement, values or {}, add_files, after_commit)
+    job = steps.Job(target, settings, agreement, values or {}, add_files, after_commit)
 
     prepared = _attempt(
         agreement,
         "planning the save",
-        lambda: saving.prepare(model, optimizer, include, rank_values, settings.vocabulary_size),
+        lambda: steps.prepare(model, optimizer, include, rank_values, settings.vocabulary_size),
     )
     try:
-        answer = agreement.meet("agreement on the plan", _message(prepared, saving.announce), job.judge_plans)
+        answer = agreement.meet("agreement on the plan", _message(prepared, steps.announce), job.judge_plans)
         if answer["disputed"]:
-            disputed = saving.disputed(prepared, answer["disputed"])
+            disputed = steps.disputed(prepared, answer["disputed"])
             answer = agreement.meet("disagreement on the plan", disputed, job.judge_dispute)
         with agreement.at_work():
             written = _attempt(
-                agreement, "writing chunks", lambda: saving.write(prepared, answer, agreement, settings.replicas)
+                agreement, "writing chunks", lambda: steps.write(prepared, answer, agreement, settings.replicas)
             )
         try:
             judged = agreement.meet("commit", written, job.judge_written)
             if judged["differing"]:
-                named = saving.differing(prepared, judged["differing"])
+                named = steps.differing(prepared, judged["differing"])
                 agreement.meet("comparison of copies", named, job.judge_replicas)
             agreement.end()
         except CheckpointError:
             if not agreement.was_sealed():
-                saving.take_back(answer, agreement.rank)
+                steps.take_back(answer, agreement.rank)
             raise
     finally:
         job.clean_up()
@@ -173,21 +175,21 @@ def _load(
     source = as_path(directory)
 
     def prepare() -> _Prepared:
-        opened = loading.prepare(source, model, optimizer, include, settings, agreement, with_state=with_state)
-        read = opened.source
-        loaded = Loaded(read.values, read.topology, *loading.records_of(opened), skipped=tuple(opened.skipped))
+        found = opened.prepare(source, model, optimizer, include, settings, agreement, with_state=with_state)
+        read = found.source
+        loaded = Loaded(read.values, read.topology, *opened.records_of(found), skipped=tuple(found.skipped))
         put_in_place = accept(loaded) if accept is not None else _nothing
-        return _Prepared(filling.stage(opened, settings.read_budget(source), agreement), loaded, put_in_place)
+        return _Prepared(fill.stage(found, read_budget(settings, source), agreement), loaded, put_in_place)
 
     with ExitStack() as stack:
         with agreement.at_work():
             agreement.on_beat = stack.enter_context(reading(source, enabled=agreement.rank == 0))
             prepared = _attempt(agreement, "reading the checkpoint", prepare)
-        opened: Any = prepared if isinstance(prepared, CheckpointError) else prepared.staged.opened
-        answer = agreement.meet("verification", _message(opened, loading.announce), loading.judge(opened, settings))
+        found: Any = prepared if isinstance(prepared, CheckpointError) else prepared.staged.opened
+        answer = agreement.meet("verification", _message(found, opened.announce), opened.judge(found, settings))
         if answer["disputed"]:
-            named = loading.disputed(opened, answer["disputed"])
-            answer = agreement.meet("unexpected keys", named, loading.judge_unexpected(opened, settings))
+            named = opened.disputed(found, answer["disputed"])
+            answer = agreement.meet("unexpected keys", named, opened.judge_unexpected(found, settings))
         with agreement.at_work():
             filled = _attempt(agreement, "filling tensors", lambda: _fill(prepared, agreement))
         try:
@@ -196,7 +198,7 @@ def _load(
             agreement.end()
         except CheckpointError as error:
             raise _interrupted(error) from error
-    filling.refresh(opened.model)
+    fill.refresh(found.model)
     loaded: Loaded = prepared.loaded
     return replace(loaded, skipped=(*loaded.skipped, *answer["unread"]))
 
@@ -205,13 +207,13 @@ def _load(
 class _Prepared:
     """All that a rank can do of a load before the others agree."""
 
-    staged: filling.Staged
+    staged: fill.Staged
     loaded: Loaded
     put_in_place: Callable[[], None]
 
 
 def _fill(prepared: _Prepared, agreement: Agreement) -> None:
-    filling.fill(prepared.staged, agreement)
+    fill.fill(prepared.staged, agreement)
     prepared.put_in_place()
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from mbridge_fsdp_ckpt.agreement import DEFAULT_STORAGE_LIMIT, DEFAULT_TIME_LIMIT
 from mbridge_fsdp_ckpt.errors import ConfigurationError
-from mbridge_fsdp_ckpt.storage.commit import COMMIT_METHODS, CommitMethod
-from mbridge_fsdp_ckpt.storage.files import AnyPath, is_local
 
+DEFAULT_TIME_LIMIT, DEFAULT_STORAGE_LIMIT = 120.0, 1800.0  # seconds
+
+CommitMethod = Literal["auto", "rename", "marker"]
+COMMIT_METHODS: tuple[CommitMethod, ...] = get_args(CommitMethod)
 DCP_METADATA_CHOICES = ("auto", "always", "never")
 VERIFY_CHOICES = ("full", "header")
 REPLICA_CHOICES = ("warn", "error", "ignore")
@@ -76,14 +75,6 @@ class Settings:
         """Whether a save of so many chunks, over all ranks, writes stock's view."""
         return self.dcp_metadata == "always" or (self.dcp_metadata == "auto" and chunks <= AUTO_DCP_CHUNKS)
 
-    def read_budget(self, directory: AnyPath) -> int:
-        """Bytes that this rank may keep of a checkpoint there."""
-        if self.read_buffer is not None:
-            return self.read_buffer
-        if is_local(directory):
-            return 0
-        return _available_memory() // 4 // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-
     def for_vocabulary(self, tokens: int | None) -> Settings:
         """The same for a model of so many tokens, unless the user gave another number."""
         return replace(self, vocabulary_size=tokens) if self.vocabulary_size is None else self
@@ -99,14 +90,6 @@ class Settings:
     def may_be_unexpected(self, key: str) -> bool:
         """Whether the user allows a key of the checkpoint to stay unread."""
         return any(fnmatchcase(key, pattern) for pattern in self.allow_unexpected)
-
-
-def _available_memory() -> int:
-    """Bytes of the host's memory that can be had without swapping (Linux `MemAvailable`)."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

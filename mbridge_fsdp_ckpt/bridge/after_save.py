@@ -14,8 +14,8 @@ from megatron.bridge.training.utils import comet_utils, mlflow_utils, wandb_util
 from megatron.bridge.utils.common_utils import get_rank_safe, is_last_rank, print_rank_0
 
 from mbridge_fsdp_ckpt.bridge.locate import NON_PERSISTENT
+from mbridge_fsdp_ckpt.storage.commit.retention import prune_later
 from mbridge_fsdp_ckpt.storage.files import AnyPath, as_path, replace_file
-from mbridge_fsdp_ckpt.storage.retention import prune_later
 
 
 def root_directory(checkpoint_config: Any, *, non_persistent: bool) -> AnyPath:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from mbridge_fsdp_ckpt.storage.files import as_path
-from mbridge_fsdp_ckpt.storage.manifest import MANIFEST_NAME
+from mbridge_fsdp_ckpt.storage.format.names import MANIFEST_NAME
 
 
 def replacements(is_ours: Callable[[Any], bool]) -> list[tuple[Any, Any]]:
@@ -85,7 +85,7 @@ def _in_one_job(stock: Callable[..., Any]) -> Callable[..., Any]:
         is_here = (as_path(call.arguments["checkpoint_path"]) / MANIFEST_NAME).exists()
         if alone or dist.is_initialized() or not is_here or not hasattr(provider, "initialize_model_parallel"):
             return stock(*args, **kwargs)
-        from mbridge_fsdp_ckpt.bridge.conversion import join
+        from mbridge_fsdp_ckpt.bridge.job import join
 
         join()
         provider.finalize()

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from mbridge_fsdp_ckpt.patching import Patches
+from mbridge_fsdp_ckpt.hosts.patching import Patches
 
 
 def correct_export(patches: Patches) -> None:

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from mbridge_fsdp_ckpt.patching import Patches
+from mbridge_fsdp_ckpt.hosts.patching import Patches
 
 
 def mark_as_sharded(patches: Patches) -> None:

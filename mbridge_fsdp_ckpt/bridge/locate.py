@@ -10,9 +10,9 @@ import torch
 from megatron.bridge.training.utils import checkpoint_utils as names
 
 from mbridge_fsdp_ckpt.errors import NotACheckpointError
-from mbridge_fsdp_ckpt.storage.commit import recover
+from mbridge_fsdp_ckpt.storage.commit.methods import recover
 from mbridge_fsdp_ckpt.storage.files import AnyPath, as_path
-from mbridge_fsdp_ckpt.storage.manifest import MANIFEST_NAME
+from mbridge_fsdp_ckpt.storage.format.names import MANIFEST_NAME
 
 NON_PERSISTENT = "non_persistent"  # Bridge's default directory for global non-persistent checkpoints
 

@@ -17,14 +17,15 @@ from megatron.bridge.training.utils.pg_utils import get_pg_collection
 from megatron.bridge.utils.common_utils import print_rank_0
 from megatron.core.utils import unwrap_model
 
-from mbridge_fsdp_ckpt import STOCK_FORMAT, checkpoint
+from mbridge_fsdp_ckpt import checkpoint
 from mbridge_fsdp_ckpt.bridge import after_save
+from mbridge_fsdp_ckpt.bridge.choice import check_settings, presented_as_stock, settings_of
 from mbridge_fsdp_ckpt.bridge.locate import locate
-from mbridge_fsdp_ckpt.bridge.plugin import check_settings, presented_as_stock, settings_of
 from mbridge_fsdp_ckpt.bridge.restoration import Parts, restoration
 from mbridge_fsdp_ckpt.errors import ConfigurationError
-from mbridge_fsdp_ckpt.restoration import saved_loss_scales
+from mbridge_fsdp_ckpt.hosts.restoration import saved_loss_scales
 from mbridge_fsdp_ckpt.storage.files import as_path
+from mbridge_fsdp_ckpt.storage.format.names import STOCK_FORMAT
 
 _log = logging.getLogger(__name__)
 

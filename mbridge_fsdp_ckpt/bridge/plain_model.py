@@ -1,4 +1,4 @@
-"""A model without data-parallel sharding, in the shape in which `parameters` reads Megatron-FSDP.
+"""A model without data-parallel sharding, in the shape in which `live.megatron_fsdp` reads Megatron-FSDP.
 
 Conversion, and Bridge's `load_megatron_model`, fill or read models that nothing wraps: each rank holds its tensor- and
 expert-parallel part whole, as under Megatron-FSDP's strategy `no_shard`.  The keys on disk are the wrapped model's.
@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from mbridge_fsdp_ckpt import checkpoint
-from mbridge_fsdp_ckpt.bridge.plugin import settings_of
+from mbridge_fsdp_ckpt.bridge.choice import settings_of
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.families.naming import is_expert_name
-from mbridge_fsdp_ckpt.layout import Axis
+from mbridge_fsdp_ckpt.plan.layout import Axis
 from mbridge_fsdp_ckpt.storage.files import AnyPath
 from mbridge_fsdp_ckpt.versions import require
 

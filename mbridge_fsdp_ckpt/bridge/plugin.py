@@ -9,33 +9,30 @@ a takeover, for the stock one):
     checkpointing._load_checkpoint_from_path         called by load_checkpoint and by Bridge's set-up
     optim.sync_hybrid_device_optimizer_...           assumes a distributed optimizer without Megatron-FSDP
 
-megatron-core itself is corrected in corrections.py.
+megatron-core itself is corrected in `hosts.corrections`.
 """
 
 from __future__ import annotations
 
-import difflib
 import functools
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
-from mbridge_fsdp_ckpt import FORMAT_NAME, STOCK_FORMAT, corrections
-from mbridge_fsdp_ckpt.errors import ConfigurationError, UnknownFormatError
-from mbridge_fsdp_ckpt.patching import Patches, rebind_everywhere
+from mbridge_fsdp_ckpt.bridge.choice import (
+    MANAGER,
+    check_format,
+    check_settings,
+    is_ours,
+    presented_as_stock,
+    takeover_by_environment,
+    use,
+)
+from mbridge_fsdp_ckpt.hosts import corrections
+from mbridge_fsdp_ckpt.hosts.patching import Patches, rebind_everywhere
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.versions import require
 
-TAKEOVER = "MBRIDGE_FSDP_CKPT_TAKEOVER"
-"""Environment variable: "1" is `register(takeover=True)`."""
-
-MANAGER = "mbridge_fsdp_ckpt.bridge.manager.SafeCheckpointManager"
-_KNOWN = ("torch_dist", STOCK_FORMAT, FORMAT_NAME, "torch", "torch_dcp", "zarr")
-
 _patches: Patches | None = None
-_settings = Settings()
-_takeover = False
 
 
 def register(settings: Settings | None = None, *, takeover: bool | None = None) -> None:
@@ -52,13 +49,10 @@ def register(settings: Settings | None = None, *, takeover: bool | None = None) 
         UnsupportedVersionError: torch, megatron-core or megatron-bridge is of a version this was not made for.
         ConfigurationError: The environment variable is neither 0 nor 1.
     """
-    global _patches, _settings, _takeover
+    global _patches
     if takeover is None and _patches is None:
         takeover = takeover_by_environment()
-    if settings is not None:
-        _settings = settings
-    if takeover is not None:
-        _takeover = takeover
+    use(settings, takeover=takeover)
     if _patches is not None:
         return
     require("torch", "megatron-core", "megatron-bridge")
@@ -76,46 +70,13 @@ def register(settings: Settings | None = None, *, takeover: bool | None = None) 
 
 def unregister() -> None:
     """Put everything back as it was.  Does nothing unless registered."""
-    global _patches, _settings, _takeover
+    global _patches
     if _patches is not None:
         _patches.undo()
         _disallow()
         corrections.withdraw(__name__)
-        _patches, _settings, _takeover = None, Settings(), False
-
-
-def is_ours(ckpt_format: Any) -> bool:
-    """Whether a run that says this format is saved and loaded here."""
-    return ckpt_format == FORMAT_NAME or (_takeover and ckpt_format == STOCK_FORMAT)
-
-
-def takeover_by_environment() -> bool:
-    """Whether the environment asks for a takeover.
-
-    Raises:
-        ConfigurationError: The variable is neither 0 nor 1.
-    """
-    value = os.environ.get(TAKEOVER, "")
-    if value not in ("", "0", "1"):
-        raise ConfigurationError(
-            expected=f"the environment variable {TAKEOVER} to be 0 or 1", found=repr(value), remedy="Set it to 1."
-        )
-    return value == "1"
-
-
-def settings_of(cfg: Any) -> Settings:
-    """The registered settings for a run.
-
-    A run that keeps no optimizer state may also load without.  The size of a padded vocabulary is the model's, unless
-    the user gave one.
-    """
-    settings = _settings.for_vocabulary(tokens_of(cfg.model))
-    return settings if cfg.checkpoint.save_optim else settings.without_optimizer()
-
-
-def tokens_of(provider: Any) -> int | None:
-    """The size of a vocabulary that Bridge pads; None where it doesn't."""
-    return provider.vocab_size if getattr(provider, "should_pad_vocab", False) else None
+        use(Settings(), takeover=False)
+        _patches = None
 
 
 def _patch(patches: Patches) -> None:
@@ -176,56 +137,8 @@ def _validate(stock: Callable[[Any], None]) -> Callable[[Any], None]:
     return validate
 
 
-@contextmanager
-def presented_as_stock(checkpoint: Any) -> Iterator[None]:
-    """Let Bridge's code that compares format names take our format for the stock one."""
-    said, checkpoint.ckpt_format = checkpoint.ckpt_format, STOCK_FORMAT
-    try:
-        yield
-    finally:
-        checkpoint.ckpt_format = said
-
-
-def check_format(name: Any) -> None:
-    """Catch a misspelt format name.
-
-    Raises:
-        UnknownFormatError: Nobody knows it, and it looks like one that is known.
-    """
-    if name in _KNOWN:
-        return
-    near = difflib.get_close_matches(str(name), _KNOWN, 1, 0.75)
-    if near:
-        raise UnknownFormatError(
-            expected=f"checkpoint.ckpt_format to be one of {', '.join(_KNOWN[:3])}",
-            found=repr(name),
-            remedy=f"Did you mean {near[0]!r}?",
-        )
-
-
-def check_settings(checkpoint: Any) -> None:
-    """Refuse what the format cannot do yet, before training begins.
-
-    Raises:
-        ConfigurationError: async_save, local non-persistent checkpoints, or another custom manager.
-    """
-    refused = {
-        "async_save=True": checkpoint.async_save,
-        "non_persistent_ckpt_type='local'": checkpoint.non_persistent_ckpt_type == "local",
-        f"custom_manager_class={checkpoint.custom_manager_class!r}": checkpoint.custom_manager_class
-        not in (None, MANAGER),
-    }
-    for setting, present in refused.items():
-        if present:
-            raise ConfigurationError(
-                expected=f"settings that {FORMAT_NAME} supports",
-                found=f"checkpoint.{setting}",
-                remedy="Remove that setting, or use another ckpt_format.",
-            )
-
-
 def _sync_copies(stock: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    from mbridge_fsdp_ckpt.optimizer_state.sharded_hybrid import ShardedHybridDeviceOptimizer
+    from mbridge_fsdp_ckpt.hosts.sharded_hybrid import ShardedHybridDeviceOptimizer
 
     @functools.wraps(stock)
     def sync(optimizer: Any) -> bool:

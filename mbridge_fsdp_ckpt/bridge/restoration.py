@@ -14,7 +14,7 @@ from megatron.bridge.training.utils import checkpoint_utils as names
 from megatron.core.num_microbatches_calculator import update_num_microbatches
 
 from mbridge_fsdp_ckpt.bridge.locate import Located
-from mbridge_fsdp_ckpt.restoration import generators, loss_scales, schedule
+from mbridge_fsdp_ckpt.hosts.restoration import generators, loss_scales, schedule
 from mbridge_fsdp_ckpt.storage.files import as_path
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from mbridge_fsdp_ckpt.patching import Patches
+from mbridge_fsdp_ckpt.hosts.patching import Patches
 
 _CPU = torch.device("cpu")
 _INDEX = 0  # of the current device: CUDA's answer is a number, which callers put into `torch.device("cuda", ...)`

@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mbridge_fsdp_ckpt import FORMAT_NAME, STOCK_FORMAT
-from mbridge_fsdp_ckpt.cli.app import EXIT_CODES, fail, say
-from mbridge_fsdp_ckpt.cli.app import app as frame
+from mbridge_fsdp_ckpt.cli.console import EXIT_CODES, fail, say
+from mbridge_fsdp_ckpt.cli.console import app as frame
 from mbridge_fsdp_ckpt.cli.convert_storage import from_stock, from_torch_dist, reshard, to_stock
 from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError, NotACheckpointError, UnknownFormatError
 from mbridge_fsdp_ckpt.storage.files import AnyPath, as_path
+from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, STOCK_FORMAT
 
 if TYPE_CHECKING:
-    from mbridge_fsdp_ckpt.bridge.conversion import Sizes, Source
+    from mbridge_fsdp_ckpt.convert.hugging_face import Sizes, Source
 
 _ELSEWHERE = {
     STOCK_FORMAT: "Stock reads what is written; `convert to-stock` makes a copy without this format's files.",
@@ -92,7 +92,7 @@ def import_(
         model, target = _hugging_face(hf_model), as_path(megatron_path)
         _check_is_new(target)
         _be_quiet()
-        from mbridge_fsdp_ckpt.bridge.conversion import import_model
+        from mbridge_fsdp_ckpt.convert.hugging_face import import_model
 
         import_model(_source(model, torch_dtype, trust_remote_code), _sizes(tp, cp, ep, etp), target)
     if _is_first():
@@ -134,7 +134,7 @@ def export(
         _check_is_new(target)
         directory = _checkpoint(megatron_path)
         _be_quiet()
-        from mbridge_fsdp_ckpt.bridge.conversion import Files, export_model
+        from mbridge_fsdp_ckpt.convert.hugging_face import Files, export_model
 
         files = Files(not not_strict, not no_progress, distributed_save, save_every_n_ranks)
         source = _source(model, torch_dtype, trust_remote_code)
@@ -207,7 +207,8 @@ def _check_is_new(target: AnyPath) -> None:
 
 def _checkpoint(place: str) -> AnyPath:
     """The iteration directory, with a head that can be read."""
-    from mbridge_fsdp_ckpt.storage.source import find_checkpoint, open_checkpoint
+    from mbridge_fsdp_ckpt.hosts.root import find_checkpoint
+    from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
 
     directory = find_checkpoint(as_path(place))
     open_checkpoint(directory)
@@ -217,14 +218,14 @@ def _checkpoint(place: str) -> AnyPath:
 def _source(model: str, precision: Precision, trust: bool) -> Source:
     import torch
 
-    from mbridge_fsdp_ckpt.bridge.conversion import Source
+    from mbridge_fsdp_ckpt.convert.hugging_face import Source
 
     dtype: torch.dtype = getattr(torch, precision.value)
     return Source(model, dtype, trust)
 
 
 def _sizes(tp: int, cp: int, ep: int, etp: int | None) -> Sizes:
-    from mbridge_fsdp_ckpt.bridge.conversion import Sizes
+    from mbridge_fsdp_ckpt.convert.hugging_face import Sizes
 
     return Sizes(tp, cp, ep, etp)
 

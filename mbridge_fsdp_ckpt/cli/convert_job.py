@@ -9,28 +9,30 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mbridge_fsdp_ckpt import FORMAT_NAME, STOCK_FORMAT
-from mbridge_fsdp_ckpt.bridge.torch_dist_reader import COMMON, METADATA
-from mbridge_fsdp_ckpt.cli.app import print_facts, print_json, progress_bar, say, size_text
-from mbridge_fsdp_ckpt.cli.compare import batches
-from mbridge_fsdp_ckpt.cli.convert_destination import Published, check_free, open_destination, publish
-from mbridge_fsdp_ckpt.cli.survey import key_bytes
+from mbridge_fsdp_ckpt.bridge.names import RUN_CONFIG
+from mbridge_fsdp_ckpt.care.compare import batches
+from mbridge_fsdp_ckpt.care.survey import key_bytes
+from mbridge_fsdp_ckpt.cli.console import print_facts, print_json, progress_bar, say, size_text
+from mbridge_fsdp_ckpt.convert.description import Description
+from mbridge_fsdp_ckpt.convert.destination import Published, check_free, open_destination, publish
+from mbridge_fsdp_ckpt.convert.files import RunConfig, carry_over, other_files
+from mbridge_fsdp_ckpt.convert.rewrite import Chunks, Rewriting, Shares, rewrite
+from mbridge_fsdp_ckpt.convert.torch_dist.reader import COMMON, METADATA
 from mbridge_fsdp_ckpt.errors import ConfigurationError
+from mbridge_fsdp_ckpt.hosts.root import find_checkpoint
 from mbridge_fsdp_ckpt.settings import Settings
-from mbridge_fsdp_ckpt.storage import commit, removal
-from mbridge_fsdp_ckpt.storage.content import Commit
-from mbridge_fsdp_ckpt.storage.dcp_reader import DcpSource
+from mbridge_fsdp_ckpt.storage.commit import methods, removal
+from mbridge_fsdp_ckpt.storage.commit.content import Commit
+from mbridge_fsdp_ckpt.storage.commit.retention import reading
 from mbridge_fsdp_ckpt.storage.files import AnyPath, as_path
-from mbridge_fsdp_ckpt.storage.manifest import MANIFEST_NAME
-from mbridge_fsdp_ckpt.storage.reader import SafeSource
-from mbridge_fsdp_ckpt.storage.retention import reading
-from mbridge_fsdp_ckpt.storage.rewrite import Chunks, Rewriting, Shares, rewrite
-from mbridge_fsdp_ckpt.storage.rewrite_files import RUN_CONFIG, RunConfig, carry_over, other_files
-from mbridge_fsdp_ckpt.storage.rewrite_source import Description
-from mbridge_fsdp_ckpt.storage.source import CheckpointSource, find_checkpoint, open_checkpoint
+from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, MANIFEST_NAME, STOCK_FORMAT
+from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
+from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
+from mbridge_fsdp_ckpt.storage.source import CheckpointSource
+from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
 
 if TYPE_CHECKING:
-    from mbridge_fsdp_ckpt.bridge.torch_dist_common import Common
+    from mbridge_fsdp_ckpt.convert.torch_dist.common import Common
 
 TORCH_DIST = "torch_dist"
 
@@ -100,7 +102,7 @@ def job_of(source: str, destination: str, written: str, read: str = "") -> Itera
     with reading(directory) as alive:
         opened, common = open_checkpoint(directory), None
         if read == TORCH_DIST:
-            from mbridge_fsdp_ckpt.bridge.torch_dist_common import read_common
+            from mbridge_fsdp_ckpt.convert.torch_dist.common import read_common
 
             assert isinstance(opened, DcpSource)
             common = read_common(opened)
@@ -155,7 +157,7 @@ def write_safe(
             progress=count,
             last_call=last_call(job),
         )
-        with committing(commit.begin(job.target)) as place:
+        with committing(methods.begin(job.target)) as place:
             job.report.files = rewrite(place, work)
     publish_to_tracker(job)
 

@@ -9,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-from mbridge_fsdp_ckpt import FORMAT_NAME, STOCK_FORMAT
-from mbridge_fsdp_ckpt.cli.app import Json
+from mbridge_fsdp_ckpt.cli.console import Json
 from mbridge_fsdp_ckpt.cli.convert_job import (
     TORCH_DIST,
     added_files,
@@ -22,18 +21,19 @@ from mbridge_fsdp_ckpt.cli.convert_job import (
     show,
     write_safe,
 )
+from mbridge_fsdp_ckpt.convert.description import Description, describe, with_few_records
+from mbridge_fsdp_ckpt.convert.from_stock import describe_stock
+from mbridge_fsdp_ckpt.convert.shares import even_shares, rank_of_file
+from mbridge_fsdp_ckpt.convert.to_stock import not_in_stock, payload_files, write_stock
 from mbridge_fsdp_ckpt.errors import ConfigurationError
-from mbridge_fsdp_ckpt.geometry import Box
-from mbridge_fsdp_ckpt.storage.dcp_reader import DcpSource
-from mbridge_fsdp_ckpt.storage.reader import SafeSource
-from mbridge_fsdp_ckpt.storage.rename import RenameCommit
-from mbridge_fsdp_ckpt.storage.rewrite_shares import even_shares, rank_of_file
-from mbridge_fsdp_ckpt.storage.rewrite_source import Description, describe, with_few_records
-from mbridge_fsdp_ckpt.storage.rewrite_stock import not_in_stock, payload_files, write_stock
-from mbridge_fsdp_ckpt.storage.rewrite_stock_source import describe_stock
-from mbridge_fsdp_ckpt.storage.schema import KeyEntry
+from mbridge_fsdp_ckpt.plan.boxes import Box
+from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
+from mbridge_fsdp_ckpt.plan.keys import KeyEntry
+from mbridge_fsdp_ckpt.storage.commit.rename import RenameCommit
+from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, STOCK_FORMAT
+from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource, StoredChunk
-from mbridge_fsdp_ckpt.storage.values import dtype_from_name
+from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
 
 Source = Annotated[str, typer.Argument(help="An iteration directory, or the root of a run's checkpoints; path or URL.")]
 Destination = Annotated[
@@ -83,7 +83,7 @@ def from_torch_dist(
             remedy="Start it without torchrun: tensors go from file to file, no rank holds a model.",
         )
     with job_of(source, destination, FORMAT_NAME, read=TORCH_DIST) as job:
-        from mbridge_fsdp_ckpt.bridge.torch_dist import describe_torch_dist
+        from mbridge_fsdp_ckpt.convert.torch_dist.description import describe_torch_dist
 
         assert isinstance(job.source, DcpSource)
         assert job.common is not None

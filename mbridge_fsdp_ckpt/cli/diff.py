@@ -10,8 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mbridge_fsdp_ckpt.cli.app import EXIT_CODES, Json, app, print_json, progress_bar, say
-from mbridge_fsdp_ckpt.cli.compare import (
+from mbridge_fsdp_ckpt.care.compare import (
     Progress,
     Side,
     Tolerance,
@@ -22,12 +21,15 @@ from mbridge_fsdp_ckpt.cli.compare import (
     same_value,
     table_headers,
 )
-from mbridge_fsdp_ckpt.cli.survey import key_bytes
+from mbridge_fsdp_ckpt.care.survey import key_bytes
+from mbridge_fsdp_ckpt.cli.console import EXIT_CODES, Json, app, print_json, progress_bar, say
+from mbridge_fsdp_ckpt.hosts.root import find_checkpoint
+from mbridge_fsdp_ckpt.plan.keys import KeyEntry
+from mbridge_fsdp_ckpt.storage.commit.retention import reading
 from mbridge_fsdp_ckpt.storage.files import AnyPath, as_path
-from mbridge_fsdp_ckpt.storage.reader import SafeSource
-from mbridge_fsdp_ckpt.storage.retention import reading
-from mbridge_fsdp_ckpt.storage.schema import KeyEntry
-from mbridge_fsdp_ckpt.storage.source import CheckpointSource, find_checkpoint, open_checkpoint
+from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
+from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
+from mbridge_fsdp_ckpt.storage.source import CheckpointSource
 
 _STATE = "optimizer.state."
 _ABSENT = "(absent)"

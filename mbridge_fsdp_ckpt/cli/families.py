@@ -8,10 +8,12 @@ from typing import Annotated, Any
 
 import typer
 
-from mbridge_fsdp_ckpt.cli.app import EXIT_CODES, Json, app, print_json, print_table, say
+from mbridge_fsdp_ckpt.cli.console import EXIT_CODES, Json, app, print_json, print_table, say
 from mbridge_fsdp_ckpt.families import default_registry
+from mbridge_fsdp_ckpt.hosts.root import find_checkpoint
 from mbridge_fsdp_ckpt.storage.files import as_path
-from mbridge_fsdp_ckpt.storage.source import CheckpointSource, find_checkpoint, open_checkpoint
+from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
+from mbridge_fsdp_ckpt.storage.source import CheckpointSource
 
 _MODEL = "model."
 

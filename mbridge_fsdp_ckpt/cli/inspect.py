@@ -6,8 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-from mbridge_fsdp_ckpt import STOCK_FORMAT
-from mbridge_fsdp_ckpt.cli.app import (
+from mbridge_fsdp_ckpt.care.balance import balance
+from mbridge_fsdp_ckpt.care.survey import Survey, key_bytes, survey, visit_chunks
+from mbridge_fsdp_ckpt.cli.console import (
     EXIT_CODES,
     Checkpoint,
     Json,
@@ -18,12 +19,11 @@ from mbridge_fsdp_ckpt.cli.app import (
     say,
     size_text,
 )
-from mbridge_fsdp_ckpt.cli.balance import balance
 from mbridge_fsdp_ckpt.cli.shard_map import ShardMap
-from mbridge_fsdp_ckpt.cli.survey import Survey, key_bytes, survey, visit_chunks
+from mbridge_fsdp_ckpt.hosts.root import find_checkpoint
 from mbridge_fsdp_ckpt.storage.files import as_path, replace_file
+from mbridge_fsdp_ckpt.storage.format.names import STOCK_FORMAT
 from mbridge_fsdp_ckpt.storage.held import hold
-from mbridge_fsdp_ckpt.storage.source import find_checkpoint
 
 _MODEL_KEYS = "model.*"
 

@@ -6,13 +6,13 @@ from typing import Annotated, Any
 
 import typer
 
-from mbridge_fsdp_ckpt.cli.app import EXIT_CODES, DryRun, Json, Root, Yes, app, confirm, print_json, say, size_text
-from mbridge_fsdp_ckpt.cli.root import RELEASE, bytes_in, open_root, tracked
+from mbridge_fsdp_ckpt.care.root import bytes_in, open_root
+from mbridge_fsdp_ckpt.cli.console import EXIT_CODES, DryRun, Json, Root, Yes, app, confirm, print_json, say, size_text
 from mbridge_fsdp_ckpt.errors import NotACheckpointError
-from mbridge_fsdp_ckpt.storage.commit import remove
+from mbridge_fsdp_ckpt.hosts.root import RELEASE, TRACKER, tracked
+from mbridge_fsdp_ckpt.storage.commit.methods import remove
+from mbridge_fsdp_ckpt.storage.commit.retention import Iteration, being_read, iterations, prunable
 from mbridge_fsdp_ckpt.storage.files import AnyPath
-from mbridge_fsdp_ckpt.storage.retention import Iteration, being_read, iterations, prunable
-from mbridge_fsdp_ckpt.storage.source import TRACKER
 
 
 @app.command(epilog=EXIT_CODES)

@@ -6,14 +6,14 @@ from typing import Annotated, Any
 
 import typer
 
-from mbridge_fsdp_ckpt.cli.app import EXIT_CODES, DryRun, Json, Yes, app, confirm, print_json, say
-from mbridge_fsdp_ckpt.cli.repair_plan import Plan, Step, plan_repair
-from mbridge_fsdp_ckpt.cli.root import open_root
-from mbridge_fsdp_ckpt.cli.stock_view import missing_view, write_view
+from mbridge_fsdp_ckpt.care.repair import Plan, Step, plan_repair
+from mbridge_fsdp_ckpt.care.root import open_root
+from mbridge_fsdp_ckpt.care.stock_view import missing_view, write_view
+from mbridge_fsdp_ckpt.cli.console import EXIT_CODES, DryRun, Json, Yes, app, confirm, print_json, say
+from mbridge_fsdp_ckpt.hosts.root import find_checkpoint
+from mbridge_fsdp_ckpt.storage.commit.retention import reading
 from mbridge_fsdp_ckpt.storage.files import AnyPath, as_path
-from mbridge_fsdp_ckpt.storage.head import DCP_METADATA
-from mbridge_fsdp_ckpt.storage.retention import reading
-from mbridge_fsdp_ckpt.storage.source import find_checkpoint
+from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA
 
 
 @app.command(epilog=EXIT_CODES)

@@ -20,8 +20,8 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from mbridge_fsdp_ckpt import FORMAT_NAME, STOCK_FORMAT
-from mbridge_fsdp_ckpt.cli.app import EXIT_CODES, app
+from mbridge_fsdp_ckpt.cli.console import EXIT_CODES, app
+from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, STOCK_FORMAT
 
 
 @app.command(
@@ -80,7 +80,7 @@ def execute(
 def _register(takeover: bool) -> Callable[[], None]:
     """Have the format registered in what the script imports, as soon as it does; the result asks for a takeover."""
     from mbridge_fsdp_ckpt import bridge, megatron_lm
-    from mbridge_fsdp_ckpt.after_import import AfterImport
+    from mbridge_fsdp_ckpt.hosts.after_import import AfterImport
 
     asked, registered = [takeover], list[ModuleType]()
 

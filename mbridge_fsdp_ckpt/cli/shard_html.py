@@ -5,10 +5,10 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable, Mapping
 
-from mbridge_fsdp_ckpt.cli.app import size_text
-from mbridge_fsdp_ckpt.cli.balance import Balance, balance
-from mbridge_fsdp_ckpt.cli.shard_map import NAMED_RANKS, Bar, ShardMap, colours, describe, elided
-from mbridge_fsdp_ckpt.cli.survey import Survey, key_bytes
+from mbridge_fsdp_ckpt.care.balance import NAMED_RANKS, Balance, balance
+from mbridge_fsdp_ckpt.care.survey import Survey, key_bytes
+from mbridge_fsdp_ckpt.cli.console import size_text
+from mbridge_fsdp_ckpt.cli.shard_map import Bar, ShardMap, colours, describe, elided
 from mbridge_fsdp_ckpt.printable import printable
 
 _NAMES, _BARS, _SHAPES, _ROW = 520, 640, 260, 22  # pixels

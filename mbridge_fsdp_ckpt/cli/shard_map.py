@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from mbridge_fsdp_ckpt.cli.survey import Survey, key_bytes
-from mbridge_fsdp_ckpt.geometry import Box
+from mbridge_fsdp_ckpt.care.survey import Survey, key_bytes
+from mbridge_fsdp_ckpt.plan.boxes import Box
+from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.printable import printable
-from mbridge_fsdp_ckpt.storage.schema import KeyEntry
 
 MAX_KEYS = 100
 """Bars on one map."""

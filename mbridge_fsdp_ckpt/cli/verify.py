@@ -8,15 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
-from mbridge_fsdp_ckpt import FORMAT_NAME, STOCK_FORMAT
-from mbridge_fsdp_ckpt.cli.app import EXIT_CODES, Checkpoint, Json, app, print_json, progress_bar, say, size_text
+from mbridge_fsdp_ckpt.care.audit import Audit, Finding, stock_findings
+from mbridge_fsdp_ckpt.cli.console import EXIT_CODES, Checkpoint, Json, app, print_json, progress_bar, say, size_text
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, ManifestError
-from mbridge_fsdp_ckpt.storage.audit import Audit, Finding, stock_findings
+from mbridge_fsdp_ckpt.hosts.root import find_checkpoint
+from mbridge_fsdp_ckpt.storage.commit.retention import reading
 from mbridge_fsdp_ckpt.storage.files import AnyPath, as_path
-from mbridge_fsdp_ckpt.storage.head import DCP_METADATA
-from mbridge_fsdp_ckpt.storage.manifest import MANIFEST_NAME
-from mbridge_fsdp_ckpt.storage.retention import reading
-from mbridge_fsdp_ckpt.storage.source import find_checkpoint, open_checkpoint
+from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, FORMAT_NAME, MANIFEST_NAME, STOCK_FORMAT
+from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
 
 STOCK_NOTE = "stock fsdp_dtensor has no checksums: only structure and file sizes were checked"
 

@@ -18,14 +18,16 @@ from megatron.training import checkpointing as stock
 from megatron.training import ft_integration, get_args, one_logger_utils, wandb_utils
 from megatron.training.utils import is_last_rank, print_rank_0
 
-from mbridge_fsdp_ckpt import STOCK_FORMAT, checkpoint, restoration
+from mbridge_fsdp_ckpt import checkpoint
 from mbridge_fsdp_ckpt.errors import ConfigurationError, NotACheckpointError
-from mbridge_fsdp_ckpt.megatron_lm.plugin import check_arguments, settings_in_use
+from mbridge_fsdp_ckpt.hosts import restoration
+from mbridge_fsdp_ckpt.hosts.root import TRACKER, find_checkpoint
+from mbridge_fsdp_ckpt.megatron_lm.choice import check_arguments, settings_in_use
 from mbridge_fsdp_ckpt.settings import Settings
-from mbridge_fsdp_ckpt.storage import removal
+from mbridge_fsdp_ckpt.storage.commit import removal
+from mbridge_fsdp_ckpt.storage.commit.retention import remove_unless_read
 from mbridge_fsdp_ckpt.storage.files import AnyPath, as_path, replace_file
-from mbridge_fsdp_ckpt.storage.retention import remove_unless_read
-from mbridge_fsdp_ckpt.storage.source import TRACKER, find_checkpoint
+from mbridge_fsdp_ckpt.storage.format.names import STOCK_FORMAT
 
 _log = logging.getLogger(__name__)
 _PROGRESS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")

@@ -7,7 +7,7 @@ module is imported, and only act for our format name:
     arguments.add_megatron_arguments                  knows the format names by heart
     arguments.validate_args                           wants fsdp_dtensor for Megatron-FSDP
 
-megatron-core itself is corrected in corrections.py.
+megatron-core itself is corrected in `hosts.corrections`.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from mbridge_fsdp_ckpt import FORMAT_NAME, STOCK_FORMAT, corrections
-from mbridge_fsdp_ckpt.after_import import AfterImport
-from mbridge_fsdp_ckpt.errors import ConfigurationError
-from mbridge_fsdp_ckpt.patching import Patches, rebind_everywhere
+from mbridge_fsdp_ckpt.hosts import corrections
+from mbridge_fsdp_ckpt.hosts.after_import import AfterImport
+from mbridge_fsdp_ckpt.hosts.patching import Patches, rebind_everywhere
+from mbridge_fsdp_ckpt.megatron_lm.choice import check_arguments, use
 from mbridge_fsdp_ckpt.settings import Settings
+from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, STOCK_FORMAT
 from mbridge_fsdp_ckpt.versions import require
 
 _patches = Patches()
 _hook: AfterImport | None = None
-_settings = Settings()
 
 
 def register(settings: Settings | None = None) -> None:
@@ -40,9 +40,9 @@ def register(settings: Settings | None = None) -> None:
         UnsupportedVersionError: On the import of `megatron.training`: torch or megatron-core is of a version this was
             not made for.
     """
-    global _hook, _settings
+    global _hook
     if settings is not None:
-        _settings = settings
+        use(settings)
     if _hook is None:
         hook = AfterImport(
             {
@@ -56,36 +56,13 @@ def register(settings: Settings | None = None) -> None:
 
 def unregister() -> None:
     """Put everything back as it was.  Does nothing unless registered."""
-    global _hook, _settings
+    global _hook
     if _hook is not None:
         _hook.uninstall()
         _patches.undo()
         corrections.withdraw(__name__)
-        _hook, _settings = None, Settings()
-
-
-def settings_in_use() -> Settings:
-    """The registered settings."""
-    return _settings
-
-
-def check_arguments(args: argparse.Namespace) -> None:
-    """Refuse what the format cannot do yet, before training begins.
-
-    Raises:
-        ConfigurationError: --async-save, or non-persistent checkpoints.
-    """
-    for option, present in (
-        ("--async-save", args.async_save),
-        (f"--non-persistent-ckpt-type {args.non_persistent_ckpt_type}", args.non_persistent_ckpt_type is not None),
-        ("--use-checkpoint-args", args.use_checkpoint_args),
-    ):
-        if present:
-            raise ConfigurationError(
-                expected=f"options that --ckpt-format {FORMAT_NAME} supports",
-                found=option,
-                remedy="Remove that option.",
-            )
+        use(Settings())
+        _hook = None
 
 
 def _patch_checkpointing(module: ModuleType) -> None:

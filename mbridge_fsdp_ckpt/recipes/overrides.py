@@ -102,7 +102,7 @@ def _settings(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
             )
         settings[name], written[name] = value, given
     if FORMAT in settings:
-        from mbridge_fsdp_ckpt.bridge.plugin import check_format
+        from mbridge_fsdp_ckpt.bridge.choice import check_format
 
         check_format(settings[FORMAT])
     return settings

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mbridge_fsdp_ckpt import FORMAT_NAME
+from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME
 
 SEQUENCE = 4096
 

@@ -21,7 +21,7 @@ from upath import UPath
 
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, ManifestError
 from mbridge_fsdp_ckpt.storage.checksums import Hasher
-from mbridge_fsdp_ckpt.storage.schema import FileEntry
+from mbridge_fsdp_ckpt.storage.entries import FileEntry
 
 AnyPath = Path | UPath
 

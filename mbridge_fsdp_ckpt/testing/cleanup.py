@@ -50,7 +50,7 @@ def forget_case(environment: Mapping[str, str], directory: Path) -> str | None:
 
 def finish_removals() -> None:
     """Wait for what the case deletes in the background: whoever asked for the case looks at directories next."""
-    removal = sys.modules.get("mbridge_fsdp_ckpt.storage.removal")
+    removal = sys.modules.get("mbridge_fsdp_ckpt.storage.commit.removal")
     if removal is not None:
         removal.wait(60.0)
 

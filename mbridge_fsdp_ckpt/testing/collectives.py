@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed._functional_collectives as functional
 from torch.distributed import distributed_c10d
 
-from mbridge_fsdp_ckpt.patching import Patches, rebind_everywhere
+from mbridge_fsdp_ckpt.hosts.patching import Patches, rebind_everywhere
 
 COLLECTIVES = (
     "_all_gather_base",

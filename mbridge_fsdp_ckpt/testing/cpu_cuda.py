@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext, _device_constructors
 
-from mbridge_fsdp_ckpt.patching import Patches
+from mbridge_fsdp_ckpt.hosts.patching import Patches
 from mbridge_fsdp_ckpt.testing import cuda_namespace, host_memory
 from mbridge_fsdp_ckpt.testing.host_memory import Place, place_of, put, requested, runnable
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mbridge_fsdp_ckpt.patching import Patches
+from mbridge_fsdp_ckpt.hosts.patching import Patches
 
 DEVICE_MEMORY = 2**40
 """Bytes of memory that the device claims."""

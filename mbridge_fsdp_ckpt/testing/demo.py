@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 import mbridge_fsdp_ckpt
-from mbridge_fsdp_ckpt import corrections
+from mbridge_fsdp_ckpt.hosts import corrections
 from mbridge_fsdp_ckpt.testing.collectives import count_collectives
 from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
 from mbridge_fsdp_ckpt.testing.models import Recipe, Trainable, build

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mbridge_fsdp_ckpt.patching import Patches, rebind_everywhere
+from mbridge_fsdp_ckpt.hosts.patching import Patches, rebind_everywhere
 
 
 def adam_stand_in(

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mbridge_fsdp_ckpt import FORMAT_NAME, STOCK_FORMAT
 from mbridge_fsdp_ckpt.errors import ConfigurationError
+from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, STOCK_FORMAT
 
 if TYPE_CHECKING:
     from mbridge_fsdp_ckpt.settings import Settings
@@ -54,7 +54,7 @@ def choice_of(checkpoint_config: Any) -> Choice | None:
         said = f"{VARIABLE}={name}"
     if name == FORMAT_NAME:
         return Choice(said, _settings(options.get(FORMAT_NAME)))
-    from mbridge_fsdp_ckpt.bridge.plugin import TAKEOVER, check_format, takeover_by_environment
+    from mbridge_fsdp_ckpt.bridge.choice import TAKEOVER, check_format, takeover_by_environment
 
     if name in (
         None,

@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 
 from mbridge_fsdp_ckpt import checkpoint
-from mbridge_fsdp_ckpt.bridge.plugin import tokens_of
+from mbridge_fsdp_ckpt.bridge.choice import tokens_of
 from mbridge_fsdp_ckpt.errors import KeyMismatchError, NotACheckpointError
-from mbridge_fsdp_ckpt.filling import refresh
-from mbridge_fsdp_ckpt.inventory import optimizer_parts, plan_model
-from mbridge_fsdp_ckpt.restoration import saved_loss_scales
+from mbridge_fsdp_ckpt.hosts.restoration import saved_loss_scales
+from mbridge_fsdp_ckpt.live.holdings import optimizer_parts, plan_model
+from mbridge_fsdp_ckpt.loading.fill import refresh
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.verl.restoration import CONTENTS, Parts, restoration
 

@@ -20,9 +20,9 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from mbridge_fsdp_ckpt.after_import import AfterImport
 from mbridge_fsdp_ckpt.errors import ConfigurationError
-from mbridge_fsdp_ckpt.patching import Patches
+from mbridge_fsdp_ckpt.hosts.after_import import AfterImport
+from mbridge_fsdp_ckpt.hosts.patching import Patches
 from mbridge_fsdp_ckpt.verl.choice import Choice, choice_of
 from mbridge_fsdp_ckpt.versions import require
 
@@ -119,7 +119,7 @@ def _check(manager: Any, choice: Choice) -> None:
             found="checkpoint.async_save=True",
             remedy="Leave async_save out.",
         )
-    from mbridge_fsdp_ckpt.parameters import find_fsdp_module
+    from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module
 
     find_fsdp_module(manager.model)
 

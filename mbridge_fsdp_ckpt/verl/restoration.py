@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mbridge_fsdp_ckpt.errors import KeyMismatchError
-from mbridge_fsdp_ckpt.restoration import generators, loss_scales, schedule
+from mbridge_fsdp_ckpt.hosts.restoration import generators, loss_scales, schedule
 
 CONTENTS = "save_contents"
 """The value that lists what a checkpoint was to hold; stock VeRL's have none."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mbridge_fsdp_ckpt.storage import removal
+from mbridge_fsdp_ckpt.storage.commit import removal
 from mbridge_fsdp_ckpt.testing.ranks import RankFailed, RankPool, no_process_group
 from tests.bridge.training import Run, train
 from tests.patched import patched

@@ -42,7 +42,7 @@ def restore_from(change: dict[str, Any]) -> dict[str, Any]:
     """Try RNG states of which some are not what this process has; what was said, and whether a generator moved."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-    from mbridge_fsdp_ckpt.restoration import generators
+    from mbridge_fsdp_ckpt.hosts.restoration import generators
 
     good: dict[str, Any] = {
         "random_rng_state": random.getstate(),

@@ -38,7 +38,7 @@ def test_a_stock_run_goes_on_by_takeover_and_then_again_by_stock(bridge_ranks: R
 @no_process_group
 def resumed(run: Run) -> dict[str, Any]:
     """What a run loads, and whether the load puts generators back."""
-    from mbridge_fsdp_ckpt.restoration import generators
+    from mbridge_fsdp_ckpt.hosts.restoration import generators
 
     put_back = []
 
@@ -76,7 +76,7 @@ def test_an_iteration_directory_is_loaded_as_it_is_and_random_states_fit_their_l
 
 @no_process_group
 def who_is_ours(environment: dict[str, str], chosen: bool | None) -> dict[str, Any]:
-    from mbridge_fsdp_ckpt.bridge.plugin import is_ours
+    from mbridge_fsdp_ckpt.bridge.choice import is_ours
 
     mbridge_fsdp_ckpt.unregister()
     formats = ("fsdp_dtensor", "fsdp_dtensor_safe", "torch_dist")

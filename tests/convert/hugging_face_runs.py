@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import mbridge_fsdp_ckpt
-from mbridge_fsdp_ckpt import FORMAT_NAME
+from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME
 from mbridge_fsdp_ckpt.testing.ranks import no_process_group
 from tests.models import hugging_face
 from tests.models.imported import gloo_gathers_uneven, let_mamba_be_built

@@ -9,7 +9,7 @@ from typing import Any
 import typer
 from typer.testing import CliRunner, Result
 
-from mbridge_fsdp_ckpt.cli import app as frame
+from mbridge_fsdp_ckpt.cli import console as frame
 from mbridge_fsdp_ckpt.cli import convert_storage
 
 app = typer.Typer(cls=frame._Group)

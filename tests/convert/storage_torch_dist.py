@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from mbridge_fsdp_ckpt.bridge import conversion
+from mbridge_fsdp_ckpt.bridge.job import job
+from mbridge_fsdp_ckpt.convert import hugging_face
 from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
 from mbridge_fsdp_ckpt.testing.ranks import no_process_group
 from tests.bridge.training import Run, _qwen35_shaped, configuration
@@ -66,13 +67,13 @@ def save_model(name: str, folder: str, tensor: int, expert: int) -> bool:
     if not AutoBridge.can_handle(source):
         return False
     let_mamba_be_built()
-    sizes = conversion.Sizes(tensor=tensor, expert=expert, expert_tensor=1)
-    with begun_anew(), conversion.job():
-        bridge, model = conversion._build(conversion.Source(source), sizes)
+    sizes = hugging_face.Sizes(tensor=tensor, expert=expert, expert_tensor=1)
+    with begun_anew(), job():
+        bridge, model = hugging_face._build(hugging_face.Source(source), sizes)
         bridge.load_hf_weights([model])
         save_megatron_model([model], f"{folder}/torch_dist", ckpt_format="torch_dist")
     with begun_anew():
-        conversion.import_model(conversion.Source(source), sizes, Path(folder) / "imported")
+        hugging_face.import_model(hugging_face.Source(source), sizes, Path(folder) / "imported")
     return True
 
 

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from mbridge_fsdp_ckpt.cli import convert
 from mbridge_fsdp_ckpt.cli import verify as _verify  # noqa: F401
-from mbridge_fsdp_ckpt.cli.app import app
-from mbridge_fsdp_ckpt.storage.manifest import MANIFEST_NAME
+from mbridge_fsdp_ckpt.cli.console import app
+from mbridge_fsdp_ckpt.storage.format.names import MANIFEST_NAME
 from mbridge_fsdp_ckpt.testing.process import rank_environment
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
 from tests.convert import hugging_face_runs as runs

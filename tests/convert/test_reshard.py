@@ -17,12 +17,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mbridge_fsdp_ckpt.geometry import Box, tiling_defect, whole
-from mbridge_fsdp_ckpt.storage import rewrite
-from mbridge_fsdp_ckpt.storage.audit import Audit
-from mbridge_fsdp_ckpt.storage.payload import PayloadWriter
-from mbridge_fsdp_ckpt.storage.reader import SafeSource
-from mbridge_fsdp_ckpt.storage.rewrite_shares import even_shares, rank_of_file
+from mbridge_fsdp_ckpt.care.audit import Audit
+from mbridge_fsdp_ckpt.convert import rewrite
+from mbridge_fsdp_ckpt.convert.shares import even_shares, rank_of_file
+from mbridge_fsdp_ckpt.plan.boxes import Box, whole
+from mbridge_fsdp_ckpt.plan.tiling import tiling_defect
+from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter
+from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
 from tests.bridge.training import train
 from tests.convert import storage_made as made
@@ -319,7 +320,7 @@ def test_an_interruption_leaves_nothing(root: Path, monkeypatch: pytest.MonkeyPa
 
 DIES = """
 import os, signal, sys
-from mbridge_fsdp_ckpt.storage.payload import PayloadWriter
+from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter
 from tests.convert.storage_cli import app
 PayloadWriter.close = lambda self: os.kill(os.getpid(), signal.SIGKILL)
 app(sys.argv[1:])

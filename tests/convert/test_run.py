@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from mbridge_fsdp_ckpt.cli import run as _run  # noqa: F401 - the subcommand
-from mbridge_fsdp_ckpt.cli.app import app
+from mbridge_fsdp_ckpt.cli.console import app
 
 SCRIPT = """
 import argparse, sys
@@ -42,7 +42,7 @@ args = parser.parse_args()
 from megatron.bridge.training import checkpointing
 from megatron.bridge.training.config import CheckpointConfig
 assert CheckpointConfig(ckpt_format=args.ckpt_format)
-from mbridge_fsdp_ckpt.bridge.plugin import is_ours
+from mbridge_fsdp_ckpt.bridge.choice import is_ours
 routed = hasattr(checkpointing.save_checkpoint, "__wrapped__") and is_ours(args.ckpt_format)
 print("RANK", os.environ.get("RANK"), args.ckpt_format, routed, flush=True)
 if os.environ.get("RANK", "1") == "1":

@@ -14,11 +14,11 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from mbridge_fsdp_ckpt.storage import rewrite_stock
+from mbridge_fsdp_ckpt.convert import to_stock
+from mbridge_fsdp_ckpt.convert.files import RunConfig
 from mbridge_fsdp_ckpt.storage.files import file_checksum
-from mbridge_fsdp_ckpt.storage.reader import SafeSource
-from mbridge_fsdp_ckpt.storage.rewrite_files import RunConfig
-from mbridge_fsdp_ckpt.storage.schema import TableEntry
+from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
+from mbridge_fsdp_ckpt.storage.format.schema import TableEntry
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
 from tests.bridge.training import train
 from tests.convert import storage_made as made
@@ -356,8 +356,8 @@ def test_an_interruption_leaves_nothing(direction: str, tmp_path: Path, monkeypa
 
     old = (made.save_stock if direction == "from-stock" else handmade.make)(tmp_path / "old")
     if direction == "to-stock":
-        monkeypatch.setattr(rewrite_stock, "_flush", interrupt)
+        monkeypatch.setattr(to_stock, "_flush", interrupt)
     else:
-        monkeypatch.setattr("mbridge_fsdp_ckpt.storage.payload.PayloadWriter.add", interrupt)
+        monkeypatch.setattr("mbridge_fsdp_ckpt.storage.format.payload.PayloadWriter.add", interrupt)
     assert call(direction, old, tmp_path / "new" / "iter_0000010").exit_code == 130
     assert left(tmp_path) == ["old"]

@@ -11,12 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mbridge_fsdp_ckpt.bridge.torch_dist_links import Link, Part, block_of, links
-from mbridge_fsdp_ckpt.bridge.torch_dist_reader import LinkedChunks
+from mbridge_fsdp_ckpt.convert.torch_dist.links import Link, Part, block_of, links
+from mbridge_fsdp_ckpt.convert.torch_dist.reader import LinkedChunks
 from mbridge_fsdp_ckpt.errors import UnsupportedStateError
-from mbridge_fsdp_ckpt.geometry import Box, tiling_defect, whole
-from mbridge_fsdp_ckpt.storage.dcp_reader import DcpSource
-from mbridge_fsdp_ckpt.storage.reader import SafeSource
+from mbridge_fsdp_ckpt.plan.boxes import Box, whole
+from mbridge_fsdp_ckpt.plan.tiling import tiling_defect
+from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
+from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
 from tests.bridge import training
 from tests.bridge.training import Run

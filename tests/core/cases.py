@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 import mbridge_fsdp_ckpt
-from mbridge_fsdp_ckpt import corrections
-from mbridge_fsdp_ckpt.parameters import local_shard
+from mbridge_fsdp_ckpt.hosts import corrections
+from mbridge_fsdp_ckpt.live.megatron_fsdp import local_shard
 from mbridge_fsdp_ckpt.testing.collectives import count_collectives
 from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
 from mbridge_fsdp_ckpt.testing.models import Recipe, Trainable, build

@@ -29,8 +29,8 @@ def main(root: Path, steps: int, deadly: int) -> None:
     dist.init_process_group("gloo")
 
     import mbridge_fsdp_ckpt
-    from mbridge_fsdp_ckpt.storage.payload import PayloadWriter
-    from mbridge_fsdp_ckpt.storage.source import TRACKER, find_checkpoint
+    from mbridge_fsdp_ckpt.hosts.root import TRACKER, find_checkpoint
+    from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter
     from tests.core import cases, oracle
     from tests.soak.kill import save_and_publish
 

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 import mbridge_fsdp_ckpt
-from mbridge_fsdp_ckpt import agreement, signs
+from mbridge_fsdp_ckpt.agree import meeting, signs
 from mbridge_fsdp_ckpt.errors import CheckpointError
 from mbridge_fsdp_ckpt.testing.models import Recipe
 from mbridge_fsdp_ckpt.testing.ranks import no_process_group
@@ -49,7 +49,7 @@ def last_word(directory: str, what: What, port: int) -> Any:
 
 def _next_save(directory: str, trainable: Any) -> str:
     """What a save says once the store has gone."""
-    store = agreement._default_store()
+    store = meeting._default_store()
     try:
         while True:
             store.add("is anybody there", 0)
@@ -65,7 +65,7 @@ def _next_save(directory: str, trainable: Any) -> str:
 
 def _load_without_refresh(directory: str, trainable: Any) -> None:
     """A load's last meeting; the gather of compute weights after it is a collective, which keeps ranks together."""
-    with patch("mbridge_fsdp_ckpt.filling.refresh", lambda model: None):
+    with patch("mbridge_fsdp_ckpt.loading.fill.refresh", lambda model: None):
         mbridge_fsdp_ckpt.load(directory, model=trainable.model, optimizer=trainable.optimizer)
 
 

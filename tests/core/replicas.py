@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.errors import CheckpointError
-from mbridge_fsdp_ckpt.parameters import local_shard
-from mbridge_fsdp_ckpt.plan import owner
+from mbridge_fsdp_ckpt.live.megatron_fsdp import local_shard
+from mbridge_fsdp_ckpt.plan.pieces import owner
 from mbridge_fsdp_ckpt.testing.models import Recipe, Trainable
 from tests.core import cases
 

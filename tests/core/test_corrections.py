@@ -11,7 +11,7 @@ from mbridge_fsdp_ckpt.testing.ranks import RankPool
 def register_two() -> list[tuple[str, bool]]:
     import megatron.core.optimizer as megatron_optimizer
 
-    from mbridge_fsdp_ckpt import corrections
+    from mbridge_fsdp_ckpt.hosts import corrections
 
     finalize: Any = importlib.import_module("megatron.core.distributed.finalize_model_grads")
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from mbridge_fsdp_ckpt import extra_state
 from mbridge_fsdp_ckpt.errors import LayoutError
-from mbridge_fsdp_ckpt.storage.values import decode, encode
+from mbridge_fsdp_ckpt.live.fp8 import state as extra_state
+from mbridge_fsdp_ckpt.storage.format.values import decode, encode
 from mbridge_fsdp_ckpt.testing.modules import is_installed
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
 
@@ -220,7 +220,7 @@ def test_modules_with_fp8_weights(megatron_ranks: RankPool) -> None:
 
 def meets_other_models() -> list[str]:
     groups()
-    kind, log = "TEColumnParallelLinear", logging.getLogger("mbridge_fsdp_ckpt.extra_state")
+    kind, log = "TEColumnParallelLinear", logging.getLogger("mbridge_fsdp_ckpt.live.fp8.state")
     heard: list[str] = []
     log.addFilter(lambda record: not heard.append(record.getMessage()))  # type: ignore[func-returns-value]
     states = extra_state.collect([("x", fill(start(build(kind)), seed=1))])

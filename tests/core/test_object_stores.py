@@ -14,9 +14,9 @@ from upath import UPath
 
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.errors import CheckpointError
-from mbridge_fsdp_ckpt.storage import commit
+from mbridge_fsdp_ckpt.storage.commit import methods
+from mbridge_fsdp_ckpt.storage.commit.retention import iterations, prune, reading
 from mbridge_fsdp_ckpt.storage.files import as_path
-from mbridge_fsdp_ckpt.storage.retention import iterations, prune, reading
 from mbridge_fsdp_ckpt.testing.models import Recipe
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
 from tests.core import cases, oracle
@@ -153,11 +153,11 @@ def test_what_has_no_manifest_is_no_checkpoint(environment: dict[str, str], mega
     assert not dead.complete
     with pytest.raises(Exception, match="iter_0000001"):
         megatron_ranks.run(load, f"{root}/iter_0000001", environment, ranks=2)
-    assert len(commit.leftovers(as_path(root))) == 5  # two tables, two payloads, the stock view's values
+    assert len(methods.leftovers(as_path(root))) == 5  # two tables, two payloads, the stock view's values
     megatron_ranks.run(train_and_save, f"{root}/iter_0000002", environment, 1, ranks=2)
-    assert len(commit.leftovers(as_path(root))) == 5, "those may belong to another job"
+    assert len(methods.leftovers(as_path(root))) == 5, "those may belong to another job"
     megatron_ranks.run(train_and_save, f"{root}/iter_0000001", environment, 1, ranks=2)
-    assert commit.leftovers(as_path(root)) == []
+    assert methods.leftovers(as_path(root)) == []
     assert len(names(f"{root}/iter_0000001")) == len(names(f"{root}/iter_0000002"))
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from mbridge_fsdp_ckpt.families import default_registry
-from mbridge_fsdp_ckpt.geometry import FlatRange
-from mbridge_fsdp_ckpt.layout import Axis, ParameterLayout
-from mbridge_fsdp_ckpt.parameters import context_of, naming_of
-from mbridge_fsdp_ckpt.plan import plan_parameter
+from mbridge_fsdp_ckpt.live.megatron_fsdp import context_of, naming_of
+from mbridge_fsdp_ckpt.plan.boxes import FlatRange
+from mbridge_fsdp_ckpt.plan.layout import Axis, ParameterLayout
+from mbridge_fsdp_ckpt.plan.pieces import plan_parameter
 from mbridge_fsdp_ckpt.testing.kernels import CpuNorm
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
 

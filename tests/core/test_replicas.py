@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mbridge_fsdp_ckpt.storage.source import open_checkpoint
+from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
 from mbridge_fsdp_ckpt.testing.models import Recipe
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
 from tests.core import cases, replicas

@@ -30,7 +30,7 @@ import argparse, os
 parser = argparse.ArgumentParser()
 parser.add_argument("--ckpt-format", choices=["fsdp_dtensor"], default="fsdp_dtensor")
 given, _ = parser.parse_known_args()
-from mbridge_fsdp_ckpt.after_import import AfterImport
+from mbridge_fsdp_ckpt.hosts.after_import import AfterImport
 print("RANK", os.environ["RANK"], given.ckpt_format, flush=True)
 """
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import mbridge_fsdp_ckpt
-from mbridge_fsdp_ckpt import corrections
+from mbridge_fsdp_ckpt.hosts import corrections
 from mbridge_fsdp_ckpt.testing.models import Recipe, Trainable, build, build_fp8
 from tests.core import oracle
 

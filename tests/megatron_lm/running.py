@@ -49,7 +49,8 @@ def pretrain(
         stack.enter_context(patch.dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS="8"))
         from mbridge_fsdp_ckpt import megatron_lm
         from mbridge_fsdp_ckpt.cli import run  # noqa: F401
-        from mbridge_fsdp_ckpt.cli.app import app, main  # noqa: F401
+        from mbridge_fsdp_ckpt.cli.app import main  # noqa: F401
+        from mbridge_fsdp_ckpt.cli.console import app
 
         try:
             result = CliRunner().invoke(app, ["run", str(SCRIPT), *_MODEL, *where, *how_long, *more])

@@ -41,9 +41,9 @@ ONE_RANK = (
 STANDSTILL = ("optimizer.lr=0.0", "optimizer.min_lr=0.0")
 DEATHS = (
     ("megatron.bridge.training.train:training_log", range(RANKS)),
-    ("mbridge_fsdp_ckpt.saving:write", range(RANKS)),
-    ("mbridge_fsdp_ckpt.saving:Job.judge_written", range(1)),
-    ("mbridge_fsdp_ckpt.storage.rename:put_in_place", range(1)),
+    ("mbridge_fsdp_ckpt.saving.steps:write", range(RANKS)),
+    ("mbridge_fsdp_ckpt.saving.steps:Job.judge_written", range(1)),
+    ("mbridge_fsdp_ckpt.storage.commit.rename:put_in_place", range(1)),
 )
 
 

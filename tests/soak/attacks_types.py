@@ -9,7 +9,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
-from mbridge_fsdp_ckpt.storage.schema import Manifest, TableHeader
+from mbridge_fsdp_ckpt.storage.format.schema import Manifest, TableHeader
 from tests.soak import forge
 from tests.soak.attacks_safe import after, with_extra_files
 from tests.soak.hostile import Attack

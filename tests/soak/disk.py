@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.errors import CheckpointError
-from mbridge_fsdp_ckpt.storage import removal
+from mbridge_fsdp_ckpt.storage.commit import removal
 from mbridge_fsdp_ckpt.testing.models import Recipe
 from tests.core import cases, oracle
 from tests.patched import patched

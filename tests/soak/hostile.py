@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from mbridge_fsdp_ckpt.errors import CheckpointError
-from mbridge_fsdp_ckpt.geometry import whole
-from mbridge_fsdp_ckpt.matching import check_coverage
-from mbridge_fsdp_ckpt.storage.source import find_checkpoint, open_checkpoint
+from mbridge_fsdp_ckpt.hosts.root import find_checkpoint
+from mbridge_fsdp_ckpt.loading.match import check_coverage
+from mbridge_fsdp_ckpt.plan.boxes import whole
+from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
 from tests.unit import handmade
 
 ADDRESS_SPACE = 3 << 29  # 1.5 GiB more than the imports had mapped

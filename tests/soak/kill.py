@@ -18,11 +18,11 @@ import torch.distributed as dist
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt import Settings
 from mbridge_fsdp_ckpt.errors import CheckpointError
-from mbridge_fsdp_ckpt.storage import removal, rename
+from mbridge_fsdp_ckpt.hosts.root import TRACKER, find_checkpoint
+from mbridge_fsdp_ckpt.storage.commit import removal, rename
+from mbridge_fsdp_ckpt.storage.commit.lease import STALE_S
+from mbridge_fsdp_ckpt.storage.commit.retention import prune_later
 from mbridge_fsdp_ckpt.storage.files import replace_file
-from mbridge_fsdp_ckpt.storage.lease import STALE_S
-from mbridge_fsdp_ckpt.storage.retention import prune_later
-from mbridge_fsdp_ckpt.storage.source import TRACKER, find_checkpoint
 from mbridge_fsdp_ckpt.testing.models import Recipe, Trainable
 from tests.core import cases, oracle
 from tests.patched import patched

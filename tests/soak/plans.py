@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from mbridge_fsdp_ckpt import consensus
-from mbridge_fsdp_ckpt.consensus import Block
+from mbridge_fsdp_ckpt.agree import sketches
+from mbridge_fsdp_ckpt.agree.sketches import Block
 from mbridge_fsdp_ckpt.errors import PlanDisagreementError
-from mbridge_fsdp_ckpt.geometry import Box, FlatRange, whole
-from mbridge_fsdp_ckpt.inventory import Holding
-from mbridge_fsdp_ckpt.layout import Axis, ParameterLayout
-from mbridge_fsdp_ckpt.plan import plan_parameter
-from mbridge_fsdp_ckpt.storage.schema import KeyEntry
+from mbridge_fsdp_ckpt.live.holdings import Holding
+from mbridge_fsdp_ckpt.plan.boxes import Box, FlatRange, whole
+from mbridge_fsdp_ckpt.plan.keys import KeyEntry
+from mbridge_fsdp_ckpt.plan.layout import Axis, ParameterLayout
+from mbridge_fsdp_ckpt.plan.pieces import plan_parameter
 
 Plans = list[list[Block]]
 """By rank."""
@@ -219,12 +219,12 @@ def refusal(plans: Plans) -> str:
     """The meetings of a save about a plan, as data that passed through the store; why it is refused, or nothing."""
     declared: dict[str, int] = {}
     try:
-        bad = consensus.add(json.loads(json.dumps([consensus.sketch(blocks) for blocks in plans])))
+        bad = sketches.add(json.loads(json.dumps([sketches.sketch(blocks) for blocks in plans])))
         if bad:
-            consensus.judge(json.loads(json.dumps([consensus.blocks_in(blocks, bad) for blocks in plans])), bad)
+            sketches.judge(json.loads(json.dumps([sketches.blocks_in(blocks, bad) for blocks in plans])), bad)
         for rank, blocks in enumerate(plans):
             # One table a rank: a key that one rank declares twice is one entry there.
-            consensus.declare(declared, rank, {block.key: None for block in blocks if block.writes and block.is_origin})
+            sketches.declare(declared, rank, {block.key: None for block in blocks if block.writes and block.is_origin})
     except PlanDisagreementError as error:
         return str(error)
     return ""

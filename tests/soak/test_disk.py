@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from mbridge_fsdp_ckpt.agreement import DEFAULT_STORAGE_LIMIT
-from mbridge_fsdp_ckpt.storage.lease import STALE_S
+from mbridge_fsdp_ckpt.settings import DEFAULT_STORAGE_LIMIT
+from mbridge_fsdp_ckpt.storage.commit.lease import STALE_S
 from mbridge_fsdp_ckpt.testing.modules import MEGATRON_MODULES
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
 from tests.patience import patient_ranks
@@ -35,8 +35,8 @@ CALLS: tuple[tuple[str, tuple[int, ...], int], ...] = (
     (f"{PACKAGE}.payload:PayloadWriter._append", EVERYBODY, 100),
     (f"{PACKAGE}.payload:os.fsync", EVERYBODY, 1),
     (f"{PACKAGE}.files:os.fsync", EVERYBODY, 2),
-    ("mbridge_fsdp_ckpt.saving:write_file", EVERYBODY, 1),
-    ("mbridge_fsdp_ckpt.saving:write_dcp_view", (0,), 1),
+    ("mbridge_fsdp_ckpt.saving.steps:write_file", EVERYBODY, 1),
+    ("mbridge_fsdp_ckpt.saving.steps:write_dcp_view", (0,), 1),
     (f"{PACKAGE}.dcp_writer:replace_file", (0,), 1),
     (f"{PACKAGE}.rename:write_file", (0,), 1),
     (f"{PACKAGE}.rename:sync_directory", (0,), 1),

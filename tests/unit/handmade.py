@@ -7,21 +7,15 @@ from pathlib import Path
 
 import torch
 
-from mbridge_fsdp_ckpt import FORMAT_NAME
-from mbridge_fsdp_ckpt.geometry import Box, whole
+from mbridge_fsdp_ckpt.plan.boxes import Box, whole
+from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.storage.files import file_checksum
-from mbridge_fsdp_ckpt.storage.manifest import write_manifest
-from mbridge_fsdp_ckpt.storage.payload import PayloadWriter
-from mbridge_fsdp_ckpt.storage.schema import (
-    VERSION,
-    KeyEntry,
-    Manifest,
-    ParameterGroup,
-    TableEntry,
-    TableHeader,
-)
-from mbridge_fsdp_ckpt.storage.table import Row, Scalar, table_bytes
-from mbridge_fsdp_ckpt.storage.values import encode
+from mbridge_fsdp_ckpt.storage.format.manifest import write_manifest
+from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME
+from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter
+from mbridge_fsdp_ckpt.storage.format.schema import VERSION, Manifest, ParameterGroup, TableEntry, TableHeader
+from mbridge_fsdp_ckpt.storage.format.table import Row, Scalar, table_bytes
+from mbridge_fsdp_ckpt.storage.format.values import encode
 
 NAME = "module.module.weight"
 WEIGHT, AVERAGE = "model.weight", f"optimizer.state.{NAME}.exp_avg"

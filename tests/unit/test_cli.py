@@ -12,13 +12,14 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner, Result
 
-from mbridge_fsdp_ckpt import FORMAT_NAME
-from mbridge_fsdp_ckpt.cli import app as frame
+from mbridge_fsdp_ckpt.cli import console as frame
 from mbridge_fsdp_ckpt.cli import convert, diff, families, inspect, prune, repair, verify
 from mbridge_fsdp_ckpt.cli import run as run_command
 from mbridge_fsdp_ckpt.families import default_registry
-from mbridge_fsdp_ckpt.storage.manifest import write_manifest
-from mbridge_fsdp_ckpt.storage.schema import VERSION, KeyEntry, Manifest
+from mbridge_fsdp_ckpt.plan.keys import KeyEntry
+from mbridge_fsdp_ckpt.storage.format.manifest import write_manifest
+from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME
+from mbridge_fsdp_ckpt.storage.format.schema import VERSION, Manifest
 
 SUBCOMMANDS = [convert, diff, families, inspect, prune, repair, run_command, verify]
 

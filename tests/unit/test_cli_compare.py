@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from mbridge_fsdp_ckpt.cli import compare
-from mbridge_fsdp_ckpt.cli.compare import Tolerance, flattened, same_value
+from mbridge_fsdp_ckpt.care import compare
+from mbridge_fsdp_ckpt.care.compare import Tolerance, flattened, same_value
 
 NAN = math.nan
 

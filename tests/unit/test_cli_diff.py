@@ -11,22 +11,16 @@ import pytest
 import torch
 from torch.distributed import checkpoint as dcp
 
-from mbridge_fsdp_ckpt import FORMAT_NAME
-from mbridge_fsdp_ckpt.cli import compare
-from mbridge_fsdp_ckpt.geometry import Box, whole
+from mbridge_fsdp_ckpt.care import compare
+from mbridge_fsdp_ckpt.plan.boxes import Box, whole
+from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.storage.files import file_checksum
-from mbridge_fsdp_ckpt.storage.manifest import read_manifest, write_manifest
-from mbridge_fsdp_ckpt.storage.payload import PayloadWriter
-from mbridge_fsdp_ckpt.storage.schema import (
-    VERSION,
-    KeyEntry,
-    Manifest,
-    ParameterGroup,
-    TableEntry,
-    TableHeader,
-)
-from mbridge_fsdp_ckpt.storage.table import table_bytes
-from mbridge_fsdp_ckpt.storage.values import encode
+from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest, write_manifest
+from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME
+from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter
+from mbridge_fsdp_ckpt.storage.format.schema import VERSION, Manifest, ParameterGroup, TableEntry, TableHeader
+from mbridge_fsdp_ckpt.storage.format.table import table_bytes
+from mbridge_fsdp_ckpt.storage.format.values import encode
 from tests.unit.test_cli import call, data
 
 NAME = "module.weight"
@@ -249,7 +243,7 @@ def test_chunks_that_do_not_cover_are_a_named_error(a: Path, tmp_path: Path) -> 
 
 def test_memory_holds_one_chunk_of_each_side(a: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each chunk is read once where rows were cut differently: the one that was read last is remembered."""
-    from mbridge_fsdp_ckpt.storage.reader import SafeSource
+    from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
 
     b = build(tmp_path / "b", tensors(), ranks=3)
     read: list[tuple[str, str, Any]] = []

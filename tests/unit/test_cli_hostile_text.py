@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mbridge_fsdp_ckpt.cli import app as frame
+from mbridge_fsdp_ckpt.cli import console as frame
 from tests.soak import forge
 from tests.unit import handmade
 from tests.unit.test_cli import call, data

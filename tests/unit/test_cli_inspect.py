@@ -16,12 +16,12 @@ import torch
 from torch.distributed import checkpoint as dcp
 from upath import UPath
 
+from mbridge_fsdp_ckpt.care.balance import balance
+from mbridge_fsdp_ckpt.care.survey import RankShare, Survey, survey, visit_chunks
 from mbridge_fsdp_ckpt.cli import shard_map
-from mbridge_fsdp_ckpt.cli.balance import balance
 from mbridge_fsdp_ckpt.cli.shard_map import ShardMap, colours, elided, natural
-from mbridge_fsdp_ckpt.cli.survey import RankShare, Survey, survey, visit_chunks
-from mbridge_fsdp_ckpt.geometry import Box
-from mbridge_fsdp_ckpt.storage.schema import KeyEntry
+from mbridge_fsdp_ckpt.plan.boxes import Box
+from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from tests.unit import handmade
 from tests.unit.handmade import BIAS, WEIGHT, table
 from tests.unit.test_cli import call, data, run

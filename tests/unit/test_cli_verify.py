@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
+from mbridge_fsdp_ckpt.care.audit import Audit
 from mbridge_fsdp_ckpt.storage import files
-from mbridge_fsdp_ckpt.storage.audit import Audit
 from mbridge_fsdp_ckpt.storage.checksums import checksum
+from mbridge_fsdp_ckpt.storage.entries import ExtraEntry
 from mbridge_fsdp_ckpt.storage.files import file_checksum
-from mbridge_fsdp_ckpt.storage.manifest import read_manifest, write_manifest
-from mbridge_fsdp_ckpt.storage.schema import ExtraEntry, TableEntry, TableHeader
-from mbridge_fsdp_ckpt.storage.table import Chunk, read_table, read_table_header, table_bytes
+from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest, write_manifest
+from mbridge_fsdp_ckpt.storage.format.schema import TableEntry, TableHeader
+from mbridge_fsdp_ckpt.storage.format.table import Chunk, read_table, read_table_header, table_bytes
 from tests.unit import handmade
 from tests.unit.handmade import AVERAGE, BIAS, KEYS, WEIGHT, payload, table
 from tests.unit.test_cli import call, data

@@ -15,8 +15,8 @@ import torch
 from torch.distributed import checkpoint as dcp
 from upath import UPath
 
-from mbridge_fsdp_ckpt.storage.manifest import read_manifest, write_manifest
-from mbridge_fsdp_ckpt.storage.schema import ExtraEntry
+from mbridge_fsdp_ckpt.storage.entries import ExtraEntry
+from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest, write_manifest
 from tests.unit import handmade
 from tests.unit.handmade import BIAS, payload
 from tests.unit.test_cli import call, data, run

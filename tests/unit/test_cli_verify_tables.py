@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from mbridge_fsdp_ckpt.geometry import Box
-from mbridge_fsdp_ckpt.storage.audit import Audit, Finding, Tiling
-from mbridge_fsdp_ckpt.storage.schema import KeyEntry
-from mbridge_fsdp_ckpt.storage.table import Chunk
+from mbridge_fsdp_ckpt.care.audit import Audit, Finding, Tiling
+from mbridge_fsdp_ckpt.plan.boxes import Box
+from mbridge_fsdp_ckpt.plan.keys import KeyEntry
+from mbridge_fsdp_ckpt.storage.format.table import Chunk
 from tests.unit import handmade
 from tests.unit.handmade import BIAS, KEYS, STEP, WEIGHT, table
 from tests.unit.test_cli_verify import audited, rewrite

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from mbridge_fsdp_ckpt.cli.convert_destination import check_free
+from mbridge_fsdp_ckpt.convert.destination import check_free
 from mbridge_fsdp_ckpt.errors import ConfigurationError, StorageError
-from mbridge_fsdp_ckpt.storage import commit, files, lease, removal, rename
-from mbridge_fsdp_ckpt.storage.manifest import MANIFEST_NAME
-from mbridge_fsdp_ckpt.storage.source import TRACKER, find_checkpoint
+from mbridge_fsdp_ckpt.hosts.root import TRACKER, find_checkpoint
+from mbridge_fsdp_ckpt.storage import files
+from mbridge_fsdp_ckpt.storage.commit import lease, methods, removal, rename
+from mbridge_fsdp_ckpt.storage.format.names import MANIFEST_NAME
 
 
 class Death(BaseException):
@@ -46,7 +47,7 @@ def put_in_place(staging: Path, target: Path) -> None:
 
 def remove_leftovers(target: Path) -> list[str]:
     """What a save of the target takes away first; the targets it belonged to."""
-    found = [path for path in commit.condemn_leftovers(target) if removal.delete(path)]
+    found = [path for path in methods.condemn_leftovers(target) if removal.delete(path)]
     return sorted(path.name.rpartition("-")[0] for path in found)
 
 
@@ -145,7 +146,7 @@ def test_death_after_the_exchange_leaves_the_new_checkpoint_and_a_leftover(
         rename.put_in_place(staging, target)
     monkeypatch.undo()
     assert content(target) == "new"
-    assert not commit.recover(target)
+    assert not methods.recover(target)
     assert remove_leftovers(target) == [".deleted-iter_0000010"]
     assert names(target.parent) == ["iter_0000010"]
 
@@ -162,9 +163,9 @@ def test_the_old_checkpoint_survives_death_at_either_rename(
         with pytest.raises(Death):
             rename.put_in_place(staging, target)
     assert target.exists() is not recovered
-    assert commit.recover(target) is recovered
+    assert methods.recover(target) is recovered
     assert content(target) == "old"
-    assert commit.recover(target) is False
+    assert methods.recover(target) is False
     assert remove_leftovers(target) == [".deleted-iter_0000010"]
     assert names(target.parent) == ["iter_0000010"]
 
@@ -178,7 +179,7 @@ def test_death_after_both_renames_leaves_the_new_checkpoint(target: Path, monkey
         with pytest.raises(Death):
             rename.put_in_place(staging, target)
     assert content(target) == "new"
-    assert commit.recover(target) is False
+    assert methods.recover(target) is False
     [aside] = rename.leftovers(target.parent)
     assert isinstance(aside, Path)
     assert content(aside) == "old"
@@ -195,7 +196,7 @@ def test_the_only_copy_is_no_leftover(target: Path, made: bool) -> None:
     assert remove_leftovers(target) == []
     assert remove_leftovers(target.parent / "iter_0000020") == []
     assert content(aside) == "old"
-    assert commit.recover(target) is True
+    assert methods.recover(target) is True
     assert content(target) == "old"
     assert names(target.parent) == ["iter_0000010"]
 
@@ -204,7 +205,7 @@ def test_something_without_a_head_hides_no_checkpoint_and_is_not_deleted_by_a_lo
     aside = fill(target.parent / ".replaced-iter_0000010-0123456789ab", "old")
     target.mkdir()
     (target / "notes.txt").write_text("somebody's")
-    assert commit.recover(target) is False
+    assert methods.recover(target) is False
     assert (target / "notes.txt").read_text() == "somebody's"
     assert remove_leftovers(target) == []
     assert content(aside) == "old"
@@ -223,7 +224,7 @@ def test_what_has_no_head_never_takes_the_place_of_the_old_checkpoint(
         die_at_rename(mortal, 2)
         with pytest.raises(Death):
             rename.put_in_place(staging, target)
-    assert commit.recover(target) is True
+    assert methods.recover(target) is True
     assert content(target) == "old"
 
 
@@ -236,7 +237,7 @@ def test_a_conversion_does_not_take_the_place_of_what_was_put_aside(target: Path
 def test_a_file_in_the_targets_place_is_refused_before_anything_is_written(target: Path) -> None:
     target.write_text("somebody's")
     with pytest.raises(NotADirectoryError, match="iter_0000010"):
-        commit.begin(target)
+        methods.begin(target)
     assert names(target.parent) == ["iter_0000010"]
 
 
@@ -281,25 +282,25 @@ def test_a_commit_that_can_neither_be_flushed_nor_undone_says_so(target: Path, m
 
 
 def test_nothing_is_recovered_where_nothing_died(tmp_path: Path) -> None:
-    assert commit.recover(tmp_path / "iter_0000010") is False
-    assert commit.recover(tmp_path / "no" / "such" / "iter_0000010") is False
+    assert methods.recover(tmp_path / "iter_0000010") is False
+    assert methods.recover(tmp_path / "no" / "such" / "iter_0000010") is False
     fill(tmp_path / "iter_0000020", "other")
-    assert commit.recover(tmp_path / "iter_0000010") is False
+    assert methods.recover(tmp_path / "iter_0000010") is False
 
 
 @pytest.mark.parametrize("other", ["model-ema", "model-1", "mode", "modelx"])
 def test_another_targets_old_checkpoint_is_not_taken(tmp_path: Path, other: str) -> None:
     aside = fill(tmp_path / f".replaced-{other}-0123456789ab", "another's")
-    assert commit.recover(tmp_path / "model") is False
+    assert methods.recover(tmp_path / "model") is False
     assert content(aside) == "another's"
-    assert commit.recover(tmp_path / other) is True
+    assert methods.recover(tmp_path / other) is True
     assert content(tmp_path / other) == "another's"
 
 
 @pytest.mark.parametrize("name", ["run[1]", "run*", "a b", "été"])
 def test_any_name_is_recovered(tmp_path: Path, name: str) -> None:
     fill(tmp_path / f".replaced-{name}-0123456789ab", "old")
-    assert commit.recover(tmp_path / name) is True
+    assert methods.recover(tmp_path / name) is True
     assert content(tmp_path / name) == "old"
 
 
@@ -312,7 +313,7 @@ def test_another_rank_may_recover_first(target: Path, monkeypatch: pytest.Monkey
         return original(self, to)
 
     monkeypatch.setattr(Path, "rename", beaten)
-    assert commit.recover(target) is True
+    assert methods.recover(target) is True
     assert content(target) == "old"
 
 
@@ -322,12 +323,12 @@ def test_leftovers_are_what_dead_saves_leave_and_nothing_else(tmp_path: Path) ->
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("20")
     (tmp_path / ".staging-file").write_text("a file of somebody's")
     (tmp_path / ".latest_checkpointed_iteration.txt.0123456789ab.new").write_text("30")
-    assert [path.name for path in commit.leftovers(tmp_path)] == [
+    assert [path.name for path in methods.leftovers(tmp_path)] == [
         ".latest_checkpointed_iteration.txt.0123456789ab.new",
         ".replaced-iter_0000010-b",
         ".staging-iter_0000030-a",
     ]
-    assert commit.leftovers(tmp_path / "no such root") == []
+    assert methods.leftovers(tmp_path / "no such root") == []
 
 
 def test_a_save_takes_away_its_own_leftovers_and_others_only_when_nobody_renews_them(target: Path) -> None:
@@ -375,7 +376,7 @@ def test_of_two_saves_of_one_target_the_later_one_wins(target: Path) -> None:
 _AS_NOBODY = """
 import os, sys
 from pathlib import Path
-from mbridge_fsdp_ckpt.storage import commit
+from mbridge_fsdp_ckpt.storage.commit import methods
 target = Path(sys.argv[1])
 os.setgid(65534)
 os.setuid(65534)
@@ -383,10 +384,10 @@ try:
     list((target.parent / "lost+found").iterdir())
 except PermissionError:
     for method in ("rename", "marker"):
-        commit.recover(target)
-        commit.condemn_leftovers(target, method)
-        commit.begin(target, method)
-    print(len(commit.leftovers(target.parent)))
+        methods.recover(target)
+        methods.condemn_leftovers(target, method)
+        methods.begin(target, method)
+    print(len(methods.leftovers(target.parent)))
 """
 
 

@@ -6,25 +6,25 @@ from typing import Any
 
 import pytest
 
-from mbridge_fsdp_ckpt import consensus
-from mbridge_fsdp_ckpt.consensus import Block
+from mbridge_fsdp_ckpt.agree import sketches
+from mbridge_fsdp_ckpt.agree.sketches import Block
 from mbridge_fsdp_ckpt.errors import PlanDisagreementError
-from mbridge_fsdp_ckpt.geometry import Shape
-from mbridge_fsdp_ckpt.inventory import Holding
-from mbridge_fsdp_ckpt.plan import owner
+from mbridge_fsdp_ckpt.live.holdings import Holding
+from mbridge_fsdp_ckpt.plan.boxes import Shape
+from mbridge_fsdp_ckpt.plan.pieces import owner
 from tests.unit.holdings import holdings, scalar
 
 
 def remainders(ranks: Sequence[Sequence[Holding]]) -> dict[int, int]:
-    return consensus.add(json.loads(json.dumps([consensus.sketch(map(Block.of, rank)) for rank in ranks])))
+    return sketches.add(json.loads(json.dumps([sketches.sketch(map(Block.of, rank)) for rank in ranks])))
 
 
 def judge(ranks: Sequence[Sequence[Holding]]) -> None:
     """Both meetings about a plan."""
     bad = remainders(ranks)
     if bad:
-        rows = [consensus.blocks_in(map(Block.of, rank), bad) for rank in ranks]
-        consensus.judge(json.loads(json.dumps(rows)), bad)
+        rows = [sketches.blocks_in(map(Block.of, rank), bad) for rank in ranks]
+        sketches.judge(json.loads(json.dumps(rows)), bad)
 
 
 def named(ranks: Sequence[Sequence[Holding]]) -> str:
@@ -33,17 +33,17 @@ def named(ranks: Sequence[Sequence[Holding]]) -> str:
     return caught.value.found
 
 
-BUCKET = consensus.bucket_of("model.weight")
+BUCKET = sketches.bucket_of("model.weight")
 
 
 def test_buckets_come_from_a_checksum_that_every_process_computes_alike() -> None:
-    assert consensus.bucket_of("123456789") == 0xCBF43926 % 256 == 38
+    assert sketches.bucket_of("123456789") == 0xCBF43926 % 256 == 38
 
 
 def test_words_of_keys_differ_and_repeat() -> None:
-    words = {consensus.key_word(f"model.layers.{n}.weight") for n in range(100)}
+    words = {sketches.key_word(f"model.layers.{n}.weight") for n in range(100)}
     assert len(words) == 100
-    assert consensus.key_word("a") == consensus.key_word("a") < 1 << 64
+    assert sketches.key_word("a") == sketches.key_word("a") < 1 << 64
 
 
 @pytest.mark.parametrize(
@@ -87,14 +87,14 @@ def test_plans_that_do_not_tile_leave_the_bucket_of_their_key(ranks: list[list[H
 
 def test_a_bad_component_is_told_from_a_good_one() -> None:
     ranks = [holdings(0, 6, gated=True), holdings(9, 12, gated=True)]
-    assert list(remainders(ranks)) == [consensus.bucket_of("model.weight_v")]
+    assert list(remainders(ranks)) == [sketches.bucket_of("model.weight_v")]
 
 
 def test_blocks_are_those_in_the_wanted_buckets() -> None:
     mine = holdings(2, 8) + holdings(0, 12, key="other") + [scalar("model.weight")]
-    assert consensus.bucket_of("model.other") != BUCKET
+    assert sketches.bucket_of("model.other") != BUCKET
     weight: list[Any] = ["model.weight", "float32", "sharded", [4, 3]]
-    assert consensus.blocks_in(map(Block.of, mine), [BUCKET]) == [
+    assert sketches.blocks_in(map(Block.of, mine), [BUCKET]) == [
         [*weight, [0, 2], [1, 1], 0, 1, False, True],
         [*weight, [1, 0], [1, 3], 0, 1, False, True],
         [*weight, [2, 0], [1, 2], 0, 1, False, True],
@@ -104,7 +104,7 @@ def test_blocks_are_those_in_the_wanted_buckets() -> None:
 
 def test_a_rank_names_a_bounded_number_of_blocks_the_replicated_first() -> None:
     many = holdings(0, 12) * 1000 + holdings(0, 12, replica=(1, 2))
-    rows = consensus.blocks_in(map(Block.of, many), [BUCKET])
+    rows = sketches.blocks_in(map(Block.of, many), [BUCKET])
     assert len(rows) == 500
     assert [row[6:8] for row in rows[:2]] == [[1, 2], [0, 1]]
 
@@ -138,10 +138,10 @@ def row(key: str, *box: list[int], shape: Sequence[int] = (4,)) -> list[Any]:
 def judged(rows: list[list[list[Any]]], unnamed: int = 0) -> str:
     """What is found in blocks that the ranks named, where others that add up to `unnamed` were not."""
     blocks = [[Block.from_wire(row) for row in rank] for rank in rows]
-    bad = consensus.add(map(consensus.sketch, blocks))
+    bad = sketches.add(map(sketches.sketch, blocks))
     assert bad or unnamed
     with pytest.raises(PlanDisagreementError) as caught:
-        consensus.judge(rows, {bucket: bad.get(bucket, 0) + unnamed for bucket in bad or [BUCKET]})
+        sketches.judge(rows, {bucket: bad.get(bucket, 0) + unnamed for bucket in bad or [BUCKET]})
     return caught.value.found
 
 
@@ -210,6 +210,6 @@ def test_two_that_do_not_know_of_each_other_declare_a_key_twice() -> None:
     ranks = [holdings(0, 12), holdings(0, 12)]
     assert remainders(ranks) == {}
     declared: dict[str, int] = {}
-    consensus.declare(declared, 0, ["model.weight", "model.bias"])
+    sketches.declare(declared, 0, ["model.weight", "model.bias"])
     with pytest.raises(PlanDisagreementError, match=r"model\.weight.*ranks 0 and 1 did"):
-        consensus.declare(declared, 1, ["model.other", "model.weight"])
+        sketches.declare(declared, 1, ["model.other", "model.weight"])

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from mbridge_fsdp_ckpt.errors import CheckpointError, DamagedCheckpointError, ManifestError
-from mbridge_fsdp_ckpt.storage.source import open_checkpoint
+from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
 
 KEY = "model.weight"
 

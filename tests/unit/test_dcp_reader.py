@@ -12,8 +12,8 @@ import torch
 from torch.distributed import checkpoint as dcp
 
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, ManifestError
-from mbridge_fsdp_ckpt.storage.dcp_reader import DcpSource
-from mbridge_fsdp_ckpt.storage.source import open_checkpoint
+from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
+from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
 
 NAME, OTHER = "module.module.module.weight", "module.module.module.experts.linear_fc1.weight3_w"
 GROUP = {"lr": 1e-4, "betas": (0.9, 0.95), "adam_w_mode": 1, "eps": 1e-8, "bias_correction": True, "params": None}

@@ -11,11 +11,12 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from mbridge_fsdp_ckpt.errors import ManifestError
-from mbridge_fsdp_ckpt.storage.dcp_reader import DcpSource
-from mbridge_fsdp_ckpt.storage.dcp_writer import write_dcp_view
-from mbridge_fsdp_ckpt.storage.payload import scalar_of
-from mbridge_fsdp_ckpt.storage.schema import KeyEntry, TableHeader
-from mbridge_fsdp_ckpt.storage.table import table_bytes
+from mbridge_fsdp_ckpt.plan.keys import KeyEntry
+from mbridge_fsdp_ckpt.storage.format.payload import scalar_of
+from mbridge_fsdp_ckpt.storage.format.schema import TableHeader
+from mbridge_fsdp_ckpt.storage.format.table import table_bytes
+from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
+from mbridge_fsdp_ckpt.storage.stock.view import write_dcp_view
 from tests.unit import handmade
 from tests.unit.handmade import HYPERPARAMETERS, KEYS, NAME, TENSORS, VALUES, WEIGHT, table
 

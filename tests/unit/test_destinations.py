@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mbridge_fsdp_ckpt.destinations import block, scalar
 from mbridge_fsdp_ckpt.errors import InternalError, UnsupportedStateError
 from mbridge_fsdp_ckpt.families import Claim, Segment
-from mbridge_fsdp_ckpt.geometry import Box, FlatRange, Shape, whole
-from mbridge_fsdp_ckpt.layout import Axis, ParameterLayout
-from mbridge_fsdp_ckpt.plan import Piece, plan_parameter
+from mbridge_fsdp_ckpt.loading.destinations import block, scalar
+from mbridge_fsdp_ckpt.plan.boxes import Box, FlatRange, Shape, whole
+from mbridge_fsdp_ckpt.plan.layout import Axis, ParameterLayout
+from mbridge_fsdp_ckpt.plan.pieces import Piece, plan_parameter
 
 FUSED = Claim("family", 1, (Segment("_w", 2), Segment("_v", 2)))
 

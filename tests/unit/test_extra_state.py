@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import nn
 
-from mbridge_fsdp_ckpt import extra_state
 from mbridge_fsdp_ckpt.errors import LayoutError, UnsupportedVersionError
-from mbridge_fsdp_ckpt.storage.values import decode, encode
+from mbridge_fsdp_ckpt.live.fp8 import state as extra_state
+from mbridge_fsdp_ckpt.storage.format.values import decode, encode
 
 HISTORY = 4
 EXPERTS = "module.decoder.layers.0.mlp.experts.linear_fc1"

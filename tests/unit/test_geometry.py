@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mbridge_fsdp_ckpt.geometry import Box, FlatRange, Shape, boxes_of, tiling_defect, whole
+from mbridge_fsdp_ckpt.plan.boxes import Box, FlatRange, Shape, boxes_of, whole
+from mbridge_fsdp_ckpt.plan.tiling import tiling_defect
 
 Split = list[tuple[Shape, Shape, int, int]]
 

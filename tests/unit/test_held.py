@@ -13,9 +13,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError
-from mbridge_fsdp_ckpt.geometry import whole
-from mbridge_fsdp_ckpt.storage import rename
-from mbridge_fsdp_ckpt.storage.source import CheckpointSource, StoredChunk, open_checkpoint
+from mbridge_fsdp_ckpt.plan.boxes import whole
+from mbridge_fsdp_ckpt.storage.commit import rename
+from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
+from mbridge_fsdp_ckpt.storage.source import CheckpointSource, StoredChunk
 from tests.unit import handmade
 from tests.unit.handmade import KEYS, TENSORS
 

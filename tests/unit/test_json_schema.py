@@ -9,11 +9,11 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from mbridge_fsdp_ckpt.errors import CheckpointError
-from mbridge_fsdp_ckpt.storage.json_schema import schemas, text
-from mbridge_fsdp_ckpt.storage.manifest import read_manifest
-from mbridge_fsdp_ckpt.storage.table import read_table, read_table_header
+from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
+from mbridge_fsdp_ckpt.storage.format.table import read_table, read_table_header
 from tests.soak import forge
 from tests.unit import handmade
+from tools.json_schema import schemas, text
 
 FOLDER = Path(__file__).parents[2] / "docs" / "schema"
 MANIFEST, HEADER, ROW = "manifest.schema.json", "chunk_table_header.schema.json", "chunk_row.schema.json"
@@ -45,7 +45,7 @@ def changed(body: Any, path: tuple[str | int, ...], value: Any) -> Any:
 
 
 def test_the_committed_schemas_are_those_of_the_code() -> None:
-    run = "run: python -m mbridge_fsdp_ckpt.storage.json_schema"
+    run = "run: python -m tools.json_schema"
     assert {path.name: path.read_text() for path in FOLDER.iterdir()} == {
         name: text(schema) for name, schema in schemas().items()
     }, run

@@ -8,17 +8,19 @@ from typing import Any
 import pytest
 import xxhash
 
-from mbridge_fsdp_ckpt import FORMAT_NAME
 from mbridge_fsdp_ckpt.errors import (
     DamagedCheckpointError,
     ManifestError,
     NotACheckpointError,
     UnsupportedVersionError,
 )
-from mbridge_fsdp_ckpt.storage import manifest as module
+from mbridge_fsdp_ckpt.plan.keys import KeyEntry
+from mbridge_fsdp_ckpt.storage.entries import FileEntry
 from mbridge_fsdp_ckpt.storage.files import check_file
-from mbridge_fsdp_ckpt.storage.manifest import read_manifest, write_manifest
-from mbridge_fsdp_ckpt.storage.schema import VERSION, FileEntry, KeyEntry, Manifest, TableEntry
+from mbridge_fsdp_ckpt.storage.format import manifest as module
+from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest, write_manifest
+from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME
+from mbridge_fsdp_ckpt.storage.format.schema import VERSION, Manifest, TableEntry
 
 Body = dict[str, Any]
 Change = Callable[[Body], Any]

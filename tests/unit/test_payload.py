@@ -12,12 +12,12 @@ import torch
 import xxhash
 from torch.serialization import get_crc32_options
 
-from mbridge_fsdp_ckpt.geometry import Box, Shape, whole
-from mbridge_fsdp_ckpt.storage import payload
+from mbridge_fsdp_ckpt.plan.boxes import Box, Shape, whole
 from mbridge_fsdp_ckpt.storage.checksums import Hasher, checksum
 from mbridge_fsdp_ckpt.storage.files import AnyPath, file_checksum
-from mbridge_fsdp_ckpt.storage.payload import PayloadWriter, host_bytes
-from mbridge_fsdp_ckpt.storage.table import Chunk
+from mbridge_fsdp_ckpt.storage.format import payload
+from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter, host_bytes
+from mbridge_fsdp_ckpt.storage.format.table import Chunk
 
 DTYPES = [
     torch.float32,

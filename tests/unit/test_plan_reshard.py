@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mbridge_fsdp_ckpt.families import Claim, Segment
-from mbridge_fsdp_ckpt.geometry import PRIME, FlatRange, TilingSketch, whole
-from mbridge_fsdp_ckpt.layout import Axis, ParameterLayout
-from mbridge_fsdp_ckpt.plan import ParameterPlan, plan_parameter
+from mbridge_fsdp_ckpt.plan.boxes import FlatRange, whole
+from mbridge_fsdp_ckpt.plan.layout import Axis, ParameterLayout
+from mbridge_fsdp_ckpt.plan.pieces import ParameterPlan, plan_parameter
+from mbridge_fsdp_ckpt.plan.tiling import PRIME, TilingSketch
 
 Array = np.ndarray[Any, np.dtype[np.int64]]
 Components = dict[str, Array]

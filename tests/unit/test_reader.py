@@ -10,13 +10,15 @@ import pytest
 import torch
 
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, ManifestError, NotACheckpointError
-from mbridge_fsdp_ckpt.geometry import Box
+from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.storage.checksums import checksum
+from mbridge_fsdp_ckpt.storage.entries import FileEntry
 from mbridge_fsdp_ckpt.storage.files import file_checksum
-from mbridge_fsdp_ckpt.storage.reader import SafeSource
-from mbridge_fsdp_ckpt.storage.schema import FileEntry, TableEntry, TableHeader
-from mbridge_fsdp_ckpt.storage.source import CheckpointSource, open_checkpoint
-from mbridge_fsdp_ckpt.storage.table import Chunk, read_table_header, table_bytes
+from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
+from mbridge_fsdp_ckpt.storage.format.schema import TableEntry, TableHeader
+from mbridge_fsdp_ckpt.storage.format.table import Chunk, read_table_header, table_bytes
+from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
+from mbridge_fsdp_ckpt.storage.source import CheckpointSource
 from tests.unit import handmade
 from tests.unit.handmade import BIAS, HYPERPARAMETERS, KEYS, NAME, STEP, TENSORS, VALUES, WEIGHT, payload, table
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mbridge_fsdp_ckpt.storage import removal
+from mbridge_fsdp_ckpt.storage.commit import removal
 from tests.unit.holdings import holdings
 from tests.unit.test_saving import prepared, save
 
@@ -68,7 +68,7 @@ def test_another_jobs_staging_stays(target: Path) -> None:
 def test_a_save_renews_the_lease_of_its_staging(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its signs of life, however long it takes."""
     renewed: list[str] = []
-    monkeypatch.setattr("mbridge_fsdp_ckpt.storage.lease.STALE_S", 0.0)
+    monkeypatch.setattr("mbridge_fsdp_ckpt.storage.commit.lease.STALE_S", 0.0)
     original = os.utime
 
     def utime(path: Any, *arguments: Any) -> None:
@@ -147,7 +147,7 @@ def test_without_a_thread_to_be_had_it_is_left_to_a_later_save(
 _ENDS = """
 import sys, time
 from pathlib import Path
-from mbridge_fsdp_ckpt.storage import removal
+from mbridge_fsdp_ckpt.storage.commit import removal
 removal.EXIT_S = 0.2
 removal.later("an hour", lambda: time.sleep(3600.0 if sys.argv[2] == "stuck" else 0.05))
 removal.delete_later([Path(sys.argv[1])])

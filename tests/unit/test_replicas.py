@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from mbridge_fsdp_ckpt import consensus, replicas
+from mbridge_fsdp_ckpt.agree import sketches
 from mbridge_fsdp_ckpt.errors import CheckpointError, ReplicaMismatchError, UnsupportedStateError
-from mbridge_fsdp_ckpt.inventory import Holding
-from mbridge_fsdp_ckpt.plan import owner
-from mbridge_fsdp_ckpt.replicas import Copy
+from mbridge_fsdp_ckpt.live.holdings import Holding
+from mbridge_fsdp_ckpt.plan.pieces import owner
+from mbridge_fsdp_ckpt.saving import copies
+from mbridge_fsdp_ckpt.saving.copies import Copy
 from mbridge_fsdp_ckpt.settings import Settings
-from mbridge_fsdp_ckpt.storage.source import open_checkpoint
+from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
 from tests.unit import test_saving as saves
 from tests.unit.holdings import holdings, scalar
 
@@ -30,17 +31,17 @@ def filled(value: float, key: str = "weight", replica: tuple[int, int] = (0, 3))
     return held
 
 
-def copies(ranks: list[list[Holding]], choice: str = "warn") -> list[list[Copy]]:
-    return [[replicas.copy_of(h, h.elements()) for h in held if replicas.is_compared(h, choice)] for held in ranks]
+def copies_of(ranks: list[list[Holding]], choice: str = "warn") -> list[list[Copy]]:
+    return [[copies.copy_of(h, h.elements()) for h in held if copies.is_compared(h, choice)] for held in ranks]
 
 
 def found(ranks: list[list[Holding]], choice: str = "warn") -> CheckpointError | None:
     """Both meetings about copies."""
-    seen = copies(ranks, choice)
-    bad = consensus.add(json.loads(json.dumps([replicas.sketch(rank) for rank in seen])))
+    seen = copies_of(ranks, choice)
+    bad = sketches.add(json.loads(json.dumps([copies.sketch(rank) for rank in seen])))
     if not bad:
         return None
-    return replicas.mismatch(json.loads(json.dumps([replicas.copies_in(rank, bad) for rank in seen])), bad)
+    return copies.mismatch(json.loads(json.dumps([copies.copies_in(rank, bad) for rank in seen])), bad)
 
 
 def three(values: tuple[float, float, float], key: str = "weight") -> list[list[Holding]]:
@@ -49,9 +50,9 @@ def three(values: tuple[float, float, float], key: str = "weight") -> list[list[
 
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.5, float("nan")])
 def test_copies_that_are_alike_leave_nothing(value: float) -> None:
-    seen = copies(three((value, value, value)))
+    seen = copies_of(three((value, value, value)))
     assert sum(map(len, seen)) == 6
-    assert consensus.add(map(replicas.sketch, seen)) == {}
+    assert sketches.add(map(copies.sketch, seen)) == {}
 
 
 @pytest.mark.parametrize("unlike", range(3))
@@ -74,18 +75,18 @@ def test_a_scalar_is_compared() -> None:
 
 
 def test_blocks_that_one_rank_holds_are_not_hashed() -> None:
-    assert copies([filled(1.0, replica=(0, 1))]) == [[]]
+    assert copies_of([filled(1.0, replica=(0, 1))]) == [[]]
 
 
 def test_a_tensor_that_some_ranks_do_not_hold_is_no_difference() -> None:
     ranks = three((1.0, 1.0, 2.0))[:2]
-    assert consensus.add(map(replicas.sketch, copies(ranks)))
+    assert sketches.add(map(copies.sketch, copies_of(ranks)))
     assert found(ranks) is None
 
 
 def test_a_difference_beyond_the_named_copies_is_one() -> None:
-    bad = consensus.add(map(replicas.sketch, copies(three((1.0, 1.0, 2.0)))))
-    assert "beyond" in str(replicas.mismatch([[], [], []], bad))
+    bad = sketches.add(map(copies.sketch, copies_of(three((1.0, 1.0, 2.0)))))
+    assert "beyond" in str(copies.mismatch([[], [], []], bad))
 
 
 def test_many_keys_are_counted_not_listed() -> None:
@@ -110,7 +111,7 @@ def test_quantizers_buffers_that_differ_are_refused_whatever_the_setting(choice:
 
 
 def test_nothing_else_is_compared_where_the_user_says_so() -> None:
-    assert copies(three((1.0, 2.0, 3.0)), "ignore") == [[], [], []]
+    assert copies_of(three((1.0, 2.0, 3.0)), "ignore") == [[], [], []]
 
 
 @pytest.mark.parametrize("choice", ["warn", "error", "ignore"])

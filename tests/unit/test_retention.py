@@ -10,8 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from mbridge_fsdp_ckpt.storage import lease, removal
-from mbridge_fsdp_ckpt.storage.retention import Iteration, being_read, iterations, prunable, prune, prune_later, reading
+from mbridge_fsdp_ckpt.storage.commit import lease, removal
+from mbridge_fsdp_ckpt.storage.commit.retention import (
+    Iteration,
+    being_read,
+    iterations,
+    prunable,
+    prune,
+    prune_later,
+    reading,
+)
 
 
 @pytest.fixture

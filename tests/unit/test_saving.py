@@ -8,17 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from mbridge_fsdp_ckpt import consensus, saving
-from mbridge_fsdp_ckpt.agreement import Agreement
-from mbridge_fsdp_ckpt.consensus import Block
+from mbridge_fsdp_ckpt.agree import sketches
+from mbridge_fsdp_ckpt.agree.meeting import Agreement
+from mbridge_fsdp_ckpt.agree.sketches import Block
 from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError, DamagedCheckpointError, PlanDisagreementError
-from mbridge_fsdp_ckpt.inventory import Holding
-from mbridge_fsdp_ckpt.plan import owner
+from mbridge_fsdp_ckpt.live.holdings import Holding
+from mbridge_fsdp_ckpt.plan.pieces import owner
+from mbridge_fsdp_ckpt.saving import steps
 from mbridge_fsdp_ckpt.settings import Settings
-from mbridge_fsdp_ckpt.storage import removal
-from mbridge_fsdp_ckpt.storage.dcp_writer import say_view_left_out
-from mbridge_fsdp_ckpt.storage.head import has_head
-from mbridge_fsdp_ckpt.storage.source import open_checkpoint
+from mbridge_fsdp_ckpt.storage.commit import removal
+from mbridge_fsdp_ckpt.storage.format.head import has_head
+from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
+from mbridge_fsdp_ckpt.storage.stock.view import say_view_left_out
 from tests.unit.holdings import holdings, scalar
 
 
@@ -26,9 +27,9 @@ def agreement(rank: int) -> Agreement:
     return Agreement("save", rank, 2, 60.0)
 
 
-def prepared(held: list[Holding], sections: tuple[str, ...] = ("model",)) -> saving.Prepared:
+def prepared(held: list[Holding], sections: tuple[str, ...] = ("model",)) -> steps.Prepared:
     header: dict[str, Any] = {"coordinates": {}, "parameter_groups": [], "stateless": [], "values": None}
-    return saving.Prepared(held, consensus.sketch(map(Block.of, held)), header, sections, "optim_grads_params")
+    return steps.Prepared(held, sketches.sketch(map(Block.of, held)), header, sections, "optim_grads_params")
 
 
 NO_VIEW = Settings(dcp_metadata="never")
@@ -37,21 +38,21 @@ NO_VIEW = Settings(dcp_metadata="never")
 Follow = Callable[[], None] | None
 
 
-def job(target: Path, settings: Settings = NO_VIEW, after_commit: Follow = None) -> saving.Job:
-    return saving.Job(target, settings, agreement(0), {"iteration": 10}, None, after_commit)
+def job(target: Path, settings: Settings = NO_VIEW, after_commit: Follow = None) -> steps.Job:
+    return steps.Job(target, settings, agreement(0), {"iteration": 10}, None, after_commit)
 
 
-def save(target: Path, ranks: list[saving.Prepared], settings: Settings = NO_VIEW, after_commit: Follow = None) -> None:
+def save(target: Path, ranks: list[steps.Prepared], settings: Settings = NO_VIEW, after_commit: Follow = None) -> None:
     """All ranks' steps, one after the other."""
     running = job(target, settings, after_commit)
     try:
-        answer = running.judge_plans([saving.announce(rank) for rank in ranks])
+        answer = running.judge_plans([steps.announce(rank) for rank in ranks])
         if answer["disputed"]:
-            answer = running.judge_dispute([saving.disputed(rank, answer["disputed"]) for rank in ranks])
-        written = [saving.write(rank, answer, agreement(n), settings.replicas) for n, rank in enumerate(ranks)]
+            answer = running.judge_dispute([steps.disputed(rank, answer["disputed"]) for rank in ranks])
+        written = [steps.write(rank, answer, agreement(n), settings.replicas) for n, rank in enumerate(ranks)]
         judged = running.judge_written(written)
         if judged["differing"]:
-            running.judge_replicas([saving.differing(rank, judged["differing"]) for rank in ranks])
+            running.judge_replicas([steps.differing(rank, judged["differing"]) for rank in ranks])
     finally:
         running.clean_up()
 
@@ -204,9 +205,9 @@ def test_what_fails_after_the_commit_says_that_the_checkpoint_stands(target: Pat
 @pytest.mark.parametrize("name", ["__1_0.distcp", "chunks_00001.jsonl"])
 def test_a_file_that_was_not_written_completely_is_named_and_not_committed(target: Path, name: str) -> None:
     ranks, running = [prepared(holdings(0, 6)), prepared(holdings(6, 12))], job(target)
-    place = running.judge_plans([saving.announce(rank) for rank in ranks])
+    place = running.judge_plans([steps.announce(rank) for rank in ranks])
     staging = Path(place["directory"])
-    written: list[Any] = [saving.write(rank, place, agreement(number)) for number, rank in enumerate(ranks)]
+    written: list[Any] = [steps.write(rank, place, agreement(number)) for number, rank in enumerate(ranks)]
     (staging / name).write_bytes((staging / name).read_bytes()[:-1])
     with pytest.raises(DamagedCheckpointError) as caught:
         running.judge_written(written)

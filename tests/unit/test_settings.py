@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from mbridge_fsdp_ckpt.errors import ConfigurationError
+from mbridge_fsdp_ckpt.loading import budget
 from mbridge_fsdp_ckpt.settings import AUTO_DCP_CHUNKS, Settings
 from mbridge_fsdp_ckpt.storage.files import as_path
 
@@ -46,21 +47,20 @@ def test_when_stocks_view_is_written(choice: Any, chunks: int, written: bool) ->
 def test_of_object_stores_a_quarter_of_what_is_free_is_kept_shared_by_the_hosts_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from mbridge_fsdp_ckpt import settings
 
-    monkeypatch.setattr(settings, "_available_memory", lambda: 64_000)
+    monkeypatch.setattr(budget, "_available_memory", lambda: 64_000)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     store, disk = as_path("memory://bucket/iter_0000001"), as_path("/scratch/iter_0000001")
-    assert (Settings().read_budget(store), Settings().read_budget(disk)) == (16_000, 0)
+    assert (budget.read_budget(Settings(), store), budget.read_budget(Settings(), disk)) == (16_000, 0)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert (Settings().read_budget(store), Settings().read_budget(disk)) == (2_000, 0)
+    assert (budget.read_budget(Settings(), store), budget.read_budget(Settings(), disk)) == (2_000, 0)
     for chosen in (5, 0):
         given = Settings(read_buffer=chosen)
-        assert (given.read_budget(store), given.read_budget(disk)) == (chosen, chosen)
+        assert (budget.read_budget(given, store), budget.read_budget(given, disk)) == (chosen, chosen)
 
 
 def test_free_memory_is_read_from_the_kernel() -> None:
-    from mbridge_fsdp_ckpt.settings import _available_memory
+    from mbridge_fsdp_ckpt.loading.budget import _available_memory
 
     assert 1 << 26 < _available_memory() < 1 << 50
 

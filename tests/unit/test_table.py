@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from mbridge_fsdp_ckpt.errors import ManifestError
-from mbridge_fsdp_ckpt.geometry import Box
-from mbridge_fsdp_ckpt.storage.schema import FileEntry, KeyEntry, ParameterGroup, TableHeader
-from mbridge_fsdp_ckpt.storage.table import Chunk, Row, Scalar, read_table, read_table_header, table_bytes
+from mbridge_fsdp_ckpt.plan.boxes import Box
+from mbridge_fsdp_ckpt.plan.keys import KeyEntry
+from mbridge_fsdp_ckpt.storage.entries import FileEntry
+from mbridge_fsdp_ckpt.storage.format.schema import ParameterGroup, TableHeader
+from mbridge_fsdp_ckpt.storage.format.table import Chunk, Row, Scalar, read_table, read_table_header, table_bytes
 
 KEYS = {
     "weight": KeyEntry(dtype="float32", shape=(4, 3)),

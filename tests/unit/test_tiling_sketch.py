@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mbridge_fsdp_ckpt.geometry import Box, Shape, TilingSketch, whole
+from mbridge_fsdp_ckpt.plan.boxes import Box, Shape, whole
+from mbridge_fsdp_ckpt.plan.tiling import TilingSketch
 
 PRIME = (1 << 61) - 1
 

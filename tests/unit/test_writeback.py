@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from mbridge_fsdp_ckpt.agreement import DEFAULT_STORAGE_LIMIT, DEFAULT_TIME_LIMIT
-from mbridge_fsdp_ckpt.geometry import Box
+from mbridge_fsdp_ckpt.plan.boxes import Box
+from mbridge_fsdp_ckpt.settings import DEFAULT_STORAGE_LIMIT, DEFAULT_TIME_LIMIT
 from mbridge_fsdp_ckpt.storage import writeback
 from mbridge_fsdp_ckpt.storage.checksums import HASHED_AT_ONCE
-from mbridge_fsdp_ckpt.storage.payload import PayloadWriter
+from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter
 
 MIB = 1 << 20
 SPEED = 100_000_000  # bytes a second

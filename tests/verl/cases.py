@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 
 from mbridge_fsdp_ckpt.errors import CheckpointError
-from mbridge_fsdp_ckpt.storage.payload import PayloadWriter
+from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter
 from tests.models.imported import gloo_gathers_uneven
 from tests.verl import tiny
 from tests.verl.tiny import Setup, Snapshot

@@ -79,7 +79,7 @@ class _EnoughError(Exception):
 
 def taken_over(setup: Setup) -> dict[str, bool]:
     """What MBRIDGE_FSDP_CKPT_TAKEOVER=1 does to engines that name no format."""
-    from mbridge_fsdp_ckpt.optimizer_state.sharded_hybrid import ShardedHybridDeviceOptimizer
+    from mbridge_fsdp_ckpt.hosts.sharded_hybrid import ShardedHybridDeviceOptimizer
 
     with patch.dict(os.environ, MBRIDGE_FSDP_CKPT_TAKEOVER="1"):
         without = tiny.build(setup.on(optimizer="fused", fsdp=False, overlap=False))

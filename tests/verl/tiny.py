@@ -16,7 +16,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from mbridge_fsdp_ckpt.parameters import local_shard
+from mbridge_fsdp_ckpt.live.megatron_fsdp import local_shard
 from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
 from tests.core.oracle import digest
 

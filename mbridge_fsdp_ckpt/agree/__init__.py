@@ -1,0 +1,1 @@
+"""Meetings of ranks, and what they bring."""

@@ -1,0 +1,111 @@
+"""Which runs of Megatron-Bridge are ours, and with which settings."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from mbridge_fsdp_ckpt.errors import ConfigurationError, UnknownFormatError
+from mbridge_fsdp_ckpt.settings import Settings
+from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, STOCK_FORMAT
+
+TAKEOVER = "MBRIDGE_FSDP_CKPT_TAKEOVER"
+"""Environment variable: "1" is `register(takeover=True)`."""
+
+MANAGER = "mbridge_fsdp_ckpt.bridge.manager.SafeCheckpointManager"
+_KNOWN = ("torch_dist", STOCK_FORMAT, FORMAT_NAME, "torch", "torch_dcp", "zarr")
+
+_settings = Settings()
+_takeover = False
+
+
+def use(settings: Settings | None = None, *, takeover: bool | None = None) -> None:
+    """From here on, runs are saved and loaded so; what is None stays."""
+    global _settings, _takeover
+    _settings = _settings if settings is None else settings
+    _takeover = _takeover if takeover is None else takeover
+
+
+def is_ours(ckpt_format: Any) -> bool:
+    """Whether a run that says this format is saved and loaded here."""
+    return ckpt_format == FORMAT_NAME or (_takeover and ckpt_format == STOCK_FORMAT)
+
+
+def takeover_by_environment() -> bool:
+    """Whether the environment asks for a takeover.
+
+    Raises:
+        ConfigurationError: The variable is neither 0 nor 1.
+    """
+    value = os.environ.get(TAKEOVER, "")
+    if value not in ("", "0", "1"):
+        raise ConfigurationError(
+            expected=f"the environment variable {TAKEOVER} to be 0 or 1", found=repr(value), remedy="Set it to 1."
+        )
+    return value == "1"
+
+
+def settings_of(cfg: Any) -> Settings:
+    """The registered settings for a run.
+
+    A run that keeps no optimizer state may also load without.  The size of a padded vocabulary is the model's, unless
+    the user gave one.
+    """
+    settings = _settings.for_vocabulary(tokens_of(cfg.model))
+    return settings if cfg.checkpoint.save_optim else settings.without_optimizer()
+
+
+def tokens_of(provider: Any) -> int | None:
+    """The size of a vocabulary that Bridge pads; None where it doesn't."""
+    return provider.vocab_size if getattr(provider, "should_pad_vocab", False) else None
+
+
+@contextmanager
+def presented_as_stock(checkpoint: Any) -> Iterator[None]:
+    """Let Bridge's code that compares format names take our format for the stock one."""
+    said, checkpoint.ckpt_format = checkpoint.ckpt_format, STOCK_FORMAT
+    try:
+        yield
+    finally:
+        checkpoint.ckpt_format = said
+
+
+def check_format(name: Any) -> None:
+    """Catch a misspelt format name.
+
+    Raises:
+        UnknownFormatError: Nobody knows it, and it looks like one that is known.
+    """
+    if name in _KNOWN:
+        return
+    near = difflib.get_close_matches(str(name), _KNOWN, 1, 0.75)
+    if near:
+        raise UnknownFormatError(
+            expected=f"checkpoint.ckpt_format to be one of {', '.join(_KNOWN[:3])}",
+            found=repr(name),
+            remedy=f"Did you mean {near[0]!r}?",
+        )
+
+
+def check_settings(checkpoint: Any) -> None:
+    """Refuse what the format cannot do yet, before training begins.
+
+    Raises:
+        ConfigurationError: async_save, local non-persistent checkpoints, or another custom manager.
+    """
+    refused = {
+        "async_save=True": checkpoint.async_save,
+        "non_persistent_ckpt_type='local'": checkpoint.non_persistent_ckpt_type == "local",
+        f"custom_manager_class={checkpoint.custom_manager_class!r}": checkpoint.custom_manager_class
+        not in (None, MANAGER),
+    }
+    for setting, present in refused.items():
+        if present:
+            raise ConfigurationError(
+                expected=f"settings that {FORMAT_NAME} supports",
+                found=f"checkpoint.{setting}",
+                remedy="Remove that setting, or use another ckpt_format.",
+            )

@@ -1,0 +1,1 @@
+"""What the tools do to checkpoints that are on disk."""

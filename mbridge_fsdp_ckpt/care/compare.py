@@ -1,0 +1,213 @@
+"""Comparing two checkpoints that may lie on disk in different layouts: block by block, in bounded memory.
+
+A's chunks   [......][......][......]        each common block is compared once; of each side one chunk is in
+B's chunks   [...........][.........]        memory at a time
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+
+from mbridge_fsdp_ckpt.errors import ManifestError
+from mbridge_fsdp_ckpt.plan.boxes import Box, whole
+from mbridge_fsdp_ckpt.plan.tiling import tiling_defect
+from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
+from mbridge_fsdp_ckpt.storage.format.schema import TableHeader
+from mbridge_fsdp_ckpt.storage.source import CheckpointSource, StoredChunk
+
+_ELEMENTS = 1 << 22  # compared at a time
+_ROWS = 500_000  # chunks known at a time, a few hundred bytes each
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """When two numbers count as equal: |a - b| <= absolute + relative * |b|; both zero: bit by bit."""
+
+    relative: float = 0.0
+    absolute: float = 0.0
+
+    @property
+    def exact(self) -> bool:
+        """Whether bits must be equal."""
+        return self.relative == 0 and self.absolute == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Unequal:
+    """How a tensor differs.
+
+    Args:
+        elements: How many elements do.
+        total: Of how many.
+        largest: Largest absolute difference among them; NaN where a NaN is on one side only, or none is defined.
+    """
+
+    elements: int
+    total: int
+    largest: float
+
+    def plus(self, other: Unequal) -> Unequal:
+        """Both together."""
+        pair = (self.largest, other.largest)
+        largest = math.nan if any(map(math.isnan, pair)) else max(pair)
+        return Unequal(self.elements + other.elements, self.total + other.total, largest)
+
+
+_NOTHING = Unequal(0, 0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """A checkpoint, and where a key lies in it."""
+
+    source: CheckpointSource
+    chunks: list[StoredChunk]
+
+
+def compare_key(key: str, a: Side, b: Side, tolerance: Tolerance, progress: Progress = lambda count: None) -> Unequal:
+    """Compare a tensor that has the same shape and dtype in both.
+
+    Raises:
+        DamagedCheckpointError: Bytes are not those that were written.
+        ManifestError: Chunks don't cover the tensor.
+    """
+    left, right = _OneChunk(a.source, progress), _OneChunk(b.source)
+    found = _NOTHING
+    for one, other, common in _pairs(_tiling(key, a), _tiling(key, b)):
+        x = left.read(one)[common.slices_in(one.box)]
+        found = found.plus(compare(x, right.read(other)[common.slices_in(other.box)], tolerance))
+    return found
+
+
+def _pairs(ours: list[StoredChunk], theirs: list[StoredChunk]) -> Iterator[tuple[StoredChunk, StoredChunk, Box]]:
+    """Chunks that have a block in common; both sides sorted by offset, so that far ones are never looked at."""
+    start = 0
+    for chunk in ours:
+        while start < len(theirs) and _before(theirs[start].box, chunk.box):
+            start += 1
+        for other in islice(theirs, start, None):
+            if _before(chunk.box, other.box):
+                break
+            common = chunk.box.intersect(other.box)
+            if common is not None:
+                yield chunk, other, common
+
+
+def _before(one: Box, other: Box) -> bool:
+    return bool(one.size) and one.end[0] <= other.offset[0]
+
+
+def batches(a: CheckpointSource, b: CheckpointSource, keys: list[str]) -> Iterator[list[str]]:
+    """Keys in groups whose chunks fit into memory: each group is one pass over all tables."""
+    rows = max(_rows(a), _rows(b))
+    count = max(1, len(keys) * _ROWS // max(rows, 1))
+    yield from (keys[start : start + count] for start in range(0, len(keys), count))
+
+
+def _rows(source: CheckpointSource) -> int:
+    return sum(header.chunks for header in table_headers(source))
+
+
+def table_headers(source: CheckpointSource) -> Iterator[TableHeader]:
+    """The heads of its tables; stock has none."""
+    if isinstance(source, SafeSource):
+        yield from source.headers
+
+
+class _OneChunk:
+    """Remembers the chunk that was read last: neighbouring blocks share it."""
+
+    def __init__(self, source: CheckpointSource, progress: Progress = lambda count: None) -> None:
+        self._source, self._progress = source, progress
+        self._chunk: StoredChunk | None = None
+        self._tensor = torch.empty(0)
+
+    def read(self, chunk: StoredChunk) -> torch.Tensor:
+        if chunk is not self._chunk:
+            self._chunk, self._tensor = None, torch.empty(0)  # the old one goes before the new one comes
+            self._chunk, self._tensor = chunk, self._source.read(chunk)
+            self._progress(self._tensor.nbytes)
+        return self._tensor
+
+
+def _tiling(key: str, side: Side) -> list[StoredChunk]:
+    """The chunks, sorted; they cover their key."""
+    defect = tiling_defect(whole(side.source.keys[key].shape), (chunk.box for chunk in side.chunks))
+    if defect:
+        raise ManifestError(
+            expected="chunks that cover the tensor once",
+            found=defect,
+            remedy=f"Run verify on {side.source.identity.split()[0]}.",
+            key=key,
+        )
+    return sorted(side.chunks, key=lambda chunk: chunk.box.offset)
+
+
+def compare(a: torch.Tensor, b: torch.Tensor, tolerance: Tolerance) -> Unequal:
+    """Compare two tensors of one shape and dtype."""
+    found = _NOTHING
+    for left, right in zip(_pieces(a), _pieces(b), strict=True):
+        found = found.plus(_compare_piece(left, right, tolerance))
+    return found
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Flat pieces of a bounded size; copies only where the block is not contiguous."""
+    yield from tensor.reshape(-1).split(_ELEMENTS) if tensor.numel() else ()
+
+
+def _compare_piece(a: torch.Tensor, b: torch.Tensor, tolerance: Tolerance) -> Unequal:
+    unlike = _unlike_bits(a, b)
+    if not unlike.any():
+        return Unequal(0, a.numel(), 0.0)
+    try:
+        x, y = _wide(a[unlike]), _wide(b[unlike])
+    except NotImplementedError:  # a dtype that torch stores and cannot calculate with, such as float4
+        return Unequal(int(unlike.sum()), a.numel(), math.nan)
+    if not tolerance.exact:
+        far = ~torch.isclose(x, y, rtol=tolerance.relative, atol=tolerance.absolute, equal_nan=True)
+        x, y = x[far], y[far]
+    if not x.numel():
+        return Unequal(0, a.numel(), 0.0)
+    distance = torch.where(x == y, 0.0, (x - y).abs())  # inf - inf is no difference, 0.0 and -0.0 neither
+    return Unequal(x.numel(), a.numel(), float(distance.max()))  # max of a NaN is NaN
+
+
+def _unlike_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    bits = _BITS.get(a.dtype.itemsize)
+    if bits is not None:
+        return a.contiguous().view(bits) != b.contiguous().view(bits)
+    raw = [torch.view_as_real(tensor.contiguous()).view(torch.int64) for tensor in (a, b)]  # complex128
+    return (raw[0] != raw[1]).any(-1)
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def flattened(value: Any, name: str) -> dict[str, Any]:
+    """Nested state as dotted names with what stands there; an empty container stands for itself."""
+    if not isinstance(value, (dict, list, tuple)) or not value:
+        return {name: value}
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    return {path: item for key, inner in items for path, item in flattened(inner, f"{name}.{key}").items()}
+
+
+def same_value(a: Any, b: Any) -> bool:
+    """Whether two leaves of non-tensor state are the same: types, and numbers bit by bit."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and compare(a, b, Tolerance()).elements == 0
+    if hasattr(a, "tobytes"):
+        return bool(a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes())
+    return bool(a == b) or (isinstance(a, float) and math.isnan(a) and math.isnan(b))

@@ -1,0 +1,64 @@
+"""Making stock's view of a checkpoint after its save: `.metadata` and the values file."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from pathlib import Path
+
+from mbridge_fsdp_ckpt.errors import ConfigurationError, DamagedCheckpointError
+from mbridge_fsdp_ckpt.storage.checksums import checksum
+from mbridge_fsdp_ckpt.storage.files import AnyPath, check_content, replace_file, what_is_there
+from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
+from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, MANIFEST_NAME
+from mbridge_fsdp_ckpt.storage.format.schema import Manifest
+from mbridge_fsdp_ckpt.storage.format.values import decode
+from mbridge_fsdp_ckpt.storage.stock.view import write_dcp_view
+
+_TABLE = re.compile(r"chunks_\d+(-[0-9a-f]+)?\.jsonl")
+
+
+def missing_view(directory: AnyPath) -> Manifest | None:
+    """The head of a checkpoint that stock cannot read yet; None where it can.
+
+    Raises:
+        ConfigurationError: It is not of this format.
+        CheckpointError: Its head or a table is damaged.
+    """
+    if not (directory / MANIFEST_NAME).exists():
+        raise ConfigurationError(
+            expected=f"a checkpoint with {MANIFEST_NAME}, to make stock's view from",
+            found=what_is_there(directory),
+            remedy="A stock checkpoint needs no view; anything else is no checkpoint.",
+            key=str(directory),
+        )
+    return None if (directory / DCP_METADATA).exists() else read_manifest(directory)
+
+
+def write_view(directory: AnyPath, head: Manifest) -> list[AnyPath]:
+    """Write the view, `.metadata` last; returns what was written.
+
+    It is made aside first, so that the checkpoint never has half of one.
+
+    Raises:
+        DamagedCheckpointError: A table is damaged, or the manifest lists a view of other content.
+    """
+    tables = [check_content(directory, entry) for entry in head.tables]
+    match = _TABLE.fullmatch(tables[0].name) if tables else None
+    with tempfile.TemporaryDirectory() as folder:
+        write_dcp_view(Path(folder), head.keys, tables, decode(head.values), (match[1] or "") if match else "")
+        made = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+    listed = {entry.name: entry.checksum for entry in head.files}
+    for name, data in made.items():
+        if listed.get(name, checksum(data)) != checksum(data):
+            raise DamagedCheckpointError(
+                expected=f"{listed[name]}, which the manifest lists for {name}",
+                found=f"{checksum(data)} for one made now",
+                remedy=f"Nothing was written. Restore {name} from a copy, or let stock read a copy of the checkpoint "
+                "whose view was never listed.",
+                key=str(directory / name),
+            )
+    names = sorted(made, key=lambda name: name == DCP_METADATA)
+    for name in names:
+        replace_file(directory / name, made[name])
+    return [directory / name for name in names]

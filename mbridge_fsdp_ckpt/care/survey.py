@@ -1,0 +1,135 @@
+"""What `inspect` knows of a checkpoint: read from its head and its tables, table by table, never from payload."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from mbridge_fsdp_ckpt.convert.shares import rank_of_file
+from mbridge_fsdp_ckpt.plan.boxes import Box, whole
+from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
+from mbridge_fsdp_ckpt.plan.keys import KeyEntry
+from mbridge_fsdp_ckpt.storage.files import AnyPath, check_content
+from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
+from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, FORMAT_NAME, MANIFEST_NAME, STOCK_FORMAT
+from mbridge_fsdp_ckpt.storage.format.schema import Manifest
+from mbridge_fsdp_ckpt.storage.format.table import Chunk, read_table, read_table_header
+from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
+from mbridge_fsdp_ckpt.storage.source import CheckpointSource
+
+Visit = Callable[[str, int, Box], None]
+"""Called with each chunk's key, the rank that wrote it (-1: unknown), and its block."""
+
+
+@dataclass(slots=True)
+class RankShare:
+    """What one rank wrote."""
+
+    bytes: int = 0
+    chunks: int = 0
+    files: int = 0
+
+
+@dataclass(slots=True)
+class Survey:
+    """A checkpoint at a glance.
+
+    Args:
+        directory: Where it is.
+        format: `fsdp_dtensor_safe`, or stock's `fsdp_dtensor`.
+        version: Of the format; empty for stock.
+        writer: Package versions of the job that saved.
+        topology: Its sizes.
+        sections: "model", "optimizer".
+        keys: Every tensor.
+        stock_view: Whether stock can read it.
+        ranks: Each writing rank's share; of stock's, as far as file names tell.
+    """
+
+    directory: str
+    format: str
+    version: tuple[int, ...]
+    writer: dict[str, str]
+    topology: dict[str, int | str]
+    sections: tuple[str, ...]
+    keys: dict[str, KeyEntry]
+    stock_view: bool
+    ranks: dict[int, RankShare] = field(default_factory=dict)
+
+    @property
+    def families(self) -> dict[str, int]:
+        """Keys that each family split."""
+        return dict(sorted(Counter(entry.family for entry in self.keys.values() if entry.family).items()))
+
+    def section_bytes(self, section: str) -> int:
+        """Bytes of elements in a section."""
+        return sum(key_bytes(entry) for key, entry in self.keys.items() if key.startswith(f"{section}."))
+
+    def section_keys(self, section: str) -> int:
+        """Keys in a section."""
+        return sum(key.startswith(f"{section}.") for key in self.keys)
+
+
+def key_bytes(entry: KeyEntry) -> int:
+    """Bytes of a whole tensor."""
+    return whole(entry.shape).volume * dtype_from_name(entry.dtype).itemsize
+
+
+def survey(directory: AnyPath) -> Survey:
+    """The head of a checkpoint; `visit_chunks` fills in the ranks.
+
+    Raises:
+        CheckpointError: It cannot be opened.
+    """
+    stock_view = (directory / DCP_METADATA).exists()
+    if (directory / MANIFEST_NAME).exists():
+        head = read_manifest(directory)
+        return Survey(
+            directory=str(directory),
+            format=FORMAT_NAME,
+            version=head.version,
+            writer=dict(head.writer),
+            topology=dict(head.topology),
+            sections=head.sections,
+            keys=dict(head.keys),
+            stock_view=stock_view,
+        )
+    source = open_checkpoint(directory)
+    return Survey(str(directory), STOCK_FORMAT, (), {}, {}, source.sections, dict(source.keys), stock_view)
+
+
+def visit_chunks(directory: AnyPath, found: Survey, visit: Visit = lambda key, rank, box: None) -> None:
+    """Read all tables, one at a time; fills in the survey's ranks.
+
+    Raises:
+        CheckpointError: A table is damaged.
+    """
+    chunks = _safe_chunks if found.format == FORMAT_NAME else _stock_chunks
+    files: dict[int, set[str]] = {}
+    for key, rank, box, name in chunks(directory, found):
+        share = found.ranks.setdefault(rank, RankShare())
+        share.bytes += box.volume * dtype_from_name(found.keys[key].dtype).itemsize
+        share.chunks += 1
+        files.setdefault(rank, set()).update([name] if name else [])
+        visit(key, rank, box)
+    for rank, names in files.items():
+        found.ranks[rank].files = len(names)
+    found.ranks = dict(sorted(found.ranks.items()))
+
+
+def _safe_chunks(directory: AnyPath, found: Survey) -> Iterator[tuple[str, int, Box, str]]:
+    head: Manifest = read_manifest(directory)
+    for entry in head.tables:
+        path = check_content(directory, entry)
+        header = read_table_header(path)
+        found.ranks.setdefault(header.rank, RankShare())
+        for row in read_table(path, head.keys):
+            yield row.key, header.rank, row.box, header.files[row.file].name if isinstance(row, Chunk) else ""
+
+
+def _stock_chunks(directory: AnyPath, found: Survey) -> Iterator[tuple[str, int, Box, str]]:
+    source: CheckpointSource = open_checkpoint(directory)
+    for key in found.keys:
+        for chunk in source.chunks([key])[key]:
+            yield key, rank_of_file(chunk.path.name, unknown=-1), chunk.box, chunk.path.name

@@ -1,0 +1,1 @@
+"""From and to other formats and layouts."""

@@ -1,0 +1,98 @@
+"""Where a converted checkpoint goes: an iteration directory that does not exist yet, and the tracker beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mbridge_fsdp_ckpt.bridge.names import MAX_TRAIN_STATE_BYTES, TRAIN_STATE, TRAIN_STATE_TRACKER
+from mbridge_fsdp_ckpt.errors import ConfigurationError
+from mbridge_fsdp_ckpt.hosts.root import TRACKER, tracked
+from mbridge_fsdp_ckpt.storage.commit.methods import is_put_aside
+from mbridge_fsdp_ckpt.storage.commit.retention import iteration_of
+from mbridge_fsdp_ckpt.storage.files import AnyPath, as_path, is_plain_file, read_bounded, replace_file
+from mbridge_fsdp_ckpt.storage.format.head import has_head
+
+
+def open_destination(place: str, source: AnyPath, iteration: Any) -> AnyPath:
+    """The directory to write.
+
+    Args:
+        place: What the user gave.
+        source: The iteration directory that is read.
+        iteration: Which iteration that says it is of; None where it does not say.
+
+    Raises:
+        ConfigurationError: It is there already, lies inside the source, or is named after another iteration.
+    """
+    target = as_path(place)
+    check_free(target, source)
+    if isinstance(target, Path) and isinstance(source, Path) and target.resolve().is_relative_to(source.resolve()):
+        raise ConfigurationError(
+            expected="a destination outside of the checkpoint that is read",
+            found=str(target),
+            remedy="Give a directory elsewhere.",
+        )
+    named = iteration_of(target.name)
+    if named is not None and isinstance(iteration, int) and named != iteration:
+        raise ConfigurationError(
+            expected=f"iter_{iteration:07d}, since the checkpoint is of iteration {iteration}",
+            found=target.name,
+            remedy=f"Give {target.parent / f'iter_{iteration:07d}'}, or a name that is no iteration's.",
+            key=str(target),
+        )
+    return target
+
+
+def check_free(target: AnyPath, source: AnyPath) -> None:
+    """Check that nothing is where the checkpoint is to go.
+
+    Raises:
+        ConfigurationError: Something is.
+    """
+    if not target.exists() and not is_put_aside(target):
+        return
+    is_root = target.is_dir() and not has_head(target)
+    inside = target / (source.name if iteration_of(source.name) is not None else "iter_0000000")
+    other = inside if is_root and not inside.exists() else target.with_name(f"{target.name}-converted")
+    raise ConfigurationError(
+        expected="a destination that does not exist yet",
+        found="a directory" if target.is_dir() else "a file" if target.exists() else "what a save that died put aside",
+        remedy=f"Give the iteration directory to be made, such as {other}; nothing is ever overwritten.",
+        key=str(target),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """How a run finds the checkpoint.
+
+    Args:
+        tracker: Whether a tracker was written.
+        resume: The settings that resume from it.
+        note: Why no tracker was written; empty where one was.
+    """
+
+    tracker: bool
+    resume: str
+    note: str = ""
+
+
+def publish(target: AnyPath) -> Published:
+    """Let the tracker name a new checkpoint, where its root has none yet; an existing one is never changed."""
+    number, root = iteration_of(target.name), target.parent
+    if number is None:
+        return Published(False, f"checkpoint.load={target}")
+    text = tracked(root)
+    if text is not None or (root / TRAIN_STATE_TRACKER).exists():
+        return Published(
+            False,
+            f"checkpoint.load={root} checkpoint.ckpt_step={number}",
+            f"the tracker in {root} names {text or 'another iteration'} and was left as it is",
+        )
+    state = target / TRAIN_STATE
+    if is_plain_file(state):
+        replace_file(root / TRAIN_STATE_TRACKER, read_bounded(state, MAX_TRAIN_STATE_BYTES))
+    replace_file(root / TRACKER, str(number).encode())
+    return Published(True, f"checkpoint.load={root}")

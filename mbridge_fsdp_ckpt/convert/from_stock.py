@@ -1,0 +1,153 @@
+"""What a stock `fsdp_dtensor` checkpoint says besides tensors, in this format's terms.
+
+Nothing but data comes out of its pickles: torch's `weights_only` loader reads them, and what the format cannot hold is
+refused, or named as left out.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mbridge_fsdp_ckpt.bridge.names import MAX_TRAIN_STATE_BYTES, TRAIN_STATE
+from mbridge_fsdp_ckpt.convert.description import Description, Groups, Record, writer_versions
+from mbridge_fsdp_ckpt.convert.files import RunConfig
+from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, UnsupportedStateError, brief
+from mbridge_fsdp_ckpt.storage.files import AnyPath, is_plain_file, read_bounded
+from mbridge_fsdp_ckpt.storage.format.values import encode
+from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
+from mbridge_fsdp_ckpt.storage.stock.unpickler import REMEDY
+
+_MODEL, _OPTIMIZER, _RANDOM = "model", "optimizer", "rng_state"
+_GROUP_META = "param_to_group_meta"
+_SIZES = {
+    "tensor": "tensor_model_parallel_size",
+    "pipeline": "pipeline_model_parallel_size",
+    "context": "context_parallel_size",
+    "expert": "expert_model_parallel_size",
+    "expert_tensor": "expert_tensor_parallel_size",
+}
+
+
+def describe_stock(source: DcpSource) -> Description:
+    """A checkpoint that Bridge wrote alone.
+
+    The table of rank i gets the random-number states of the i-th (pipeline, tensor) place.
+
+    Raises:
+        UnsupportedStateError: An optimizer slot is a pickle.
+        DamagedCheckpointError, ManifestError: It contradicts itself, or is no data.
+    """
+    _refuse_pickled_slots(source)
+    values, unread = _values(source)
+    groups = Groups()
+    hyperparameters = _hyperparameters(source)
+    for name, found in hyperparameters.items():
+        where = f"{_OPTIMIZER}.{_GROUP_META}.{name}"
+        groups.add([name], {key: encode(value, f"{where}.{key}") for key, value in found.items()})
+    places = sorted(source.ranks(), key=lambda record: (record.coordinates["pipeline"], record.coordinates["tensor"]))
+    records = {
+        index: Record({"rank": index, **place.coordinates}, encode(place.values, _RANDOM))
+        for index, place in enumerate(places)
+    }
+    lost = [*unread, *_lost(source, hyperparameters)]
+    return Description(
+        keys=source.keys,
+        sections=source.sections,
+        topology=topology_of(source.directory, [*records.values()]),
+        values=encode(values, "values"),
+        records=records,
+        groups=groups.result(),
+        writer=writer_versions(),
+        notes=_note(lost),
+    )
+
+
+def _note(lost: list[str]) -> tuple[str, ...]:
+    if not lost:
+        return ()
+    count = "1 entry is" if len(lost) == 1 else f"{len(lost)} entries are"
+    names = ", ".join(lost[:5]) + (", ..." if len(lost) > 5 else "")
+    return (f"{count} left out, being no plain data, or nothing that a load reads: {names}",)
+
+
+def _refuse_pickled_slots(source: DcpSource) -> None:
+    for key in source.entries:
+        if key.startswith(f"{_OPTIMIZER}.state.") and key not in source.keys:
+            raise UnsupportedStateError(
+                expected="optimizer state that is tensors",
+                found="a pickled object",
+                remedy="Resume from the stock checkpoint with this package and save once, instead of converting it.",
+                key=key,
+            )
+
+
+def _hyperparameters(source: DcpSource) -> dict[str, dict[str, Any]]:
+    paths = source.entries.values()
+    return source.hyperparameters({str(path[2]) for path in paths if path[:2] == (_OPTIMIZER, _GROUP_META)})
+
+
+def _values(source: DcpSource) -> tuple[dict[str, Any], list[str]]:
+    """Non-tensor state that belongs to no rank, and the names of what is no plain data."""
+    values, unread = dict(source.values), []
+    roots = {str(path[0]) for path in source.entries.values() if path}
+    for root in sorted(roots - {_MODEL, _OPTIMIZER, _RANDOM, *values}):
+        try:
+            found = source.read_values(root)
+            encode(found, root)
+        except (DamagedCheckpointError, UnsupportedStateError):
+            unread.append(root)
+        else:
+            values |= found
+    train_state = source.directory / TRAIN_STATE
+    if is_plain_file(train_state):
+        values["train_state"] = read_train_state(train_state)
+    return values, unread
+
+
+def read_train_state(path: AnyPath) -> Any:
+    """Bridge's progress, which stock keeps in a file of its own.
+
+    Raises:
+        DamagedCheckpointError: It is no data.
+    """
+    data = read_bounded(path, MAX_TRAIN_STATE_BYTES)
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:  # a pickle stream can raise anything
+        raise DamagedCheckpointError(
+            expected="the train state as Bridge saves it",
+            found=brief(error),
+            remedy=REMEDY,
+            key=str(path),
+        ) from error
+
+
+def _lost(source: DcpSource, hyperparameters: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Entries of model and optimizer that are neither tensors nor hyperparameters that were read."""
+    for key, path in source.entries.items():
+        if key in source.keys or (path and path[0] not in (_MODEL, _OPTIMIZER)):
+            continue
+        is_hyperparameter = len(path) > 3 and path[:2] == (_OPTIMIZER, _GROUP_META)
+        if not is_hyperparameter or path[3] not in hyperparameters.get(str(path[2]), {}):
+            yield key
+
+
+def topology_of(directory: AnyPath, records: Sequence[Record]) -> dict[str, int | str]:
+    """Sizes of the job that saved, as far as its run configuration and its random-number states tell.
+
+    Args:
+        directory: The checkpoint.
+        records: Those that have the coordinates of a (pipeline, tensor) place each.
+    """
+    config = RunConfig.read(directory)
+    found = {axis: config.get("model", name) or "" for axis, name in _SIZES.items()}
+    sizes: dict[str, int | str] = {axis: int(size) for axis, size in found.items() if size.isdecimal()}
+    for axis in ("tensor", "pipeline"):  # one state a place: the places tell the sizes
+        sizes |= {axis: 1 + max(places)} if (places := [record.coordinates[axis] for record in records]) else {}
+    strategy = config.get("ddp", "data_parallel_sharding_strategy")
+    is_fsdp = config.get("ddp", "use_megatron_fsdp") == "true"
+    return {**sizes, "strategy": strategy} if strategy and is_fsdp else sizes

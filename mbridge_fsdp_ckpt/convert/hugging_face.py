@@ -1,0 +1,221 @@
+"""Hugging Face -> checkpoint -> Hugging Face, by Megatron-Bridge's own mappings.
+
+The model is built plain: each rank holds its tensor- and expert-parallel part whole, on the GPU, or in host memory
+where there is none.  Megatron-FSDP takes no part, so that Bridge's export meets the tensors it was written for, and
+the memory is that of the weights alone.  What is saved has the keys of the wrapped model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mbridge_fsdp_ckpt.bridge.job import job
+from mbridge_fsdp_ckpt.bridge.plain_model import PlainModel, load_plain
+from mbridge_fsdp_ckpt.bridge.plugin import register
+from mbridge_fsdp_ckpt.bridge.without_gpu import as_if_there_was_one
+from mbridge_fsdp_ckpt.errors import ConfigurationError
+from mbridge_fsdp_ckpt.storage.files import AnyPath
+from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME
+
+_HALF = (torch.bfloat16, torch.float16)
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A Hugging Face model.
+
+    Args:
+        place: Its directory, or its name on the Hugging Face Hub.
+        dtype: Precision of the Megatron model that it becomes.
+        trust_remote_code: Whether code that comes with it may run.
+    """
+
+    place: str
+    dtype: torch.dtype = torch.bfloat16
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Parallel sizes of the job that converts; what is saved loads in every other layout.
+
+    Args:
+        tensor: Tensor-parallel size.
+        context: Context-parallel size.
+        expert: Expert-parallel size.
+        expert_tensor: Tensor-parallel size of experts; None leaves Bridge's choice for the model.
+    """
+
+    tensor: int = 1
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """How Hugging Face files are written.
+
+    Args:
+        strict: Whether the exported names must be those of the original model.
+        show_progress: Whether to draw a progress bar.
+        distributed: Whether ranks write files of their own.
+        every: Only every so-manieth rank does.
+    """
+
+    strict: bool = True
+    show_progress: bool = True
+    distributed: bool = False
+    every: int = 1
+
+
+def import_model(source: Source, sizes: Sizes, directory: AnyPath) -> None:
+    """Save a Hugging Face model as a checkpoint with iteration 0.  All ranks call it with the same arguments.
+
+    Raises:
+        ConfigurationError: Bridge does not know the model, or it does not fit the sizes.
+        CheckpointError: The save failed, the same on every rank.
+    """
+    from megatron.bridge.training.model_load_save import save_megatron_model
+
+    register()
+    with job():
+        bridge, model = _build(source, sizes)
+        bridge.load_hf_weights([model])
+        save_megatron_model(
+            [PlainModel(model)],
+            str(directory),
+            ckpt_format=FORMAT_NAME,
+            hf_tokenizer_path=source.place if _has_tokenizer(source.place) else None,
+            hf_tokenizer_kwargs=_tokenizer_arguments(bridge, source),
+        )
+
+
+def export_model(source: Source, sizes: Sizes, directory: AnyPath, target: str, files: Files) -> None:
+    """Write a checkpoint's weights as a Hugging Face model.  All ranks call it with the same arguments.
+
+    Args:
+        source: The model it was made from: configuration, tokenizer, names and files of tensors.
+        sizes: Of this job.
+        directory: An iteration directory, of this format or of stock `fsdp_dtensor`.
+        target: Where the model goes.
+        files: How it is written.
+
+    Raises:
+        ConfigurationError: Bridge does not know the model, or it does not fit the sizes.
+        CheckpointError: The load failed, the same on every rank.
+    """
+    register()
+    with job():
+        bridge, model = _build(source, sizes)
+        load_plain(directory, [model])
+        if source.dtype != torch.float32:
+            _narrow(bridge)
+        if not _has_tokenizer(source.place):
+            bridge.hf_pretrained.ARTIFACTS = []  # Bridge insists on one
+        bridge.save_hf_pretrained(
+            [model],
+            target,
+            show_progress=files.show_progress,
+            strict=files.strict,
+            distributed_save=files.distributed,
+            save_every_n_ranks=files.every,
+        )
+
+
+def _build(source: Source, sizes: Sizes) -> tuple[Any, Any]:
+    """Bridge's converter, and the model with whatever it is initialised to."""
+    from megatron.bridge import AutoBridge
+
+    try:
+        bridge = AutoBridge.from_hf_pretrained(
+            source.place, torch_dtype=source.dtype, trust_remote_code=source.trust_remote_code
+        )
+        provider = bridge.to_megatron_provider(load_weights=False)
+    except (ImportError, OSError, ValueError) as error:
+        raise ConfigurationError(
+            expected="a Hugging Face model that the installed Megatron-Bridge knows",
+            found=_in_one_line(error),
+            remedy="Give a directory with config.json and safetensors files, or a name on the Hugging Face Hub.",
+            key=source.place,
+        ) from error
+    configure(provider, source.dtype, sizes)
+    torch.manual_seed(0)  # what the files lack is the same on every rank
+    with as_if_there_was_one():
+        chunks = provider.provide_distributed_model(
+            wrap_with_ddp=False, use_cpu_initialization=not torch.cuda.is_available()
+        )
+    return bridge, chunks[0]
+
+
+def configure(provider: Any, dtype: torch.dtype, sizes: Sizes) -> None:
+    """Set a model provider's precision and sizes, and leave out what weights do not need."""
+    provider.tensor_model_parallel_size, provider.context_parallel_size = sizes.tensor, sizes.context
+    provider.expert_model_parallel_size = sizes.expert
+    if sizes.expert_tensor is not None:
+        provider.expert_tensor_parallel_size = sizes.expert_tensor
+    provider.pipeline_dtype = provider.params_dtype = dtype
+    provider.bf16, provider.fp16 = dtype == torch.bfloat16, dtype == torch.float16
+    provider.gradient_accumulation_fusion = False
+    try:
+        provider.finalize()
+        provider.initialize_model_parallel(seed=0 if torch.cuda.is_available() else None)
+    except (AssertionError, RuntimeError, ValueError) as error:
+        raise ConfigurationError(
+            expected="parallel sizes that fit the model and the number of ranks",
+            found=_in_one_line(error) or type(error).__name__,
+            remedy=f"Given: TP {sizes.tensor}, CP {sizes.context}, EP {sizes.expert}, {dist.get_world_size()} ranks.",
+        ) from error
+
+
+def _narrow(bridge: Any) -> None:
+    """Write a tensor that the model keeps in float32 in the original's 16-bit type, if it has one."""
+    files: Any = getattr(bridge.hf_pretrained.state, "source", None)
+    if files is None or not hasattr(files, "save_generator"):
+        return
+    save, dtypes = files.save_generator, _dtypes(files)
+
+    def narrowed(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors:
+            wanted = dtypes.get(name)
+            narrows = tensor.dtype == torch.float32 and wanted in _HALF
+            yield name, tensor.to(wanted) if narrows else tensor
+
+    files.save_generator = lambda tensors, *args, **kwargs: save(narrowed(tensors), *args, **kwargs)
+
+
+def _dtypes(files: Any) -> dict[str, torch.dtype]:
+    """Types of the original's tensors, from the headers of its safetensors files."""
+    from safetensors import safe_open
+
+    known = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+    found = {}
+    for name in sorted(set(files.key_to_filename_map.values())):
+        with safe_open(str(Path(files.path) / name), "pt") as file:
+            for key in file.keys():  # noqa: SIM118 - it is no dictionary
+                dtype = known.get(file.get_slice(key).get_dtype())
+                if dtype is not None:
+                    found[key] = dtype
+    return found
+
+
+def _has_tokenizer(place: str) -> bool:
+    """Whether there are tokenizer files; a model on the Hub is taken to have some."""
+    directory = Path(place)
+    return not directory.is_dir() or any((directory / name).is_file() for name in _TOKENIZER_FILES)
+
+
+def _tokenizer_arguments(bridge: Any, source: Source) -> dict[str, Any]:
+    wanted = getattr(bridge._model_bridge, "get_hf_tokenizer_kwargs", lambda: None)() or {}
+    return dict(wanted) | ({"trust_remote_code": True} if source.trust_remote_code else {})
+
+
+def _in_one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:500]

@@ -1,0 +1,273 @@
+"""Writing a checkpoint of this format from another one, in one process and in bounded memory.
+
+    source  chunk by chunk, each verified as it is read      one key after another, rows in order
+    blocks  cut out of them                                  at most one in memory
+    target  payload of up to `_OPEN_FILES` writers at a time, then their tables, then the head
+
+Memory: one chunk of the source, one block of the target, up to `KEPT_BYTES` of chunks that the next block needs too,
+and what the head and the tables of the writers at hand say of the chunks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import batched
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from mbridge_fsdp_ckpt.convert.description import Description, Record, covering
+from mbridge_fsdp_ckpt.errors import InternalError
+from mbridge_fsdp_ckpt.plan.boxes import Box
+from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
+from mbridge_fsdp_ckpt.plan.keys import KeyEntry
+from mbridge_fsdp_ckpt.storage.checksums import checksum
+from mbridge_fsdp_ckpt.storage.commit import removal
+from mbridge_fsdp_ckpt.storage.commit.content import Commit, Content
+from mbridge_fsdp_ckpt.storage.entries import ExtraEntry
+from mbridge_fsdp_ckpt.storage.files import AnyPath, write_file
+from mbridge_fsdp_ckpt.storage.format.manifest import manifest_bytes
+from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME
+from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter, scalar_of
+from mbridge_fsdp_ckpt.storage.format.schema import VERSION, Manifest, TableEntry, TableHeader
+from mbridge_fsdp_ckpt.storage.format.table import Row, table_bytes
+from mbridge_fsdp_ckpt.storage.format.values import decode
+from mbridge_fsdp_ckpt.storage.source import StoredChunk
+from mbridge_fsdp_ckpt.storage.stock.view import write_dcp_view
+
+KEPT_BYTES = 1 << 29
+"""Of source chunks that more than one block of the target needs; a chunk over it is read again for each of them."""
+
+_OPEN_FILES = 256
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Chunks(Protocol):
+    """What tensors come from: a `CheckpointSource`, as far as it is asked here."""
+
+    def chunks(self, keys: Iterable[str]) -> dict[str, list[StoredChunk]]:
+        """See `CheckpointSource`."""
+
+    def read(self, chunk: StoredChunk, *, verify: bool = True) -> torch.Tensor:
+        """See `CheckpointSource`."""
+
+
+Shares = Callable[[str, KeyEntry, Sequence[StoredChunk]], Iterable[tuple[int, Box]]]
+"""The blocks of a key in the order of their rows, each with its writer; given the key's chunks in the source."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rewriting:
+    """What to write.
+
+    Args:
+        source: Where tensors come from.
+        description: What the checkpoint says besides tensors; its records have a table each.
+        shares: How tensors are cut.
+        writers: Ranks that may get blocks; each has a table.
+        batches: All keys, in groups whose chunks may be known at a time.
+        add_files: Puts further files into a directory.
+        stock_view: Whether to write stock's view of so many chunks.
+        progress: Gets the bytes of elements written since its last call.
+        last_call: Called just before the step that cannot be undone.
+    """
+
+    source: Chunks
+    description: Description
+    shares: Shares
+    writers: Sequence[int]
+    batches: Sequence[Sequence[str]]
+    add_files: Callable[[Path], None]
+    stock_view: Callable[[int], bool]
+    progress: Callable[[int], None] = lambda count: None
+    last_call: Callable[[], None] = lambda: None
+
+
+@dataclass(slots=True)
+class _Writer:
+    """One rank of the target; its payload file is there once it has a chunk."""
+
+    path: AnyPath
+    payload: PayloadWriter | None = None
+    rows: list[Row] = field(default_factory=list)
+    keys: dict[str, KeyEntry] = field(default_factory=dict)
+
+    def add(self, key: str, entry: KeyEntry, elements: torch.Tensor, box: Box) -> None:
+        """Write a block."""
+        if not entry.is_sharded:
+            self.rows.append(scalar_of(key, elements))
+        else:
+            self.payload = self.payload or PayloadWriter(self.path)
+            self.rows.append(self.payload.add(key, elements, box))
+        if not any(box.offset):
+            self.keys[key] = entry
+
+
+def rewrite(commit: Commit, work: Rewriting) -> int:
+    """Write a checkpoint and commit it; returns how many payload files it has.
+
+    Raises:
+        DamagedCheckpointError, ManifestError: The source is damaged.  Nothing was committed.
+        OSError: The storage refused.
+    """
+    tables, files, chunks = [], 0, 0
+    ranks = sorted({*work.writers, *work.description.records})
+    for group in batched(ranks, _OPEN_FILES):
+        written = _write_payload(commit, work, group)
+        for rank in group:
+            header = _header(work.description, rank, is_first=rank == ranks[0])
+            tables.append(_write_table(commit, header, written.get(rank)))
+        files += sum(writer.payload is not None for writer in written.values())
+        chunks += sum(len(writer.rows) for writer in written.values())
+    _finish(commit, work, tables, chunks)
+    return files
+
+
+def _write_payload(commit: Commit, work: Rewriting, group: Sequence[int]) -> dict[int, _Writer]:
+    """The blocks of some writers, key by key: every chunk of the source that they need is read once."""
+    writers: dict[int, _Writer] = {}
+    wanted = set(group).intersection(work.writers)
+    try:
+        for batch in work.batches if wanted else ():
+            chunks = work.source.chunks(batch)
+            for key in batch:
+                entry = work.description.keys[key]
+                tiling = covering(key, entry, chunks.pop(key))
+                reader = _Blocks(work.source, entry, tiling)
+                for rank, box in work.shares(key, entry, tiling):
+                    if rank not in wanted:
+                        continue
+                    if rank not in writers:
+                        writers[rank] = _Writer(commit.directory / _names(commit, rank)[0])
+                    writers[rank].add(key, entry, reader.block(box).reshape(-1), box)
+                    work.progress(box.volume * dtype_from_name(entry.dtype).itemsize)
+    except BaseException:
+        for writer in writers.values():
+            if writer.payload is not None:
+                writer.payload.abort()
+        raise
+    return writers
+
+
+class _Blocks:
+    """Blocks of one key, asked for in the order of their rows, out of the chunks of the source."""
+
+    def __init__(self, source: Chunks, entry: KeyEntry, chunks: Sequence[StoredChunk]) -> None:
+        self._source, self._chunks, self._dtype = source, chunks, dtype_from_name(entry.dtype)
+        self._next = 0
+        self._kept: dict[StoredChunk, torch.Tensor] = {}
+
+    def block(self, box: Box) -> torch.Tensor:
+        """The elements of a block."""
+        begin, end = _rows(box)
+        for chunk in [chunk for chunk in self._kept if _rows(chunk.box)[1] <= begin]:
+            del self._kept[chunk]
+        touching = self._touching(box)
+        if [chunk.box for chunk in touching] == [box]:
+            return self._read(touching[0], end)
+        block = torch.empty(box.size, dtype=self._dtype)
+        for chunk in touching:
+            common = box.intersect(chunk.box)
+            if common is None:
+                raise InternalError(
+                    expected=f"a chunk that touches {box}", found=f"{chunk.box}", remedy="Report it.", key=chunk.key
+                )
+            elements = _as_bits(self._read(chunk, end))
+            _as_bits(block)[common.slices_in(box)] = elements[common.slices_in(chunk.box)]
+        return block
+
+    def _touching(self, box: Box) -> list[StoredChunk]:
+        begin, end = _rows(box)
+        while _rows(self._chunks[self._next].box)[1] <= begin:
+            self._next += 1
+        found = []
+        for chunk in self._chunks[self._next :]:
+            if _rows(chunk.box)[0] >= end:
+                break
+            if not box.size or chunk.box.intersect(box) is not None:
+                found.append(chunk)
+        return found
+
+    def _read(self, chunk: StoredChunk, end: int) -> torch.Tensor:
+        """A chunk's elements; kept for the next block if it reaches into it and there is room."""
+        if chunk in self._kept:
+            return self._kept[chunk]
+        elements = self._source.read(chunk)
+        used = sum(tensor.nbytes for tensor in self._kept.values())
+        if _rows(chunk.box)[1] > end and used + elements.nbytes <= KEPT_BYTES:
+            self._kept[chunk] = elements
+        return elements
+
+
+def _rows(box: Box) -> tuple[int, int]:
+    """First row and one past the last; a scalar is one row."""
+    return (box.offset[0], box.end[0]) if box.size else (0, 1)
+
+
+def _as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements as integers: torch cannot copy between slices of every dtype that it stores."""
+    bits = _BITS.get(tensor.dtype.itemsize)
+    return tensor if bits is None else tensor.view(bits)
+
+
+def _header(description: Description, rank: int, *, is_first: bool) -> TableHeader:
+    """What a rank's table says besides its chunks; the first has what belongs to no rank."""
+    record = description.records.get(rank, Record({"rank": rank}))
+    empty = {key: entry for key, entry in description.keys.items() if not math.prod(entry.shape)}
+    return TableHeader(
+        rank=rank,
+        coordinates=record.coordinates,
+        files=(),
+        keys=empty if is_first else {},
+        parameter_groups=description.groups if is_first else (),
+        stateless=description.stateless if is_first else (),
+        values=record.values,
+        extra_state=record.extra_state,
+        chunks=0,
+    )
+
+
+def _write_table(commit: Commit, header: TableHeader, writer: _Writer | None) -> TableEntry:
+    rows = writer.rows if writer is not None else []
+    if writer is not None:
+        files = (writer.payload.close(),) if writer.payload is not None else ()
+        update = {"files": files, "keys": {**header.keys, **writer.keys}, "chunks": len(rows)}
+        header = header.model_copy(update=update)
+    name, data = _names(commit, header.rank)[1], table_bytes(header, rows)
+    write_file(commit.directory / name, data)
+    return TableEntry(rank=header.rank, name=name, size=len(data), checksum=checksum(data))
+
+
+def _finish(commit: Commit, work: Rewriting, tables: Sequence[TableEntry], chunks: int) -> None:
+    """The head, and the step that puts the checkpoint in its place."""
+    description = work.description
+    names = {name for entry in tables for name in _names(commit, entry.rank)}
+    head = Manifest(
+        format=FORMAT_NAME,
+        version=VERSION,
+        writer=description.writer,
+        topology=description.topology,
+        sections=description.sections,
+        keys=dict(sorted(description.keys.items())),
+        tables=tuple(tables),
+        values=description.values,
+    )
+
+    def with_files(files: tuple[ExtraEntry, ...]) -> bytes:
+        return manifest_bytes(head.model_copy(update={"files": files}))
+
+    def write_view(place: AnyPath) -> None:
+        paths = [place / entry.name for entry in tables]
+        write_dcp_view(place, head.keys, paths, decode(head.values) or {}, commit.suffix)
+
+    view = write_view if work.stock_view(chunks) else None
+    content = Content(with_files, frozenset(names), work.add_files, view, last_call=work.last_call)
+    removal.delete_later(commit.finish(content))
+
+
+def _names(commit: Commit, rank: int) -> tuple[str, str]:
+    """Payload file and table of a rank."""
+    return f"__{rank}_0{commit.suffix}.distcp", f"chunks_{rank:05d}{commit.suffix}.jsonl"

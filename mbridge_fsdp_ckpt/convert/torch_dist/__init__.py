@@ -1,0 +1,1 @@
+"""From `torch_dist`."""

@@ -1,0 +1,147 @@
+"""Non-tensor state of Megatron's `torch_dist` checkpoints, read as data: no pickle of it runs code."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mbridge_fsdp_ckpt.bridge.names import TRAIN_STATE
+from mbridge_fsdp_ckpt.convert.description import Record
+from mbridge_fsdp_ckpt.convert.from_stock import read_train_state
+from mbridge_fsdp_ckpt.convert.torch_dist.reader import COMMON
+from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, UnsupportedStateError, brief
+from mbridge_fsdp_ckpt.storage.files import AnyPath, is_plain_file, read_bounded
+from mbridge_fsdp_ckpt.storage.format.values import encode
+from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
+from mbridge_fsdp_ckpt.storage.stock.unpickler import REMEDY, load_record
+
+_COMMON_KEY = "common_state/shard_0_1"
+_MAX_COMMON_BYTES = 1 << 30
+_BY_PARAMETER = frozenset({"fully_reshardable", "fully_sharded_model_space"})
+_RANDOM = re.compile(r"rng_state/shard_(\d+)\.(\d+)(?:\.(\d+))?_[\d.]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Common:
+    """Non-tensor state of a `torch_dist` checkpoint.
+
+    Args:
+        content: What it says of its own structure.
+        values: Progress, scheduler and the like.
+        groups: The optimizer's param groups.
+        sharding: How the optimizer's state was saved; empty where there is none.
+        left_out: Names of state that is no plain data.
+    """
+
+    content: Mapping[str, Any]
+    values: Mapping[str, Any]
+    groups: Sequence[dict[str, Any]]
+    sharding: frozenset[str]
+    left_out: tuple[str, ...]
+
+    @property
+    def no_optimizer(self) -> str:
+        """Why there is no optimizer state that goes by parameter; empty where there is."""
+        if not self.sharding:
+            return "the checkpoint has no optimizer state: weights only"
+        if self.sharding <= _BY_PARAMETER:
+            return ""
+        return (
+            f"optimizer state is left out: {', '.join(sorted(self.sharding))} keeps it by ranks' buffers, not by "
+            "parameters. Save once with dist_ckpt_optim_fully_reshardable=True to convert it"
+        )
+
+
+def read_common(source: DcpSource) -> Common:
+    """The non-tensor state, through torch's `weights_only` loader.
+
+    Raises:
+        DamagedCheckpointError: It is no data, or not there.
+    """
+    path = source.directory / COMMON
+    found = _load_common(path) if is_plain_file(path) else source.read_object(_COMMON_KEY)
+    state = found[0] if isinstance(found, list) and found else found
+    if not isinstance(state, dict):
+        raise _no_common(source.directory, type(state).__name__)
+    values, left_out = {}, []
+    for name, value in state.items():
+        if name in ("optimizer", "content_metadata"):
+            continue
+        try:
+            encode(value, str(name))
+            values[str(name)] = value
+        except UnsupportedStateError:
+            left_out.append(str(name))
+    if is_plain_file(source.directory / TRAIN_STATE):
+        values["train_state"] = read_train_state(source.directory / TRAIN_STATE)
+    parts = [part for part in _optimizers(state.get("optimizer")) if isinstance(part, dict)]
+    inner = [part.get("optimizer") or {} for part in parts]
+    return Common(
+        content=state.get("content_metadata") or {},
+        values=values,
+        groups=[dict(group) for one in inner if isinstance(one, dict) for group in one.get("param_groups", ())],
+        sharding=frozenset(str(part.get("param_state_sharding_type", "unknown")) for part in parts),
+        left_out=tuple(left_out),
+    )
+
+
+def _load_common(path: AnyPath) -> Any:
+    try:
+        return load_record(np.frombuffer(read_bounded(path, _MAX_COMMON_BYTES), dtype=np.uint8))
+    except Exception as error:  # a pickle stream can raise anything
+        text = brief(error)
+        raise _no_common(path, text) from error
+
+
+def _no_common(path: AnyPath, found: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(
+        expected="the non-tensor state as Megatron saves it", found=found, remedy=REMEDY, key=str(path)
+    )
+
+
+def _optimizers(state: Any) -> list[Any]:
+    """One, or several chained, which are numbered."""
+    if not isinstance(state, dict) or not state:
+        return []
+    return list(state.values()) if all(isinstance(name, int) for name in state) else [state]
+
+
+def read_random_states(source: DcpSource) -> tuple[dict[int, Record], list[str]]:
+    """Random-number states, one for each (pipeline, tensor) place, as stock keeps them; and what is left out.
+
+    Raises:
+        DamagedCheckpointError: They are no data.
+    """
+    found: dict[tuple[int, int], Any] = {}
+    others = 0
+    for key in source.entries:
+        match = _RANDOM.fullmatch(key)
+        if match is None:
+            continue
+        pipeline, tensor, data = (int(number or 0) for number in match.groups())
+        if data:
+            others += 1
+        else:
+            states = source.read_object(key)
+            found[pipeline, tensor] = states[0] if _is_nested(states) else states
+    records = {
+        index: Record(
+            {"rank": index, "pipeline": pipeline, "tensor": tensor},
+            encode({"rng_state": {f"({pipeline}, {tensor})": found[pipeline, tensor]}}, "rng_state"),
+        )
+        for index, (pipeline, tensor) in enumerate(sorted(found))
+    }
+    if not others:
+        return records, []
+    ranks = "1 rank" if others == 1 else f"{others} ranks"
+    note = f"random-number states of {ranks} are left out: one for each (pipeline, tensor) place is kept"
+    return records, [note]
+
+
+def _is_nested(states: Any) -> bool:
+    """Megatron keeps each object in a list of its own."""
+    return isinstance(states, list) and len(states) == 1 and isinstance(states[0], list)

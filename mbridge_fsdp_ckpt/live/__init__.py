@@ -1,0 +1,1 @@
+"""What a running job holds: its tensors, their places, its sizes."""

@@ -1,0 +1,1 @@
+"""State of FP8 scaling."""

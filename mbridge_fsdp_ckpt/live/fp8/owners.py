@@ -1,0 +1,62 @@
+"""FP8 scaling state in a checkpoint: who writes which module's, and whose a rank restores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mbridge_fsdp_ckpt.families.naming import is_expert_name
+from mbridge_fsdp_ckpt.live.fp8 import state as extra_state
+from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module, naming_of
+from mbridge_fsdp_ckpt.live.topology import coordinates, replicas
+
+Coordinates = Mapping[str, int]
+_STATES, _OPEN = "states", "open_rows"
+
+
+def own_states(model: Any) -> dict[str, Any] | None:
+    """What this rank writes: states that no earlier replica writes, and every history's row that waits to be reduced.
+
+    Returns:
+        None where nothing scales with delay.
+    """
+    module = find_fsdp_module(model)
+    naming, written, every = naming_of(module), dict[str, Any](), dict[str, Any]()
+    for name, part in module.named_modules():
+        states = extra_state.collect([(name, part)], naming.on_disk)
+        if not states:
+            continue
+        every |= states
+        replica = replicas(expert=is_expert_name(f"{name}.weight"))
+        if replica.index == 0 or not extra_state.replicas_agree(part, replica.count):
+            written |= states
+    return {_STATES: written, _OPEN: extra_state.open_rows(every)} if every else None
+
+
+def restorations(model: Any, saved_by: Iterable[tuple[Coordinates, Any]]) -> list[extra_state.Restoration]:
+    """Checked states for this rank's modules, to be applied once nothing can fail any more.
+
+    Where data-parallel ranks keep amaxes of their own, each gets those of the rank at its place, if there is one.
+
+    Args:
+        model: The live model.
+        saved_by: Saving ranks' coordinates, each with what `own_states` returned there.
+
+    Raises:
+        LayoutError: A state is malformed or does not fit its module.
+    """
+    module, place = find_fsdp_module(model), coordinates()
+    states: dict[str, Any] = {}
+    rows: dict[str, list[Any]] = {}
+    for _, own in sorted(saved_by, key=lambda rank: _nearness(rank[0], place)):  # the nearest comes last
+        saved = own or {}
+        states |= saved.get(_STATES, {})
+        for key, row in saved.get(_OPEN, {}).items():
+            rows.setdefault(key, []).append(row)
+    checked = {key: extra_state.check(key, state) for key, state in states.items()}
+    complete = {key: extra_state.with_open_rows(key, state, rows.get(key, ())) for key, state in checked.items()}
+    return extra_state.prepare(module.named_modules(), complete, naming_of(module).on_disk)
+
+
+def _nearness(coordinates: Mapping[str, int], place: Mapping[str, int]) -> tuple[bool, bool]:
+    return coordinates.get("data") == place.get("data"), dict(coordinates) == dict(place)

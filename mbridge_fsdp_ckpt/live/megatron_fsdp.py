@@ -1,0 +1,299 @@
+"""Megatron-FSDP parameter -> `ParameterLayout`: where this rank's shard lies in the global tensor.
+
+Nothing is asked of other ranks.  Megatron-FSDP leaves on each optimizer-named parameter what the arithmetic needs
+(megatron_fsdp 0.5, `param_and_grad_buffer.py`, `_init_optimizer_named_parameters`):
+
+    megatron_fsdp_slice        this rank's flat [start, stop) inside the parameter of one tensor-parallel rank;
+                               absent with the strategy `no_shard`, where every rank holds all of it
+    megatron_fsdp_dist_index   the meshes; experts have one of their own
+    orig_param                 the parameter of one tensor-parallel rank: its shape
+    _tensor_parallel_mode, tensor_model_parallel, partition_dim    the dimension that tensor parallelism cuts
+
+This is the one file that reads Megatron-FSDP's attributes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mbridge_fsdp_ckpt.errors import ConfigurationError, LayoutError, UnsupportedStateError
+from mbridge_fsdp_ckpt.families.declaration import ParameterContext
+from mbridge_fsdp_ckpt.families.lora import is_shared_by_experts
+from mbridge_fsdp_ckpt.families.naming import Naming, is_expert_name
+from mbridge_fsdp_ckpt.plan.boxes import FlatRange
+from mbridge_fsdp_ckpt.plan.layout import LAYOUT_REMEDY, Axis, ParameterLayout
+
+
+@dataclass(frozen=True, slots=True)
+class ModelParameter:
+    """A layout with the tensor it describes and what a family may look at (None for a buffer)."""
+
+    layout: ParameterLayout
+    context: ParameterContext | None
+    tensor: torch.Tensor
+    """The parameter that the optimizer updates, the main weight; or a persistent buffer."""
+
+    @property
+    def is_buffer(self) -> bool:
+        """Whether it is a buffer: whole on every rank that has it, of any strides."""
+        return self.context is None
+
+    def elements(self) -> torch.Tensor:
+        """This rank's shard, flattened, to be read: a copy of a buffer that cannot be flattened in place.
+
+        Raises:
+            UnsupportedStateError: See `refuse_quantized`.
+        """
+        shard = local_shard(self.tensor)
+        refuse_quantized(shard, self.layout.key)
+        return shard.reshape(-1)
+
+
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """The local tensor of a DTensor, or the tensor itself; detached, shares memory."""
+    return getattr(tensor, "_local_tensor", tensor).detach()
+
+
+def refuse_quantized(shard: torch.Tensor, key: str) -> None:
+    """Refuse a weight that is kept in FP8 alone; where there is a main weight, that is the parameter.
+
+    Its values change with its scale, which no state dict has.  Megatron-FSDP 0.19 cannot shard such a weight: only
+    `no_shard` meets it, where it is frozen.
+
+    Raises:
+        UnsupportedStateError: It is one of Transformer Engine's quantized tensors.
+    """
+    if hasattr(shard, "quantize_"):
+        raise UnsupportedStateError(
+            expected="a weight of high precision, or one whose main weight is",
+            found=f"{type(shard).__name__} without a main weight: frozen",
+            remedy="Keep frozen weights in bf16 (fp8_param_gather=False), or leave them out with include=.",
+            key=key,
+        )
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """What a tensor and its views have in common."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def find_fsdp_module(model: Any) -> Any:
+    """The `MegatronFSDP` module inside a (wrapped) model.
+
+    Raises:
+        ConfigurationError: There is none.
+    """
+    module = model[0] if isinstance(model, list | tuple) and len(model) == 1 else model
+    while module is not None and not hasattr(module, "param_and_grad_buffer"):
+        module = getattr(module, "module", None)
+    inner = getattr(module, "module", None)
+    if inner is not None and hasattr(inner, "param_and_grad_buffer"):  # FullyShardedDataParallel holds MegatronFSDP
+        module = inner
+    if module is None:
+        raise ConfigurationError(
+            expected="one model chunk wrapped in Megatron-FSDP",
+            found=f"{type(model).__name__}" + (f" of {len(model)}" if isinstance(model, list | tuple) else ""),
+            remedy="Set ddp.use_megatron_fsdp=True; virtual pipeline stages are not supported by Megatron-FSDP.",
+        )
+    return module
+
+
+def model_parameters(fsdp_module: Any) -> list[ModelParameter]:
+    """Parameters and persistent buffers with their layouts, in the order of the model's state dict.
+
+    `_extra_state` is left out: it is a pickle; see `live.fp8`.
+
+    Raises:
+        LayoutError: A parameter's metadata contradicts its local shard.
+    """
+    state = fsdp_module.state_dict(keep_vars=True)  # a hook puts the distributed parameters in place
+    names = {id(parameter): name for name, parameter in fsdp_module.named_parameters()}
+    modules = dict(fsdp_module.named_modules())
+    naming, root = naming_of(fsdp_module), _root(state, names)
+    parameters = []
+    for state_name, tensor in state.items():
+        if state_name.endswith("_extra_state") or not isinstance(tensor, torch.Tensor):
+            continue
+        key, is_copy = naming.on_disk(state_name, root), naming.is_copy(state_name, root)
+        if not isinstance(tensor, torch.nn.Parameter):
+            parameters.append(ModelParameter(_buffer_layout(tensor, key, fsdp_module, naming.stages), None, tensor))
+            continue
+        name = names[id(tensor)]
+        fsdp_parameter: Any = tensor
+        context = context_of(name, modules, fsdp_parameter.orig_param)
+        layout = replace(
+            _layout(tensor, key, f"module.{naming.on_disk(name)}", context),
+            is_copy=is_copy,
+            is_vocabulary=_is_vocabulary(context),
+        )
+        _check_against_tensor(layout, tensor)
+        parameters.append(ModelParameter(layout, context, tensor))
+    _check_names(parameters)
+    return parameters
+
+
+def naming_of(module: Any) -> Naming:
+    """Names on disk of what a model holds on this rank."""
+    from megatron.core import parallel_state
+
+    modules = dict(module.named_modules())
+    if not parallel_state.model_parallel_is_initialized():
+        return Naming(modules)
+    return Naming(
+        modules,
+        parallel_state.get_expert_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+    )
+
+
+def _root(state: dict[str, Any], names: dict[int, str]) -> str:
+    """The module from which names in the state dict start: Megatron's precision wrapper hides itself there."""
+    for state_name, tensor in state.items():
+        name = names.get(id(tensor), "")
+        if name.endswith(f".{state_name}"):
+            return name.removesuffix(f".{state_name}")
+    return ""
+
+
+def context_of(name: str, modules: Mapping[str, Any], parameter: Any) -> ParameterContext:
+    """What a family may look at; adapters' wrapping of a layer (`to_wrap`) is not seen.
+
+    Args:
+        name: The parameter's dotted name.
+        modules: The model's modules by dotted name.
+        parameter: The parameter of one tensor-parallel rank, before data-parallel sharding.
+    """
+    path, ancestors = name, []
+    while path:
+        path = path.rpartition(".")[0]
+        if path.endswith(".to_wrap"):
+            ancestors.append((path.removesuffix(".to_wrap"), modules[path]))
+            path = path.removesuffix(".to_wrap")
+        else:
+            ancestors.append((path, modules[path]))
+    leaf = name.rpartition(".")[2]
+    seen = ".".join(filter(None, (ancestors[0][0], leaf)))
+    return ParameterContext(seen, tuple(ancestors), tuple(parameter.shape), _fused(parameter))
+
+
+def _fused(parameter: Any) -> str:
+    """How Megatron-Core marks a parameter of several components (`partition_stride`, `partition_sizes`)."""
+    stride, sizes = getattr(parameter, "partition_stride", 1), getattr(parameter, "partition_sizes", ())
+    if len(sizes) > 1:
+        return f"partition_sizes {list(sizes)}"
+    return f"partition_stride {stride}" if stride > 1 else ""
+
+
+def _is_vocabulary(context: ParameterContext) -> bool:
+    """Rows of tokens: Megatron-Core's `VocabParallelEmbedding`, and a language model's `output_layer`."""
+    owner = context.ancestor(0)
+    return hasattr(owner, "vocab_start_index") or context.child_name(0) == "output_layer"
+
+
+def _check_names(parameters: list[ModelParameter]) -> None:
+    seen: set[str] = set()
+    for parameter in parameters:
+        key = parameter.layout.key
+        if key in seen:
+            raise LayoutError(
+                expected="one parameter for each name on disk",
+                found="two",
+                remedy="Do two layers have the same layer_number?",
+                key=key,
+            )
+        seen.add(key)
+
+
+def _buffer_layout(tensor: torch.Tensor, key: str, fsdp_module: Any, stages: int) -> ParameterLayout:
+    """A buffer is whole on every rank that has it: all ranks of a stage, or those of its expert mesh."""
+    mesh = fsdp_module.get_distributed_index().get_root_mesh(is_expert_parallel=is_expert_name(key))
+    if is_expert_name(key) or stages > 1:
+        replica = _combine([Axis(i, n) for i, n in zip(mesh.get_coordinate(), mesh.mesh.shape, strict=True)])
+    else:
+        replica = Axis(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Axis(0, 1)
+    shape = tuple(tensor.shape)
+    return ParameterLayout(key, "", shape, None, Axis(0, 1), FlatRange(0, tensor.numel()), replica)
+
+
+def _layout(tensor: Any, key: str, optimizer_name: str, context: ParameterContext) -> ParameterLayout:
+    index, shape = tensor.megatron_fsdp_dist_index, context.local_shape
+    is_expert = is_expert_name(context.name)
+    tensor_parallel = _axis(index, index.tp_dim, is_expert)
+    dim = _tensor_parallel_dim(tensor) if tensor_parallel.count > 1 else None
+    shard = getattr(tensor, "megatron_fsdp_slice", None)
+    flat = FlatRange(0, math.prod(shape)) if shard is None else _flat_range(shard, key)
+    replicated = [tensor_parallel] if dim is None else []
+    if is_shared_by_experts(context):
+        replicated.append(_expert_parallel())
+    is_whole = shard is None or not math.prod(shape)
+    if index.use_hybrid_fsdp and (is_whole or not index.hsdp_outer_dp_shard):
+        replicated.append(_axis(index, index.dp_outer_dim, is_expert))
+    if is_whole:
+        replicated.append(_axis(index, index.dp_shard_dim, is_expert))
+    return ParameterLayout(key, optimizer_name, shape, dim, tensor_parallel, flat, _combine(replicated))
+
+
+def _expert_parallel() -> Axis:
+    from megatron.core import parallel_state
+
+    return Axis(parallel_state.get_expert_model_parallel_rank(), parallel_state.get_expert_model_parallel_world_size())
+
+
+def _flat_range(shard: slice, key: str) -> FlatRange:
+    if shard.stop == shard.start:
+        return FlatRange(0, 0)
+    try:
+        return FlatRange(shard.start, shard.stop)
+    except ValueError as error:
+        raise LayoutError(
+            expected="a flat slice of the parameter", found=str(error), remedy=LAYOUT_REMEDY, key=key
+        ) from error
+
+
+def _axis(index: Any, dim_name: str | None, is_expert: bool) -> Axis:
+    if dim_name is None:
+        return Axis(0, 1)
+    mesh = index.get_root_mesh(is_expert_parallel=is_expert)
+    position = mesh.mesh_dim_names.index(dim_name)
+    return Axis(mesh.get_coordinate()[position], mesh.mesh.size(position))
+
+
+def _combine(axes: list[Axis]) -> Axis:
+    return reduce(Axis.within, axes, Axis(0, 1))
+
+
+def _tensor_parallel_dim(tensor: Any) -> int | None:
+    """The rule of megatron_fsdp `utils.py`, `get_mcore_tensor_parallel_partition_dim`."""
+    match getattr(tensor, "_tensor_parallel_mode", None):
+        case "column":
+            return 0
+        case "row":
+            return 1
+    dim = getattr(tensor, "partition_dim", None)
+    return int(dim) if getattr(tensor, "tensor_model_parallel", False) and dim is not None and dim >= 0 else None
+
+
+def _check_against_tensor(layout: ParameterLayout, tensor: Any) -> None:
+    local = local_shard(tensor)
+    if local.numel() != len(layout.flat):
+        raise LayoutError(
+            expected=f"{len(layout.flat)} local elements, [{layout.flat.start}, {layout.flat.stop}) of one TP rank",
+            found=f"a local tensor of shape {tuple(local.shape)}",
+            remedy=LAYOUT_REMEDY,
+            key=layout.key,
+        )
+    expected = layout.global_shape_of(layout.local_shape)
+    if tuple(tensor.shape) != expected:
+        raise LayoutError(
+            expected=f"global shape {expected}: {layout.local_shape} over {layout.tensor_parallel.count} TP ranks",
+            found=f"{tuple(tensor.shape)}",
+            remedy=LAYOUT_REMEDY,
+            key=layout.key,
+        )

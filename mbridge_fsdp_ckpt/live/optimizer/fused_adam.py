@@ -1,0 +1,134 @@
+"""Transformer Engine's FusedAdam: the step counter lives in the group, states may be of lower precision.
+
+Its state is a DTensor for DTensor parameters since Transformer Engine's pull request 2795 and a plain local tensor
+before; both are read.  `initialize_state` (public) makes a state as the installed version keeps it: a load fills
+that memory, and puts it in place, without another copy of it.
+fp16 and fp8 states carry a scale a shard: they are stored as the fp32 values they stand for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mbridge_fsdp_ckpt.errors import UnsupportedStateError
+from mbridge_fsdp_ckpt.live.megatron_fsdp import local_shard
+from mbridge_fsdp_ckpt.live.optimizer.base import (
+    STEP,
+    Group,
+    Slot,
+    SlotSpec,
+    empty_slot,
+    put_in_place,
+    restored,
+    slot_of,
+)
+from mbridge_fsdp_ckpt.live.optimizer.torch_optimizer import TorchOptimizerAdapter, set_hyperparameters
+
+_SCALED = (torch.float16, torch.uint8)
+_State = tuple[dict[str, Any], dict[str, Any]]
+"""What the optimizer keeps of a parameter: its state, and the scales of slots of low precision."""
+
+
+class FusedAdamAdapter:
+    """See `OptimizerAdapter`."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        self._made: dict[torch.Tensor, _State] = {}
+
+    def groups(self) -> list[Group]:
+        """See `OptimizerAdapter`."""
+        return TorchOptimizerAdapter(self.optimizer).groups()
+
+    def slots(self, parameter: torch.Tensor) -> dict[str, Slot]:
+        """See `OptimizerAdapter`."""
+        state = self.optimizer.state.get(parameter, {})
+        return {
+            name: slot_of(
+                name, self.optimizer.get_unscaled_state(parameter, name) if self._scaled(name) else value, parameter
+            )
+            for name, value in state.items()
+        }
+
+    def allocate(self, parameter: torch.Tensor, specs: dict[str, SlotSpec]) -> dict[str, Slot]:
+        """See `OptimizerAdapter`.  Slots are the memory of a new state; those that get a scale wait on the host.
+
+        Raises:
+            UnsupportedStateError: A saved slot is none that this optimizer keeps.
+        """
+        made, _ = self._made[parameter] = self._make_state(parameter)
+        return {name: self._slot(parameter, name, spec, made) for name, spec in specs.items() if name != STEP}
+
+    def _slot(self, parameter: torch.Tensor, name: str, spec: SlotSpec, made: dict[str, Any]) -> Slot:
+        live = local_shard(made[name]) if name in made else None
+        if live is None or spec.kind != "sharded" or spec.dtype.is_floating_point != live.is_floating_point():
+            kept = ", ".join(f"{slot} ({local_shard(value).dtype})" for slot, value in made.items())
+            raise UnsupportedStateError(
+                expected=f"state as this FusedAdam keeps it: {kept}",
+                found=f"a slot {name!r} of {spec.dtype}, {spec.kind}",
+                remedy="Build the optimizer as the saving job did. Nothing was changed.",
+            )
+        if self._scaled(name):
+            return empty_slot(parameter, SlotSpec(spec.kind, torch.float32), torch.device("cpu"))
+        return Slot("sharded", live.view(-1))
+
+    def _make_state(self, parameter: torch.Tensor) -> _State:
+        """A parameter's state and scales as the installed version keeps them; the optimizer's own stay as they are."""
+        optimizer = self.optimizer
+        remainders = optimizer.store_param_remainders and parameter.dtype == torch.bfloat16
+        before = _take(optimizer, parameter)
+        try:
+            optimizer.initialize_state(parameter, remainders)
+        finally:
+            made = _take(optimizer, parameter)
+            _put(optimizer, parameter, before)
+        return made
+
+    def install(self, parameter: torch.Tensor, slots: dict[str, Slot] | None, step: float | None) -> None:
+        """See `OptimizerAdapter`."""
+        if not slots:
+            if slots is not None:
+                self.optimizer.state.pop(parameter, None)
+            return
+        self._set_step(parameter, step)
+        made, scales = self._made.pop(parameter)
+        plain = {name: live for name, live in self.optimizer.state.get(parameter, {}).items() if not self._scaled(name)}
+        scales = put_in_place(self.optimizer._scales.get(parameter, {}), scales)
+        _put(self.optimizer, parameter, (put_in_place(plain, made), scales))
+        for name, slot in slots.items():
+            if self._scaled(name):
+                self.optimizer.set_scaled_state(parameter, name, slot.tensor.view(local_shard(parameter).shape))
+
+    def finish(self, groups: list[dict[str, Any]] | None) -> None:
+        """See `OptimizerAdapter`."""
+        for live, saved in zip(self.optimizer.param_groups, groups or (), strict=False):
+            if STEP in saved:
+                live.setdefault(STEP, self._counter())
+        set_hyperparameters(self.optimizer, groups)
+
+    def _set_step(self, parameter: torch.Tensor, step: float | None) -> None:
+        """Where the saving optimizer counted a parameter; a saved group's counter overrides it in `finish`."""
+        for group in self.optimizer.param_groups:
+            if step is not None and any(parameter is member for member in group["params"]):
+                group[STEP] = restored(group.get(STEP, self._counter()), int(step))
+
+    def _counter(self) -> Any:
+        """A counter as the first step would make it, before that step."""
+        if not self.optimizer.capturable:
+            return 0
+        return torch.zeros(1, dtype=torch.int, device=self.optimizer._dummy_overflow_buf.device)
+
+    def _scaled(self, name: str) -> bool:
+        return self.optimizer.name_to_dtype_map.get(name) in _SCALED
+
+
+def _take(optimizer: Any, parameter: torch.Tensor) -> _State:
+    return optimizer.state.pop(parameter, {}), optimizer._scales.pop(parameter, {})
+
+
+def _put(optimizer: Any, parameter: torch.Tensor, state: _State) -> None:
+    for holder, values in zip((optimizer.state, optimizer._scales), state, strict=True):
+        if values:
+            holder[parameter] = values

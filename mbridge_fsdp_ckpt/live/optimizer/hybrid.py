@@ -1,0 +1,89 @@
+"""Megatron's HybridDeviceOptimizer: part of the parameters is updated on the host.
+
+It holds torch optimizers over *inner* parameters (host copies, fp32 copies, or views), whose state is the state.
+Each inner optimizer is read and written through its own adapter; counters are stored a parameter, so that the
+offload fraction may change between save and load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mbridge_fsdp_ckpt.live.megatron_fsdp import local_shard
+from mbridge_fsdp_ckpt.live.optimizer.base import MASTER, STEP, Group, OptimizerAdapter, Slot, SlotSpec
+from mbridge_fsdp_ckpt.live.optimizer.torch_optimizer import TorchOptimizerAdapter, set_hyperparameters
+
+_CONSTRUCTION = frozenset(
+    {
+        "offload_fraction",
+        "cpu_optimizer_cls",
+        "gpu_optimizer_cls",
+        "param_update_in_fp32",
+        "pin_cpu_grads",
+        "pin_cpu_params",
+        "overlap_cpu_optimizer_d2h_h2d",
+        "fused",
+    }
+)
+
+
+class HybridAdapter:
+    """See `OptimizerAdapter`."""
+
+    def __init__(self, optimizer: Any, adapter_for: Callable[[Any], OptimizerAdapter]) -> None:
+        self.optimizer = optimizer
+        self._adapters: dict[int, OptimizerAdapter] = {}
+        self._groups: dict[int, dict[str, Any]] = {}
+        for sub_optimizer in optimizer.sub_optimizers:
+            adapter = adapter_for(sub_optimizer)
+            for group in sub_optimizer.param_groups:
+                for inner in group["params"]:
+                    self._adapters[id(inner)] = adapter
+                    self._groups[id(inner)] = group
+
+    def groups(self) -> list[Group]:
+        """See `OptimizerAdapter`."""
+        return [
+            Group({k: v for k, v in group.hyperparameters.items() if k not in _CONSTRUCTION}, group.parameters)
+            for group in TorchOptimizerAdapter(self.optimizer).groups()
+        ]
+
+    def slots(self, parameter: torch.Tensor) -> dict[str, Slot]:
+        """See `OptimizerAdapter`.  The fp32 master is left out where it repeats the main weight."""
+        inner = self._inner(parameter)
+        slots = {name: slot for name, slot in self._adapters[id(inner)].slots(inner).items() if name != MASTER}
+        if slots and STEP not in slots and STEP in self._groups[id(inner)]:
+            slots[STEP] = Slot("tensor", torch.tensor(float(self._groups[id(inner)][STEP])))
+        if inner.dtype != parameter.dtype:
+            slots[MASTER] = Slot("sharded", local_shard(inner).reshape(-1))
+        return slots
+
+    def allocate(self, parameter: torch.Tensor, specs: dict[str, SlotSpec]) -> dict[str, Slot]:
+        """See `OptimizerAdapter`."""
+        inner = self._inner(parameter)
+        own = {name: spec for name, spec in specs.items() if name != MASTER}
+        slots = self._adapters[id(inner)].allocate(inner, own)
+        if MASTER in specs and inner.dtype != parameter.dtype:
+            slots[MASTER] = Slot("sharded", torch.empty_like(local_shard(inner)).reshape(-1))
+        return slots
+
+    def install(self, parameter: torch.Tensor, slots: dict[str, Slot] | None, step: float | None) -> None:
+        """See `OptimizerAdapter`."""
+        inner = self._inner(parameter)
+        master = (slots or {}).get(MASTER)
+        local_shard(inner).copy_(local_shard(parameter) if master is None else master.tensor.view(inner.shape))
+        own = None if slots is None else {name: slot for name, slot in slots.items() if name != MASTER}
+        self._adapters[id(inner)].install(inner, own, step)
+
+    def finish(self, groups: list[dict[str, Any]] | None) -> None:
+        """See `OptimizerAdapter`."""
+        set_hyperparameters(self.optimizer, groups)
+        self.optimizer._sync_hdo_param_groups_to_sub_optimizers()
+        self.optimizer._sync_sub_optimizers_state_to_hdo()
+
+    def _inner(self, parameter: torch.Tensor) -> torch.Tensor:
+        inner: torch.Tensor = self.optimizer.param_to_inner_param[parameter]
+        return inner

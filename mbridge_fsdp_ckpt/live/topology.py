@@ -1,0 +1,71 @@
+"""The sizes of the running job and this rank's coordinates in it, for the manifest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module
+from mbridge_fsdp_ckpt.plan.layout import Axis
+
+
+def topology() -> dict[str, int | str]:
+    """Parallel sizes, by name."""
+    sizes: dict[str, int | str] = {"world": dist.get_world_size() if dist.is_initialized() else 1}
+    state = _parallel_state()
+    if state is not None:
+        sizes |= {
+            "tensor": state.get_tensor_model_parallel_world_size(),
+            "pipeline": state.get_pipeline_model_parallel_world_size(),
+            "context": state.get_context_parallel_world_size(),
+            "expert": state.get_expert_model_parallel_world_size(),
+            "expert_tensor": state.get_expert_tensor_parallel_world_size(),
+            "data": state.get_data_parallel_world_size(),
+        }
+    return sizes
+
+
+def coordinates() -> dict[str, int]:
+    """This rank's place along each parallel dimension."""
+    place = {"rank": dist.get_rank() if dist.is_initialized() else 0}
+    state = _parallel_state()
+    if state is not None:
+        place |= {
+            "tensor": state.get_tensor_model_parallel_rank(),
+            "pipeline": state.get_pipeline_model_parallel_rank(),
+            "context": state.get_context_parallel_rank(),
+            "expert": state.get_expert_model_parallel_rank(),
+            "data": state.get_data_parallel_rank(),
+        }
+    return place
+
+
+def replicas(*, expert: bool) -> Axis:
+    """This rank's place among those that hold the same module, up to tensor-parallel shards of its weights."""
+    state = _parallel_state()
+    if state is None:
+        return Axis(0, 1)
+    if expert:
+        return Axis(state.get_expert_data_parallel_rank(), state.get_expert_data_parallel_world_size()).within(
+            Axis(state.get_expert_tensor_parallel_rank(), state.get_expert_tensor_parallel_world_size())
+        )
+    data = Axis(
+        state.get_data_parallel_rank(with_context_parallel=True),
+        state.get_data_parallel_world_size(with_context_parallel=True),
+    )
+    return data.within(Axis(state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size()))
+
+
+def sharding_strategy(model: Any) -> str:
+    """Megatron-FSDP's data-parallel sharding strategy of a model, the outer one after a slash if it is hybrid."""
+    module = find_fsdp_module(model)
+    config = module.ddp_config
+    outer = f"/{config.outer_dp_sharding_strategy}" if config.num_distributed_optimizer_instances > 1 else ""
+    return f"{config.data_parallel_sharding_strategy}{outer}"
+
+
+def _parallel_state() -> Any:
+    from megatron.core import parallel_state
+
+    return parallel_state if parallel_state.model_parallel_is_initialized() else None

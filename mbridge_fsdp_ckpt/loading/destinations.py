@@ -1,0 +1,115 @@
+"""Where loaded elements go: views of the very memory that the model or the optimizer reads, never copies of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mbridge_fsdp_ckpt.errors import InternalError, UnsupportedStateError
+from mbridge_fsdp_ckpt.live.megatron_fsdp import refuse_quantized, storage_of
+from mbridge_fsdp_ckpt.plan.boxes import Box, whole
+from mbridge_fsdp_ckpt.plan.pieces import Piece
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """A block that is wanted of a key, and its memory.
+
+    Args:
+        box: The block, in the global tensor; of no dimensions for a scalar.
+        memory: A view of the live tensor, shaped as the block.
+    """
+
+    box: Box
+    memory: torch.Tensor
+
+    def take(self, box: Box, data: torch.Tensor) -> int:
+        """Copy what a chunk has of the block.
+
+        Args:
+            box: The chunk, in the global tensor.
+            data: Its elements.
+
+        Returns:
+            The number of elements that were copied into live memory.
+        """
+        common = box.intersect(self.box)
+        if common is None:
+            return 0
+        target = self.memory[common.slices_in(self.box)]
+        target.copy_(data[common.slices_in(box)])
+        return target.numel()
+
+
+def scalar(live: torch.Tensor) -> Destination:
+    """A 0-d tensor as a destination."""
+    return Destination(Box((), ()), live)
+
+
+def block(piece: Piece, live: torch.Tensor, key: str) -> Destination:
+    """The piece of a live local shard as a destination, whatever the shard's strides.
+
+    Raises:
+        UnsupportedStateError: Elements of the shard share memory, or are in FP8.
+        InternalError: The piece is no view of the shard.
+    """
+    refuse_quantized(live, key)
+    _refuse_overlap(live, key)
+    if live.is_contiguous():
+        memory = piece.block(live.view(-1))
+    elif piece.outer == tuple(live.shape):  # the shard is the whole tensor: a buffer
+        memory = live[piece.inner.slices_in(whole(piece.outer))]
+    else:
+        raise _no_view(piece, live, key)
+    if storage_of(memory) != storage_of(live):
+        raise _no_view(piece, live, key)
+    return Destination(piece.box, memory)
+
+
+def refuse_copy(buffer: torch.Tensor, held: Collection[int], key: str) -> None:
+    """Refuse to fill a tensor of the state dict that the model does not hold.
+
+    Args:
+        buffer: The state dict's tensor.
+        held: `storage_of` the model's buffers.
+        key: Its key on disk.
+
+    Raises:
+        UnsupportedStateError: It was made for the state dict: filling it would change nothing.
+    """
+    if storage_of(buffer) not in held:
+        raise UnsupportedStateError(
+            expected="the state dict to have the model's own buffer",
+            found="a copy of it, or something made from it",
+            remedy="Let the module's state dict have what it registers. Nothing was changed.",
+            key=key,
+        )
+
+
+def _refuse_overlap(live: torch.Tensor, key: str) -> None:
+    """Refuse memory to which one value cannot be written without changing another."""
+    if live.is_contiguous():
+        return
+    reach = 0
+    for stride, size in sorted(zip(live.stride(), live.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            raise UnsupportedStateError(
+                expected="a tensor to fill with memory of its own for every element",
+                found=f"elements that share memory: shape {list(live.shape)}, strides {list(live.stride())}",
+                remedy="Register a buffer that was expanded, or is made of windows, with .contiguous(). "
+                "Nothing was changed.",
+                key=key,
+            )
+        reach += stride * (size - 1)
+
+
+def _no_view(piece: Piece, live: Any, key: str) -> InternalError:
+    return InternalError(
+        expected=f"{piece.box} to be a view of this rank's shard",
+        found=f"a shard of shape {list(live.shape)} and strides {list(live.stride())}",
+        remedy="Report it with the model's parameters. Nothing was changed.",
+        key=key,
+    )

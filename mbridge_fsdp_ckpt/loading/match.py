@@ -1,0 +1,169 @@
+"""Matching a checkpoint's keys with what the live model and optimizer need."""
+
+from __future__ import annotations
+
+import difflib
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+
+from mbridge_fsdp_ckpt.errors import KeyMismatchError, ManifestError
+from mbridge_fsdp_ckpt.live.holdings import Planned
+from mbridge_fsdp_ckpt.plan.boxes import Box, Shape, whole
+from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
+from mbridge_fsdp_ckpt.plan.keys import KeyEntry
+from mbridge_fsdp_ckpt.plan.pieces import Component, ParameterPlan
+from mbridge_fsdp_ckpt.plan.tiling import tiling_defect
+from mbridge_fsdp_ckpt.settings import Settings
+from mbridge_fsdp_ckpt.storage.source import CheckpointSource, StoredChunk
+
+MODEL_PREFIX, STATE_PREFIX = "model.", "optimizer.state."
+NAMED = 20  # names that an error lists
+
+
+class Match:
+    """Collects what this rank needs and what does not fit, to name it all in one error."""
+
+    def __init__(self, source: CheckpointSource, settings: Settings) -> None:
+        self._source, self._settings = source, settings
+        self.needed: dict[str, list[Box]] = defaultdict(list)
+        self.asked: set[str] = set()
+        self.skipped: list[str] = []
+        self._missing: list[str] = []
+        self._unlike: list[str] = []
+
+    def weights(self, item: Planned) -> None:
+        """The weight's components."""
+        for component in item.plan.components:
+            key = item.plan.model_key(component)
+            self._key(key, component.global_shape, item.tensor.dtype, "sharded", item.plan, component)
+
+    def slots(self, plan: ParameterPlan, slots: dict[str, dict[str, KeyEntry]]) -> None:
+        """All slots that the checkpoint has of a parameter; every component must have the same."""
+        name = plan.layout.optimizer_name
+        found = [slots.get(plan.state_name(component), {}) for component in plan.components]
+        kinds = {slot: entry for component in found for slot, entry in component.items()}
+        if not kinds and plan.pieces and name not in self._source.stateless:
+            self._absent(f"{STATE_PREFIX}{name}.*")
+        for slot, entry in kinds.items():
+            for component in plan.components:
+                shape = component.global_shape if entry.kind == "sharded" else ()
+                dtype = dtype_from_name(entry.dtype)
+                self._key(plan.slot_key(component, slot), shape, dtype, entry.kind, plan, component)
+
+    def section(self, name: str) -> None:
+        """A whole section that must be there."""
+        if name not in self._source.sections:
+            self._absent(f"{name}.*")
+
+    def _key(
+        self, key: str, shape: Shape, dtype: torch.dtype, kind: str, plan: ParameterPlan, component: Component
+    ) -> None:
+        entry = self._source.keys.get(key)
+        if entry is None:
+            self._absent(key)
+            return
+        self.asked.add(key)
+        if entry.shape != shape and not self._is_padding(entry, shape, plan):
+            self._unlike.append(self._unlike_shape(key, entry, shape, plan))
+        elif not fits(dtype_from_name(entry.dtype), dtype):
+            self._unlike.append(f"{key}: {entry.dtype} in the checkpoint, {dtype} here")
+        elif kind != "sharded":
+            self.needed[key].append(Box((), ()))
+        else:
+            saved = whole(entry.shape)
+            boxes = (piece.box.intersect(saved) for piece in plan.pieces if piece.component == component)
+            self.needed[key].extend(box for box in boxes if box is not None)
+
+    def _is_padding(self, entry: KeyEntry, shape: Shape, plan: ParameterPlan) -> bool:
+        """Whether two shapes differ in padding rows of the vocabulary alone."""
+        tokens = self._settings.vocabulary_size
+        return (
+            plan.layout.is_vocabulary
+            and tokens is not None
+            and entry.unpadded_rows in (None, tokens)
+            and entry.shape[1:] == shape[1:]
+            and len(entry.shape) == len(shape)
+            and min(entry.shape[0], shape[0]) >= tokens
+        )
+
+    def _unlike_shape(self, key: str, entry: KeyEntry, shape: Shape, plan: ParameterPlan) -> str:
+        text = f"{key}: shape {list(entry.shape)} in the checkpoint, {list(shape)} here"
+        if not plan.layout.is_vocabulary:
+            return text
+        saved, here = entry.unpadded_rows, self._settings.vocabulary_size
+        return f"{text} (tokens without padding: {saved or 'unknown'} there, {here or 'unknown'} in vocabulary_size)"
+
+    def _absent(self, key: str) -> None:
+        (self.skipped if self._settings.may_be_missing(key) else self._missing).append(key)
+
+    def finish(self) -> None:
+        """Raise one error over everything that did not fit."""
+        if not self._missing and not self._unlike:
+            return
+        found = []
+        if self._missing:
+            found.append(f"{len(self._missing)} missing: {listed(self._missing, self._source.keys)}")
+        if self._unlike:
+            found.append(f"{len(self._unlike)} unlike: {listed(self._unlike)}")
+        raise KeyMismatchError(
+            expected="a checkpoint of this model",
+            found="; ".join(found),
+            remedy="Load a checkpoint of the same model. Keys that may be absent can be named in allow_missing; "
+            "optimizer state is not loaded with checkpoint.load_optim=False.",
+        )
+
+
+def fits(saved: torch.dtype, live: torch.dtype) -> bool:
+    """Whether a load may convert: equal, or widening without loss: 16-bit floats into float32."""
+    return saved == live or (saved in (torch.bfloat16, torch.float16) and live in (torch.float32, torch.float64))
+
+
+def listed(names: list[str], known: Iterable[str] = ()) -> str:
+    """Names for an error, up to a bound, the first with the nearest known name."""
+    pool = list(known)
+    shown: list[str] = []
+    for name in sorted(names)[:NAMED]:
+        near = difflib.get_close_matches(name, pool, 1, 0.8) if len(shown) < 3 and len(pool) < 50_000 else []
+        shown.append(name + (f" (nearest: {near[0]})" if near else ""))
+    return ", ".join(shown) + (f", and {len(names) - NAMED} more" if len(names) > NAMED else "")
+
+
+def slots_by_name(source: CheckpointSource) -> dict[str, dict[str, KeyEntry]]:
+    """Saved slots by optimizer name with component suffix."""
+    found: dict[str, dict[str, KeyEntry]] = defaultdict(dict)
+    for key, entry in source.keys.items():
+        if key.startswith(STATE_PREFIX):
+            name, _, slot = key.removeprefix(STATE_PREFIX).rpartition(".")
+            found[name][slot] = entry
+    return found
+
+
+def check_coverage(needed: dict[str, list[Box]], chunks: dict[str, list[StoredChunk]]) -> None:
+    """Every needed element must lie in exactly one chunk.
+
+    Raises:
+        ManifestError: Some lie in none, or in two.
+    """
+    for key, boxes in needed.items():
+        for box in boxes:
+            defect = tiling_defect(box, (chunk.box for chunk in chunks[key]))
+            if defect:
+                raise ManifestError(
+                    expected=f"chunks that cover {box} once",
+                    found=defect,
+                    remedy="The checkpoint is incomplete: use another one.",
+                    key=key,
+                )
+
+
+def in_file_order(chunks: dict[str, list[StoredChunk]], needed: dict[str, list[Box]]) -> list[StoredChunk]:
+    """The chunks that hold something needed, sorted by file and place in it."""
+    touching = (
+        chunk
+        for key, boxes in needed.items()
+        for chunk in chunks[key]
+        if any(chunk.box.intersect(box) for box in boxes)
+    )
+    return sorted(touching, key=lambda chunk: (str(chunk.path), chunk.offset))

@@ -1,0 +1,249 @@
+"""The steps of a load, each of one rank; `checkpoint.load` tells their story."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mbridge_fsdp_ckpt.agree import sketches
+from mbridge_fsdp_ckpt.agree.meeting import Agreement
+from mbridge_fsdp_ckpt.errors import ConfigurationError, KeyMismatchError, PlanDisagreementError
+from mbridge_fsdp_ckpt.families import default_registry
+from mbridge_fsdp_ckpt.live.fp8.owners import restorations
+from mbridge_fsdp_ckpt.live.fp8.state import Restoration
+from mbridge_fsdp_ckpt.live.holdings import KeyFilter, OptimizerPart, Planned, optimizer_parts, plan_model
+from mbridge_fsdp_ckpt.live.topology import coordinates
+from mbridge_fsdp_ckpt.loading.match import (
+    MODEL_PREFIX,
+    NAMED,
+    STATE_PREFIX,
+    Match,
+    check_coverage,
+    listed,
+    slots_by_name,
+)
+from mbridge_fsdp_ckpt.loading.renaming import under_new_names
+from mbridge_fsdp_ckpt.plan.boxes import Box
+from mbridge_fsdp_ckpt.plan.keys import KeyEntry
+from mbridge_fsdp_ckpt.plan.pieces import ParameterPlan, Piece
+from mbridge_fsdp_ckpt.settings import Settings
+from mbridge_fsdp_ckpt.storage.commit.methods import recover
+from mbridge_fsdp_ckpt.storage.files import AnyPath
+from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
+from mbridge_fsdp_ckpt.storage.source import CheckpointSource, RankRecord, StoredChunk
+from mbridge_fsdp_ckpt.versions import require
+
+
+@dataclass(slots=True)
+class Opened:
+    """A checkpoint that fits this rank; its bytes are read by `fill`.
+
+    Args:
+        chunks: Where each needed key lies.
+        needed: The blocks of each key that this rank needs.
+        asked: Keys that have a place in this model.
+    """
+
+    source: CheckpointSource
+    model: Any
+    planned: list[Planned]
+    parts: list[OptimizerPart]
+    with_state: bool
+    chunks: dict[str, list[StoredChunk]]
+    needed: dict[str, list[Box]]
+    hyperparameters: dict[str, dict[str, Any]]
+    slots: dict[str, dict[str, KeyEntry]]
+    include: KeyFilter | None
+    verified: bool
+    scaling: list[Restoration] = field(default_factory=list)
+    asked: set[str] = field(default_factory=set)
+    skipped: list[str] = field(default_factory=list)
+
+
+def prepare(
+    directory: AnyPath,
+    model: Any,
+    optimizer: Any,
+    include: KeyFilter | None,
+    settings: Settings,
+    agreement: Agreement,
+    *,
+    with_state: bool,
+) -> Opened:
+    """Open the checkpoint and match it with the live model.
+
+    Raises:
+        KeyMismatchError: Keys are missing, or of another shape or dtype.
+        CheckpointError: The checkpoint cannot be read.
+    """
+    require("torch", "megatron-core")
+    recover(directory)
+    source = open_checkpoint(directory)
+    _check_families(source, settings)
+    everything = plan_model(model)
+    source = under_new_names(source, [item.plan for item in everything])
+    planned = [p for p in everything if include is None or include(p.plan.layout.key)]
+    parts = optimizer_parts(optimizer, everything) if optimizer is not None else []
+    opened = Opened(
+        source, model, planned, parts, with_state and bool(parts), {}, {}, {}, {}, include, settings.verify == "full"
+    )
+    match = Match(source, settings)
+    for item in planned:
+        match.weights(item)
+    if opened.with_state:
+        opened.slots = slots_by_name(source)
+        match.section("optimizer")
+        plans = [plan for part in parts for _, plan in part.parameters()]
+        for plan in plans:
+            match.slots(plan, opened.slots)
+        opened.hyperparameters = source.hyperparameters(plan.layout.optimizer_name for plan in plans)
+        _check_groups(opened)
+    match.finish()
+    opened.scaling = restorations(model, ((rank.coordinates, rank.extra_state) for rank in source.ranks()))
+    opened.asked, opened.skipped = match.asked, match.skipped
+    opened.needed, opened.chunks = match.needed, source.chunks(sorted(match.needed))
+    check_coverage(opened.needed, opened.chunks)
+    if agreement.rank == 0:
+        source.check_files(content=opened.verified, progress=agreement.beat)
+    return opened
+
+
+def _check_families(source: CheckpointSource, settings: Settings) -> None:
+    split = {
+        entry.family: key
+        for key, entry in source.keys.items()
+        if entry.family is not None and not settings.may_be_unexpected(key)
+    }
+    default_registry().check_installed(split)
+
+
+def _check_groups(opened: Opened) -> None:
+    """Parameters of one live group must have been saved with the same hyperparameters.
+
+    Raises:
+        ConfigurationError: The live optimizer groups its parameters otherwise.
+    """
+    for part in opened.parts:
+        for _, names in part.group_names():
+            saved = [name for name in names if name in opened.hyperparameters]
+            for name in saved[1:]:
+                first, other = opened.hyperparameters[saved[0]], opened.hyperparameters[name]
+                unlike = sorted(key for key in first.keys() | other.keys() if not _same(first.get(key), other.get(key)))
+                if unlike:
+                    raise ConfigurationError(
+                        expected=f"one set of hyperparameters for the param group of {saved[0]}",
+                        found=f"{name} was saved with another {', '.join(unlike)}",
+                        remedy="Build the optimizer with the param groups it was saved with.",
+                    )
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)
+
+
+def announce(opened: Opened) -> dict[str, Any]:
+    """The bounded message for the agreement: which checkpoint, and a sketch of the keys that this rank asked for."""
+    asked = ((key, sketches.key_word(key) * sketches.share_of_one(piece.replica)) for key, piece in _declared(opened))
+    return {"checkpoint": opened.source.identity, "asked": sketches.in_buckets(asked)}
+
+
+def _declared(opened: Opened) -> list[tuple[str, Piece]]:
+    """Keys whose first element this rank holds: over all ranks, each key once a replica."""
+    declared = []
+    for item in opened.planned:
+        declared += [(item.plan.model_key(piece.component), piece) for piece in _origins(item.plan)]
+    if opened.with_state:
+        for part in opened.parts:
+            for _, plan in part.parameters():
+                for piece in _origins(plan):
+                    slots = opened.slots.get(plan.state_name(piece.component), {})
+                    declared += [(plan.slot_key(piece.component, slot), piece) for slot in slots]
+    return [(key, piece) for key, piece in declared if key in opened.asked]
+
+
+def _origins(plan: ParameterPlan) -> list[Piece]:
+    """A later stage's copy is no replica: the first stage asks for its key."""
+    return [] if plan.layout.is_copy else [piece for piece in plan.pieces if piece.is_origin]
+
+
+def judge(opened: Any, settings: Settings) -> Callable[[list[Any]], dict[str, Any]]:
+    """First meeting: does somebody ask for every key of the checkpoint?"""
+
+    def judged(messages: list[Any]) -> dict[str, Any]:
+        identities = {message["checkpoint"] for message in messages}
+        if len(identities) > 1:
+            raise ConfigurationError(
+                expected="all ranks to read the same checkpoint",
+                found=f"{len(identities)} different ones: {', '.join(sorted(identities))}",
+                remedy="Is the directory on a file system that all hosts share, and settled?",
+            )
+        offered = sketches.in_buckets((key, -sketches.key_word(key)) for key in _offered(opened, settings))
+        bad = sketches.add([*(message["asked"] for message in messages), offered])
+        return {"disputed": list(bad), "unread": _unread_by_choice(opened, settings)}
+
+    return judged
+
+
+def _offered(opened: Opened, settings: Settings) -> list[str]:
+    """Keys of the checkpoint that somebody has to ask for."""
+    include = opened.include or (lambda key: True)
+    model = [k for k in opened.source.keys if k.startswith(MODEL_PREFIX) and include(k.removeprefix(MODEL_PREFIX))]
+    state = [key for key in opened.source.keys if key.startswith(STATE_PREFIX)] if opened.with_state else []
+    return [key for key in model + state if not settings.may_be_unexpected(key)]
+
+
+def _unread_by_choice(opened: Opened, settings: Settings) -> list[str]:
+    return sorted(key for key in opened.source.keys if settings.may_be_unexpected(key))[:NAMED]
+
+
+def disputed(opened: Opened, buckets: list[int]) -> dict[str, Any]:
+    """Keys that this rank asked for, in the buckets that did not add up, each with the replica that it holds."""
+    wanted = set(buckets)
+    asked = sorted((key, p.replica.index) for key, p in _declared(opened) if sketches.bucket_of(key) in wanted)
+    return {"asked": asked, "buckets": buckets}
+
+
+def judge_unexpected(opened: Any, settings: Settings) -> Callable[[list[Any]], dict[str, Any]]:
+    """Only where the keys do not add up: name those that nobody asks for.  Some ranks alone may ask for one."""
+
+    def judged(messages: list[Any]) -> dict[str, Any]:
+        asked = Counter((key, replica) for message in messages for key, replica in message["asked"])
+        known = {key for key, _ in asked}
+        wanted = {bucket for message in messages for bucket in message["buckets"]}
+        offered = [key for key in _offered(opened, settings) if sketches.bucket_of(key) in wanted]
+        unexpected = [key for key in offered if key not in known]
+        if unexpected:
+            raise KeyMismatchError(
+                expected="every key of the checkpoint to have a place in the model",
+                found=f"{len(unexpected)} unexpected: {listed(unexpected)}",
+                remedy="Load a checkpoint of the same model, or name keys to leave unread in allow_unexpected.",
+            )
+        twice = sorted({key for (key, _), times in asked.items() if times > 1})
+        if twice:
+            raise PlanDisagreementError(
+                expected="one rank to hold the first element of a replica",
+                found=f"{len(twice)} keys of which several do: {listed(twice)}",
+                remedy="The ranks hold different models, or do not know of each other. Nothing was changed.",
+                key=twice[0],
+            )
+        return {"unread": _unread_by_choice(opened, settings)}
+
+    return judged
+
+
+def records_of(opened: Opened) -> tuple[RankRecord | None, tuple[RankRecord, ...]]:
+    """The record saved at this rank's coordinates, and those of its (pipeline, tensor) place."""
+    place = coordinates()
+    near = tuple(
+        record
+        for record in opened.source.ranks()
+        if all(record.coordinates.get(axis) == place.get(axis) for axis in ("pipeline", "tensor"))
+    )
+    exact = [record for record in near if dict(record.coordinates) == place]
+    return (exact[0] if exact else None), near

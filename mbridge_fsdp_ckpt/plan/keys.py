@@ -1,0 +1,43 @@
+"""What a key says of its tensor, over all ranks."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
+
+MAX_INT = (1 << 63) - 1
+
+Count = Annotated[int, Field(ge=0, le=MAX_INT, strict=True)]
+
+Kind = Literal["sharded", "tensor", "int", "float", "bool"]
+"""Of a tensor: cut like its parameter, a tensor of no dimensions, or a number of Python's."""
+
+
+def _dtype(name: str) -> str:
+    dtype_from_name(name)
+    return name
+
+
+class Entry(BaseModel):
+    """Data from disk, checked when built."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")  # unknown fields belong to newer minor versions
+
+
+class KeyEntry(Entry):
+    """One key: a tensor over all ranks."""
+
+    dtype: Annotated[str, AfterValidator(_dtype)]
+    shape: tuple[Count, ...]
+    kind: Kind = "sharded"
+    family: str | None = None
+    component: str = ""
+    unpadded_rows: Count | None = None
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether it lies in payload files; the number of another kind stands in a table."""
+        return self.kind == "sharded"

@@ -1,0 +1,82 @@
+"""Where one rank's shard of a parameter lies in the global tensor: integers and names, checked when built."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from mbridge_fsdp_ckpt.errors import LayoutError
+from mbridge_fsdp_ckpt.plan.boxes import FlatRange, Shape
+
+LAYOUT_REMEDY = (
+    "The parameter's Megatron-FSDP metadata does not describe its tensor: was it replaced or resized after wrapping?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """This rank's place along one parallel dimension."""
+
+    index: int
+    count: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < self.count:
+            raise ValueError(f"an axis needs 0 <= index < count, got {self.index} of {self.count}")
+
+    def within(self, other: Axis) -> Axis:
+        """The place along both, this one's changing slower."""
+        return Axis(self.index * other.count + other.index, self.count * other.count)
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterLayout:
+    """Where one parameter's local shard lies.
+
+    Args:
+        key: Name in the model's state dict, as on disk (`families.naming`).
+        optimizer_name: Name in the optimizer's state dict, likewise.
+        local_shape: Shape on one tensor-parallel rank.
+        tensor_parallel_dim: The dimension tensor parallelism cuts; None where all its ranks hold the same.
+        tensor_parallel: This rank's place along it.
+        flat: The shard, as a range of the flattened tensor-parallel-local parameter.
+        replica: This rank's place among those that hold the very same elements.
+        is_copy: Whether it is a later pipeline stage's copy, which another stage writes.
+        is_vocabulary: Whether dimension 0 counts tokens, and may be padded.
+
+    Raises:
+        LayoutError: The numbers contradict each other.
+    """
+
+    key: str
+    optimizer_name: str
+    local_shape: Shape
+    tensor_parallel_dim: int | None
+    tensor_parallel: Axis
+    flat: FlatRange
+    replica: Axis
+    is_copy: bool = False
+    is_vocabulary: bool = False
+
+    def __post_init__(self) -> None:
+        if self.flat.stop > math.prod(self.local_shape):
+            raise LayoutError(
+                expected=f"a shard inside the {math.prod(self.local_shape)} elements of shape {self.local_shape}",
+                found=f"elements [{self.flat.start}, {self.flat.stop})",
+                remedy=LAYOUT_REMEDY,
+                key=self.key,
+            )
+        if self.tensor_parallel_dim is not None and not 0 <= self.tensor_parallel_dim < len(self.local_shape):
+            raise LayoutError(
+                expected=f"a tensor-parallel dimension of shape {self.local_shape}",
+                found=f"dimension {self.tensor_parallel_dim}",
+                remedy=LAYOUT_REMEDY,
+                key=self.key,
+            )
+
+    def global_shape_of(self, local_shape: Shape) -> Shape:
+        """Shape over all tensor-parallel ranks of a tensor cut like this parameter."""
+        if self.tensor_parallel_dim is None:
+            return local_shape
+        dim, count = self.tensor_parallel_dim, self.tensor_parallel.count
+        return (*local_shape[:dim], local_shape[dim] * count, *local_shape[dim + 1 :])

@@ -1,0 +1,227 @@
+"""Parameters x families -> this rank's plan: which rows of which component it holds, and who writes them.
+
+A plan is integers and names; it knows nothing of values and may be cached as long as the model's structure stands.
+Each parameter has one set of pieces; the model weight and every sharded optimizer slot follow it.
+
+    fused parameter (8, 3) on TP rank 1 of 2, components _w (4 rows here) and _v (4 rows here), shard = rows 2..5
+
+        local row      0   1 | 2   3   4   5 | 6   7
+        component      _w  _w  _w  _w  _v  _v  _v  _v
+        this shard             ^^^^^^  ^^^^^^
+        global box             _w (6,0)+(2,3)   _v (4,0)+(2,3)       of components shaped (8, 3)
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mbridge_fsdp_ckpt.families.declaration import Claim, Segment
+from mbridge_fsdp_ckpt.plan.boxes import Box, FlatRange, Shape, boxes_of, whole
+from mbridge_fsdp_ckpt.plan.layout import Axis, ParameterLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """One logical tensor of a parameter.
+
+    Args:
+        suffix: What its keys on disk end with; empty for a parameter that is not fused.
+        global_shape: Shape over all ranks.
+        module: What its keys call the module that owns the parameter; empty where they call it by its name.
+    """
+
+    suffix: str
+    global_shape: Shape
+    module: str = ""
+
+    def name_of(self, parameter: str) -> str:
+        """The parameter's name, changed to this component's."""
+        if not self.module:
+            return f"{parameter}{self.suffix}"
+        *path, _, leaf = parameter.split(".")
+        return ".".join((*path, self.module, leaf)) + self.suffix
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A block of a component that this rank holds.
+
+    Args:
+        component: The component.
+        box: The block, in the global component.
+        source: The part of this rank's flattened shard that it lies in.
+        outer: Shape of that part.
+        inner: The block, in that part.
+        replica: This rank's place among those that hold the very same block.
+        writes: Whether this rank is the one of them that writes it.
+    """
+
+    component: Component
+    box: Box
+    source: FlatRange
+    outer: Shape
+    inner: Box
+    replica: Axis
+    writes: bool
+
+    @property
+    def is_origin(self) -> bool:
+        """Whether it holds the component's first element, or would: exactly one writer's piece does."""
+        return not any(self.box.offset) and (self.box.volume > 0 or not math.prod(self.component.global_shape))
+
+    def block(self, shard: Any) -> Any:
+        """The block as a view of the flattened shard, an array or tensor; shaped as the box."""
+        outer = shard[self.source.start : self.source.stop].reshape(self.outer)
+        return outer[self.inner.slices_in(whole(self.outer))] if self.outer else outer
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterPlan:
+    """The pieces of one parameter on this rank.
+
+    Args:
+        layout: Where the shard lies.
+        claim: The family that split it, if any.
+        components: All components, whether this rank holds some of them or not.
+        pieces: What this rank holds, in source order.
+    """
+
+    layout: ParameterLayout
+    claim: Claim | None
+    components: tuple[Component, ...]
+    pieces: tuple[Piece, ...]
+
+    def model_key(self, component: Component) -> str:
+        """Key on disk of the weight."""
+        return f"model.{component.name_of(self.layout.key)}"
+
+    def slot_key(self, component: Component, slot: str) -> str:
+        """Key on disk of an optimizer slot, as stock `fsdp_dtensor` names it."""
+        return f"optimizer.state.{self.state_name(component)}.{slot}"
+
+    def state_name(self, component: Component) -> str:
+        """Name in the optimizer's state."""
+        return component.name_of(self.layout.optimizer_name)
+
+
+def plan_parameter(layout: ParameterLayout, claim: Claim | None) -> ParameterPlan:
+    """Plan one parameter.
+
+    Args:
+        layout: Its layout on this rank.
+        claim: How a family splits one dimension, on one tensor-parallel rank; None keeps it whole.
+    """
+    strands = tuple(_strands(layout, claim))
+    components = dict.fromkeys(strand.component for strand in strands)
+    return ParameterPlan(layout, claim, tuple(components), tuple(_pieces(layout, strands)))
+
+
+def owner(key: str, replicas: int) -> int:
+    """Which replica writes a tensor: spread over them by the key's hash, so that no rank writes last and most."""
+    return zlib.crc32(key.encode()) % replicas
+
+
+@dataclass(frozen=True, slots=True)
+class _Strand:
+    """A segment with its place: `source` in the parameter and `target` in the component, of one TP rank."""
+
+    component: Component
+    source: Box
+    target: Box
+    shape: Shape
+    replicated: bool
+
+
+def _strands(layout: ParameterLayout, claim: Claim | None) -> Iterator[_Strand]:
+    shape = layout.local_shape
+    if claim is None:
+        yield _Strand(Component("", layout.global_shape_of(shape)), whole(shape), whole(shape), shape, False)
+        return
+    dim = claim.segments[0].dimension
+    rows: dict[tuple[str, str], int] = {}
+    for segment in claim.segments:
+        rows[_identity(segment)] = rows.get(_identity(segment), 0) + segment.rows
+    filled, start = dict.fromkeys(rows, 0), 0
+    for segment in claim.segments:
+        local = _with_size(shape, dim, rows[_identity(segment)])
+        global_shape = local if segment.replicated else layout.global_shape_of(local)
+        component = Component(segment.suffix, global_shape, segment.module)
+        size = _with_size(shape, dim, segment.rows)
+        source, target = _at(shape, dim, start), _at(shape, dim, filled[_identity(segment)])
+        yield _Strand(component, Box(source, size), Box(target, size), local, segment.replicated)
+        start += segment.rows
+        filled[_identity(segment)] += segment.rows
+
+
+def _identity(segment: Segment) -> tuple[str, str]:
+    return segment.module, segment.suffix
+
+
+def _with_size(shape: Shape, dim: int, size: int) -> Shape:
+    return (*shape[:dim], size, *shape[dim + 1 :])
+
+
+def _at(shape: Shape, dim: int, offset: int) -> Shape:
+    return _with_size((0,) * len(shape), dim, offset)
+
+
+def _pieces(layout: ParameterLayout, strands: tuple[_Strand, ...]) -> Iterator[Piece]:
+    if not math.prod(layout.local_shape):
+        yield from _empty_pieces(layout, strands)
+    for outer, part in boxes_of(layout.flat, layout.local_shape):
+        held = part.shift(-layout.flat.start)
+        for strand in strands:
+            common = outer.intersect(strand.source)
+            if common is None:
+                continue
+            source, shape, inner = _place(common, outer, held)
+            replica = _replica(layout, strand.replicated)
+            writes = _writes(layout, strand.component, replica)
+            box = _to_global(_moved(common, strand), strand, layout)
+            yield Piece(strand.component, box, source, shape, inner, replica, writes)
+
+
+def _empty_pieces(layout: ParameterLayout, strands: tuple[_Strand, ...]) -> Iterator[Piece]:
+    """A tensor without elements has a key all the same, and is whole on every rank: nothing of it can be cut."""
+    replica = _replica(layout, replicated=True)
+    for component in dict.fromkeys(strand.component for strand in strands):
+        box, writes = whole(component.global_shape), _writes(layout, component, replica)
+        yield Piece(component, box, FlatRange(0, 0), box.size, box, replica, writes)
+
+
+def _writes(layout: ParameterLayout, component: Component, replica: Axis) -> bool:
+    return not layout.is_copy and replica.index == owner(component.name_of(layout.key), replica.count)
+
+
+def _place(common: Box, outer: Box, held: FlatRange) -> tuple[FlatRange, Shape, Box]:
+    """Where a block of `outer`, held in a flat range, lies: part of the range, its shape, the block in it."""
+    inner = Box(tuple(a - b for a, b in zip(common.offset, outer.offset, strict=True)), common.size)
+    if common.size[1:] != outer.size[1:]:
+        return held, outer.size, inner
+    first = held.start + (inner.offset[0] * math.prod(common.size[1:]) if common.size else 0)
+    return FlatRange(first, first + common.volume), common.size, whole(common.size)
+
+
+def _moved(box: Box, strand: _Strand) -> Box:
+    """A block of the parameter, in the component."""
+    places = zip(box.offset, strand.source.offset, strand.target.offset, strict=True)
+    return Box(tuple(offset - source + target for offset, source, target in places), box.size)
+
+
+def _to_global(box: Box, strand: _Strand, layout: ParameterLayout) -> Box:
+    dim = layout.tensor_parallel_dim
+    if dim is None or strand.replicated:
+        return box
+    shifted = box.offset[dim] + layout.tensor_parallel.index * strand.shape[dim]
+    return Box((*box.offset[:dim], shifted, *box.offset[dim + 1 :]), box.size)
+
+
+def _replica(layout: ParameterLayout, replicated: bool) -> Axis:
+    """Replicas of the parameter; for rows that every tensor-parallel rank has, those ranks too."""
+    if layout.tensor_parallel_dim is None or not replicated:
+        return layout.replica
+    return layout.replica.within(layout.tensor_parallel)

@@ -1,0 +1,164 @@
+"""Whether ranks that hold copies of one block hold the same values, which only one of them writes.
+
+Each rank hashes the blocks that others hold, too, and adds the hashes up in buckets, as plans are added up:
+
+    a block that n ranks hold      its writer adds (n - 1) x its hash, each other rank takes its hash off
+
+Where all are alike, nothing remains.  Otherwise the ranks name their hashes in the buckets that don't add up.  A later
+pipeline stage's copy is compared with nothing: the stage that writes does not know of it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from mbridge_fsdp_ckpt.agree.sketches import bucket_of, in_buckets, key_word, ranks_listed
+from mbridge_fsdp_ckpt.errors import CheckpointError, ReplicaMismatchError, UnsupportedStateError
+from mbridge_fsdp_ckpt.live.holdings import Holding
+from mbridge_fsdp_ckpt.plan.boxes import Box
+from mbridge_fsdp_ckpt.plan.layout import Axis
+from mbridge_fsdp_ckpt.plan.tiling import PRIME
+from mbridge_fsdp_ckpt.storage.checksums import digest
+from mbridge_fsdp_ckpt.storage.format.payload import host_bytes
+
+SHARDED_WITHOUT_A_WORD = "*_quantizer._*"
+"""Buffers that tensor parallelism cuts unmarked: those of ModelOpt's `TensorQuantizer` (0.47), `_amax` above all."""
+
+_COPIES_NAMED = 500  # a rank
+_KEYS_NAMED = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """What one rank holds of a block that others hold, too.
+
+    Args:
+        key: The tensor's key.
+        box: The block.
+        replica: This rank's place among those that hold it.
+        writes: Whether this rank writes it.
+        digest: Hash of its bytes, 64 bits.
+    """
+
+    key: str
+    box: Box
+    replica: Axis
+    writes: bool
+    digest: int
+
+    @property
+    def share(self) -> int:
+        """What it adds to its bucket, modulo `PRIME`."""
+        times = self.replica.count - 1 if self.writes else -1
+        return self.digest * times * _word(self.key, self.box) % PRIME
+
+    def to_wire(self) -> list[Any]:
+        """As JSON-able data."""
+        box, replica = (list(self.box.offset), list(self.box.size)), (self.replica.index, self.replica.count)
+        return [self.key, *box, *replica, self.writes, self.digest]
+
+    @classmethod
+    def from_wire(cls, row: list[Any]) -> Copy:
+        """What `to_wire` gave."""
+        key, offset, size, index, count, writes, found = row
+        return cls(key, Box(tuple(offset), tuple(size)), Axis(index, count), writes, found)
+
+
+@lru_cache(maxsize=1 << 16)
+def _word(key: str, box: Box) -> int:
+    return key_word(f"{key}|{box}")
+
+
+def is_compared(holding: Holding, choice: str) -> bool:
+    """Whether a holding's values are compared with other ranks'.
+
+    Args:
+        holding: The holding.
+        choice: `Settings.replicas`; "ignore" compares only what is lost if it differs.
+    """
+    is_copied = holding.piece.replica.count > 1 and not holding.plan.layout.is_copy
+    return is_copied and (choice != "ignore" or fnmatchcase(holding.key, SHARDED_WITHOUT_A_WORD))
+
+
+def copy_of(holding: Holding, elements: torch.Tensor) -> Copy:
+    """A holding with the hash of its elements."""
+    piece = holding.piece
+    return Copy(holding.key, holding.box, piece.replica, piece.writes, digest(host_bytes(elements)))
+
+
+def sketch(copies: Iterable[Copy]) -> list[int]:
+    """One rank's buckets."""
+    return in_buckets((copy.key, copy.share) for copy in copies)
+
+
+def copies_in(copies: Iterable[Copy], buckets: Iterable[int]) -> list[list[Any]]:
+    """This rank's copies in the given buckets, as data, up to a bound."""
+    wanted = set(buckets)
+    found = sorted((copy for copy in copies if bucket_of(copy.key) in wanted), key=lambda copy: copy.key)
+    return [copy.to_wire() for copy in found[:_COPIES_NAMED]]
+
+
+def mismatch(rows_by_rank: Sequence[list[list[Any]]], remainders: Mapping[int, int]) -> CheckpointError | None:
+    """What the copies that ranks named say: an error that names keys and ranks, or None where all are alike.
+
+    Args:
+        rows_by_rank: What `copies_in` gave, by rank.
+        remainders: What `sketches.add` found of the sketches.
+
+    Returns:
+        `UnsupportedStateError` where a tensor that differs is cut by tensor parallelism, else `ReplicaMismatchError`.
+    """
+    copies = [(rank, Copy.from_wire(row)) for rank, rows in enumerate(rows_by_rank) for row in rows]
+    differing = _differing(copies)
+    cut = [key for key in differing if fnmatchcase(key, SHARDED_WITHOUT_A_WORD)]
+    if cut:
+        return UnsupportedStateError(
+            expected="buffers of quantizers to be alike on all ranks of a replica",
+            found=_named({key: differing[key] for key in cut}),
+            remedy="Tensor parallelism cuts them, and nothing says where: save without them (include=), or at "
+            "tensor-parallel size 1.",
+            key=cut[0],
+        )
+    named = in_buckets((copy.key, copy.share) for _, copy in copies)
+    beyond = [bucket for bucket, remainder in remainders.items() if named[bucket] != remainder]
+    if not differing and not beyond:
+        return None  # some ranks do not hold a tensor, that is all
+    return ReplicaMismatchError(
+        expected="ranks that hold copies of a tensor to hold the same values",
+        found=_named(differing) or f"others beyond the first {_COPIES_NAMED} of a rank",
+        remedy="One rank's copy is written. Look for what changes the others: a missing reduction, a generator seeded "
+        "otherwise, a rank restored by hand.",
+        key=next(iter(differing), None),
+    )
+
+
+def _differing(copies: Iterable[tuple[int, Copy]]) -> dict[str, tuple[set[int], set[int]]]:
+    """By key, the ranks whose copy is written, and those that hold other values."""
+    by_block: dict[tuple[str, Box], list[tuple[int, Copy]]] = defaultdict(list)
+    for rank, copy in copies:
+        by_block[copy.key, copy.box].append((rank, copy))
+    found: dict[str, tuple[set[int], set[int]]] = {}
+    for (key, _), held in sorted(by_block.items(), key=lambda item: item[0][0]):
+        writer, written = next(((rank, copy) for rank, copy in held if copy.writes), held[0])
+        others = {rank for rank, copy in held if copy.digest != written.digest}
+        if others:
+            writers, ranks = found.setdefault(key, (set(), set()))
+            writers.add(writer)
+            ranks |= others
+    return found
+
+
+def _named(differing: Mapping[str, tuple[set[int], set[int]]]) -> str:
+    texts = [
+        f"{key}: rank {ranks_listed(others)} unlike rank {ranks_listed(writers)}, which writes"
+        for key, (writers, others) in differing.items()
+    ]
+    more = f"; and {len(texts) - _KEYS_NAMED} more keys" if len(texts) > _KEYS_NAMED else ""
+    return "; ".join(texts[:_KEYS_NAMED]) + more

@@ -1,0 +1,1 @@
+"""How a checkpoint gets to its place, and how old ones go."""

@@ -1,0 +1,114 @@
+"""Commit without a rename, for object stores: the manifest is the marker, and it is written last.
+
+    save to s3://bucket/run/iter_0000010
+        __0_0-<token>.distcp, chunks_00000-<token>.jsonl, ...    beside those of an older save, if there is one
+        manifest.json                                            one object: from here on the new ones count
+        .metadata                                                stock's view, where it is wanted
+        the older save's objects are deleted, once nobody waits for it
+
+An object appears whole or not at all, so a save that overwrites is atomic, too.  A directory without a manifest is not
+a checkpoint.  Files that the caller adds have fixed names: they are replaced before the manifest, and not listed in it.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+import uuid
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from mbridge_fsdp_ckpt.storage.commit import removal
+from mbridge_fsdp_ckpt.storage.commit.content import Content
+from mbridge_fsdp_ckpt.storage.files import AnyPath, replace_file
+from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, MANIFEST_NAME
+
+_log = logging.getLogger(__name__)
+_OURS = re.compile(r"(?:__\d+_\d+|chunks_\d+)(-[0-9a-f]{12})\.(?:distcp|jsonl)")
+
+
+class MarkerCommit:
+    """See `content.Commit`."""
+
+    def __init__(self, target: AnyPath) -> None:
+        self.directory = target
+        self.suffix = f"-{uuid.uuid4().hex[:12]}"
+        self._uploaded: list[AnyPath] = []
+        self._committed = False
+        target.mkdir(parents=True, exist_ok=True)
+
+    def finish(self, content: Content) -> list[AnyPath]:
+        """See `content.Commit`."""
+        if content.add_files is not None:
+            with TemporaryDirectory() as folder:
+                content.add_files(Path(folder))
+                for file in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
+                    self._upload(file, self.directory / file.relative_to(folder).as_posix())
+                    content.progress()
+        content.last_call()
+        replace_file(self.directory / MANIFEST_NAME, content.manifest(()))
+        self._committed = True
+        try:
+            self._renew_view(content)
+            return _objects(self.directory, without=self.suffix)
+        except OSError as error:  # the checkpoint is there: no failure of the save
+            _log.warning("stock's view or older objects in %s were left as they are: %s", self.directory, error)
+            return []
+
+    def _renew_view(self, content: Content) -> None:
+        content.progress()
+        if content.write_view is not None:
+            content.write_view(self.directory)
+        elif (self.directory / DCP_METADATA).exists():
+            (self.directory / DCP_METADATA).unlink()
+        content.progress()
+
+    def _upload(self, path: Path, target: AnyPath) -> None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self._uploaded.append(target)
+        with path.open("rb") as source, target.open("wb") as file:
+            shutil.copyfileobj(source, file)
+
+    def abort(self) -> None:
+        """See `content.Commit`."""
+        if self._committed:
+            return
+        doomed = [path for path in _objects(self.directory) if self.suffix in path.name]
+        if not (self.directory / MANIFEST_NAME).exists():  # else an older checkpoint has files of these names
+            doomed += self._uploaded
+        removal.delete_later(doomed)
+
+
+def _objects(directory: AnyPath, without: str = "") -> list[AnyPath]:
+    found = [path for path in directory.iterdir() if (match := _OURS.fullmatch(path.name)) and match[1] != without]
+    return sorted(found, key=lambda path: path.name)
+
+
+def leftovers(root: AnyPath) -> list[AnyPath]:
+    """Objects below a root of saves that died before their manifest was there; not where one may not look."""
+    if not root.exists():
+        return []
+    folders = [path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    found: list[AnyPath] = []
+    for directory in sorted(folders, key=lambda path: path.name):
+        try:
+            found += dead_objects(directory)
+        except PermissionError as error:
+            _log.info("not searched for leftovers: %s", error)
+    return found
+
+
+def dead_objects(directory: AnyPath) -> list[AnyPath]:
+    """Objects in a directory that never got a manifest."""
+    return [] if not directory.is_dir() or (directory / MANIFEST_NAME).exists() else _objects(directory)
+
+
+def remove(directory: AnyPath) -> None:
+    """Delete a checkpoint: first what makes it one, for stock and for us."""
+    for name in (DCP_METADATA, MANIFEST_NAME):
+        if (directory / name).exists():
+            (directory / name).unlink()
+    for path in directory.rglob("*"):
+        if path.is_file():
+            path.unlink()

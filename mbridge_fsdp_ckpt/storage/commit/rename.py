@@ -1,0 +1,239 @@
+"""Commit by rename, for file systems.
+
+    save to DIR/iter_0000010
+        DIR/.staging-iter_0000010-<token>/     written, flushed to disk and verified
+        DIR/iter_0000010                       renamed; where it existed, the two are exchanged in one step
+        DIR/.deleted-iter_0000010-<token>      what nobody needs any more, until it is deleted
+
+The names begin with a dot: Megatron-Bridge takes every `iter_*` below the root for a checkpoint.  Where the file
+system cannot exchange, the old directory steps aside as `.replaced-iter_0000010-<token>` first; `recover` moves it
+back if the process dies between the two renames.  Whether a checkpoint is in place is a question for its head:
+anybody may make the directory.
+
+The time of a staging directory is its lease: ranks renew it while they write, and a save of another target takes it
+away only if nobody has for an hour.  A save of the same target takes it away at once, for nothing else would free its
+space soon after a crash; if two jobs save to one target, the one that began first fails, or is replaced.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+from mbridge_fsdp_ckpt.errors import StorageError
+from mbridge_fsdp_ckpt.storage.commit import lease, removal
+from mbridge_fsdp_ckpt.storage.commit.content import Content
+from mbridge_fsdp_ckpt.storage.entries import ExtraEntry
+from mbridge_fsdp_ckpt.storage.files import TEMPORARY, AnyPath, file_checksum, size_of, sync_directory, write_file
+from mbridge_fsdp_ckpt.storage.format.head import has_head, has_readable_head
+from mbridge_fsdp_ckpt.storage.format.names import MANIFEST_NAME
+
+STAGING, REPLACED, DELETED = ".staging-", ".replaced-", ".deleted-"
+_NAME = re.compile(r"\.(?:staging|replaced|deleted)-(.+)-[^-]*", re.DOTALL)
+_log = logging.getLogger(__name__)
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+class RenameCommit:
+    """See `content.Commit`: a staging directory beside the target, then one rename."""
+
+    suffix = ""
+
+    def __init__(self, target: Path) -> None:
+        if target.exists() and not target.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(target))
+        self._target = target
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self.directory = _beside(target, STAGING)
+        self.directory.mkdir()
+
+    def finish(self, content: Content) -> list[AnyPath]:
+        """See `content.Commit`."""
+        if content.write_view is not None:
+            content.write_view(self.directory)
+        if content.add_files is not None:
+            content.add_files(self.directory)
+        content.progress()
+        extra = tuple(self._flushed_extra(content))
+        write_file(self.directory / MANIFEST_NAME, content.manifest(extra))
+        content.progress()
+        for folder in (path for path in self.directory.rglob("*") if path.is_dir()):
+            sync_directory(folder)
+        content.last_call()
+        return put_in_place(self.directory, self._target)
+
+    def _flushed_extra(self, content: Content) -> list[ExtraEntry]:
+        found = []
+        for path in sorted(self.directory.rglob("*")):
+            name = path.relative_to(self.directory).as_posix()
+            if path.is_file() and name not in content.flushed:
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+                checksum = file_checksum(path, content.progress)
+                found.append(ExtraEntry(name=name, size=size_of(path), checksum=checksum))
+        return found
+
+    def abort(self) -> None:
+        """See `content.Commit`."""
+        if self.directory.exists():
+            removal.delete_later([_condemned(self.directory)])
+
+
+def put_in_place(staging: Path, target: Path) -> list[AnyPath]:
+    """Put a complete staging directory in the target's place and flush the change to disk.
+
+    Returns:
+        What nobody needs any more: the directory that was in place.
+
+    Raises:
+        OSError: The file system refused; what was in place is in place again.
+        StorageError: It refused that, too.
+    """
+    sync_directory(staging)
+    if not target.exists():
+        staging.rename(target)
+        _sync_or_undo(target.parent, lambda: target.rename(staging))
+        return []
+    lease.renew(target)  # about to get a name that others take for a leftover
+    if _exchange(staging, target):
+        _sync_or_undo(target.parent, lambda: _exchange(staging, target))
+        return [_condemned(staging)]
+    aside = _beside(target, REPLACED if has_head(target) else DELETED)
+    target.rename(aside)
+    try:
+        staging.rename(target)
+    except OSError:
+        aside.rename(target)
+        raise
+    _sync_or_undo(target.parent, lambda: (target.rename(staging), aside.rename(target)))
+    return [_condemned(aside)]
+
+
+def _sync_or_undo(directory: Path, undo: Callable[[], object]) -> None:
+    try:
+        sync_directory(directory)
+    except OSError as error:
+        try:
+            undo()
+        except OSError as stuck:
+            raise StorageError(
+                expected="a rename to be flushed to disk, or to be undone",
+                found=f"{type(error).__name__}: {error}; then {type(stuck).__name__}: {stuck}",
+                remedy="The older or the newer checkpoint is whole, which of them was not flushed: check the storage, "
+                "run `mbridge_fsdp_ckpt repair`, and save again.",
+                key=str(directory),
+            ) from error
+        raise
+
+
+def _beside(target: Path, mark: str) -> Path:
+    return target.parent / f"{mark}{target.name}-{uuid.uuid4().hex[:12]}"
+
+
+def _condemned(path: Path) -> Path:
+    """What nobody needs, under a name that says so; if it cannot be renamed, as it is."""
+    condemned = _beside(path.parent / _target_name(path), DELETED)
+    try:
+        path.rename(condemned)
+    except OSError as error:
+        _log.warning("could not rename %s, which is to be deleted: %s", path, error)
+        return path
+    return condemned
+
+
+def put_aside(root: Path) -> dict[str, Path]:
+    """By their targets' names, the directories that stepped aside below a root; of several for one, the newest."""
+    return {_target_name(path): path for path in sorted(root.glob(f"{REPLACED}*"), key=_modified)}
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:  # moved back meanwhile
+        return 0.0
+
+
+def recover(target: Path) -> bool:
+    """Undo a commit that died between its two renames; True where the old checkpoint was moved back.
+
+    An empty directory that somebody made in its place is replaced.  One with files in it, but without a head, is left
+    alone, and so is the old checkpoint.
+    """
+    if not target.parent.is_dir() or has_head(target):
+        return False
+    try:
+        aside = put_aside(target.parent).get(target.name)
+        if aside is None:
+            return False
+        aside.rename(target)
+    except FileNotFoundError:  # another rank was first
+        return has_head(target)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        return has_head(target)
+    sync_directory(target.parent)
+    return True
+
+
+def leftovers(root: Path) -> list[AnyPath]:
+    """What dead saves and removals left behind; replaced directories only where their target has a head."""
+    return [*_leftovers(root)]
+
+
+def _leftovers(root: Path) -> list[Path]:
+    if not root.is_dir():
+        return []
+    found = [path for mark in (STAGING, DELETED) for path in root.glob(f"{mark}*") if path.is_dir()]
+    found += [path for path in root.glob(f"{REPLACED}*") if has_readable_head(root / _target_name(path))]
+    found += [path for path in root.glob(".*") if TEMPORARY.fullmatch(path.name) and path.is_file()]
+    return sorted(found)
+
+
+def condemn_leftovers(target: Path) -> list[AnyPath]:
+    """Rename leftovers of this target, and those of others that nobody has touched for an hour; what is to be deleted.
+
+    Who calls it is about to save this target.
+    """
+    found: list[AnyPath] = []
+    for path in _leftovers(target.parent):
+        if _target_name(path) == target.name or lease.is_stale(path):
+            if path.name.startswith((STAGING, REPLACED)):
+                _log.warning("deleting %s, which a save that died, or another one of %s, left", path, target)
+                path = _condemned(path)
+            found.append(path)
+    return found
+
+
+def remove(directory: Path) -> None:
+    """Delete a checkpoint, renamed first: no half of it can be taken for one."""
+    condemned = _beside(directory, DELETED)
+    directory.rename(condemned)
+    sync_directory(directory.parent)
+    shutil.rmtree(condemned)
+
+
+def _target_name(leftover: Path) -> str:
+    match = _NAME.fullmatch(leftover.name)
+    return match[1] if match else ""
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """renameat2(RENAME_EXCHANGE); False where the kernel or the file system has none."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        return False
+    result = libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
+    if result == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(code, os.strerror(code), str(other))

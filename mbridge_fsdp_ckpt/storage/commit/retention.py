@@ -1,0 +1,132 @@
+"""Old checkpoints: which there are, which may go, and that none goes while somebody reads it.
+
+A load leaves `.reading-iter_0000010-<token>` beside the checkpoint and touches it while it reads.  Whoever prunes
+leaves such a checkpoint alone, until the file has not been touched for an hour.  A training job prunes in the
+background: no rank waits for it, and nothing fails by it.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from mbridge_fsdp_ckpt.storage.commit import methods, removal
+from mbridge_fsdp_ckpt.storage.commit.lease import is_stale, renewing
+from mbridge_fsdp_ckpt.storage.files import AnyPath
+from mbridge_fsdp_ckpt.storage.format.head import has_readable_head
+
+READING = ".reading-"
+
+_ITERATION = re.compile(r"iter_(\d+)")
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Iteration:
+    """An iteration directory.
+
+    Args:
+        number: The iteration.
+        directory: Its directory.
+        complete: Whether it has a manifest, or stock's `.metadata`.
+    """
+
+    number: int
+    directory: AnyPath
+    complete: bool
+
+
+def iterations(root: AnyPath) -> list[Iteration]:
+    """The iteration directories below a root, oldest first."""
+    found = []
+    for path in root.iterdir():
+        number = iteration_of(path.name)
+        if number is not None and path.is_dir():
+            found.append(Iteration(number, path, has_readable_head(path)))
+    return sorted(found, key=lambda iteration: iteration.number)
+
+
+def iteration_of(name: str) -> int | None:
+    """The number in a directory's name, if it is an iteration's."""
+    match = _ITERATION.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def prunable(root: AnyPath, keep: int, also_keep: int | None = None) -> list[Iteration]:
+    """Complete checkpoints older than the newest `keep`, without `also_keep` and those being read."""
+    complete = [iteration for iteration in iterations(root) if iteration.complete]
+    old = complete[: max(0, len(complete) - keep)]
+    return [i for i in old if i.number != also_keep and not being_read(i.directory)]
+
+
+def prune(root: AnyPath, keep: int, also_keep: int | None = None) -> list[Iteration]:
+    """Remove old checkpoints; one process calls this, after a newer one was committed.
+
+    Args:
+        root: Where the iteration directories are.
+        keep: How many of the newest stay.
+        also_keep: An iteration that stays whatever its age: the one that the tracker names.
+
+    Returns:
+        What was removed.
+    """
+    for lease in [lease for lease in root.glob(f"{READING}*") if is_stale(lease)]:
+        lease.unlink(missing_ok=True)
+    removed = []
+    for iteration in prunable(root, keep, also_keep):
+        try:
+            methods.remove(iteration.directory)
+        except OSError as error:  # one that stays keeps no other
+            _log.warning("%s could not be removed: %s", iteration.directory, error)
+        else:
+            removed.append(iteration)
+    return removed
+
+
+def prune_later(root: AnyPath, keep: int, also_keep: int | None = None) -> None:
+    """Prune in the background: training goes on, whatever the storage says; see `prune`."""
+
+    def prune_and_say() -> None:
+        for iteration in prune(root, keep, also_keep):
+            _log.info("removed %s", iteration.directory)
+
+    removal.later(f"pruning {root}", prune_and_say)
+
+
+def remove_unless_read(directory: AnyPath) -> bool:
+    """Remove one checkpoint, after a newer one was committed; whether it is gone."""
+    if not has_readable_head(directory) or being_read(directory):
+        return False
+    methods.remove(directory)
+    return True
+
+
+@contextmanager
+def reading(directory: AnyPath, *, enabled: bool = True) -> Iterator[Callable[[], None]]:
+    """Keep a checkpoint from being pruned; gives what to call from time to time as a sign of life.
+
+    A reader who may not write beside the checkpoint reads without protection.
+    """
+    lease = directory.parent / f"{READING}{directory.name}-{uuid.uuid4().hex[:12]}"
+    try:
+        if enabled and (directory.exists() or methods.is_put_aside(directory)):
+            lease.touch()
+        else:
+            enabled = False
+    except OSError as error:
+        enabled = False
+        _log.info("%s is not kept from being pruned: %s", directory, error)
+    try:
+        yield renewing(lease) if enabled else lambda: None
+    finally:
+        if enabled:
+            lease.unlink(missing_ok=True)
+
+
+def being_read(directory: AnyPath) -> bool:
+    """Whether a living reader keeps it."""
+    return not all(is_stale(lease) for lease in directory.parent.glob(f"{READING}{directory.name}-*"))

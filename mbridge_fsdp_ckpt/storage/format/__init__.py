@@ -1,0 +1,1 @@
+"""The files of the format; docs/format.md specifies them."""

@@ -1,0 +1,19 @@
+"""What makes a directory a checkpoint: its head, which is written last."""
+
+from __future__ import annotations
+
+from mbridge_fsdp_ckpt.storage.files import AnyPath
+from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, MANIFEST_NAME
+
+
+def has_head(directory: AnyPath) -> bool:
+    """Whether a directory has what makes it a checkpoint: our manifest or stock's metadata."""
+    return any((directory / name).exists() for name in (MANIFEST_NAME, DCP_METADATA))
+
+
+def has_readable_head(directory: AnyPath) -> bool:
+    """The same of a directory that may be somebody else's: one that cannot be looked into is no checkpoint of ours."""
+    try:
+        return has_head(directory)
+    except PermissionError:
+        return False

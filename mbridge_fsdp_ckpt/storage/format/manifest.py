@@ -1,0 +1,93 @@
+"""`manifest.json`, the head of a checkpoint: every key once, and the chunk tables it names."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from mbridge_fsdp_ckpt.errors import NotACheckpointError, UnsupportedVersionError
+from mbridge_fsdp_ckpt.storage.checksums import checksum
+from mbridge_fsdp_ckpt.storage.files import (
+    AnyPath,
+    is_plain_file,
+    malformed,
+    parse_json,
+    read_bounded,
+    what_is_there,
+)
+from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, MANIFEST_NAME
+from mbridge_fsdp_ckpt.storage.format.schema import VERSION, Manifest
+
+MAX_MANIFEST_BYTES = 1 << 28
+
+
+def manifest_bytes(manifest: Manifest) -> bytes:
+    """The file's content, with a checksum over the rest of it."""
+    body = manifest.model_dump(mode="json", exclude={"checksum"})
+    body["checksum"] = _body_checksum(body)
+    return (json.dumps(body, indent=1) + "\n").encode()
+
+
+def write_manifest(path: AnyPath, manifest: Manifest) -> None:
+    """Write the head."""
+    path.write_bytes(manifest_bytes(manifest))
+
+
+def read_manifest(directory: AnyPath) -> Manifest:
+    """Read and check the head.
+
+    Raises:
+        NotACheckpointError: There is none.
+        UnsupportedVersionError: It was written by a newer major version.
+        ManifestError: It contradicts the format, or was changed after it was written.
+    """
+    path = directory / MANIFEST_NAME
+    if not is_plain_file(path):
+        raise NotACheckpointError(
+            expected=f"{MANIFEST_NAME} in a checkpoint directory",
+            found=what_is_there(directory),
+            remedy="Give the iteration directory (iter_0000010) of a complete checkpoint.",
+            key=str(directory),
+        )
+    body = parse_json(path, read_bounded(path, MAX_MANIFEST_BYTES))
+    if not isinstance(body, dict) or body.get("format") != FORMAT_NAME:
+        found = repr(body.get("format") if isinstance(body, dict) else body)[:100]
+        raise malformed(path, f"a {FORMAT_NAME} manifest", f"format {found}")
+    _check_version(path, body.get("version"))
+    found = body.pop("checksum", None)
+    if found != _body_checksum(body):
+        raise malformed(path, "the content that its own checksum covers", "other content")
+    return validated(Manifest, {**body, "checksum": found}, path)
+
+
+def validated[M: BaseModel](model: type[M], body: Any, path: AnyPath) -> M:
+    """Data as the model has it.
+
+    Raises:
+        ManifestError: A field is missing or of another type.
+    """
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])[:300]
+        raise malformed(path, f"a valid {model.__name__}", f"{where}: {first['msg']}") from error
+
+
+def _body_checksum(body: dict[str, Any]) -> str:
+    return checksum(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _check_version(path: AnyPath, version: Any) -> None:
+    major = version[0] if isinstance(version, list) and version else None
+    if type(major) is not int:
+        raise malformed(path, "version [major, minor]", repr(version)[:100])
+    if major > VERSION[0]:
+        raise UnsupportedVersionError(
+            expected=f"format version {VERSION[0]}.x",
+            found=f"{version}"[:100],
+            remedy="Read it with a newer release of mbridge_fsdp_ckpt.",
+            key=str(path),
+        )

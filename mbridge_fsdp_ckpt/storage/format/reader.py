@@ -1,0 +1,140 @@
+"""Reading this format: by the manifest alone, no unpickling, every bound checked before the first payload byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from mbridge_fsdp_ckpt.errors import DamagedCheckpointError
+from mbridge_fsdp_ckpt.plan.boxes import Box
+from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
+from mbridge_fsdp_ckpt.plan.keys import KeyEntry
+from mbridge_fsdp_ckpt.storage.checksums import Hasher
+from mbridge_fsdp_ckpt.storage.files import (
+    AnyPath,
+    check_content,
+    check_file,
+    malformed,
+)
+from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
+from mbridge_fsdp_ckpt.storage.format.names import MANIFEST_NAME
+from mbridge_fsdp_ckpt.storage.format.schema import TableHeader
+from mbridge_fsdp_ckpt.storage.format.table import Scalar, read_table, read_table_header
+from mbridge_fsdp_ckpt.storage.format.values import decode
+from mbridge_fsdp_ckpt.storage.held import hold
+from mbridge_fsdp_ckpt.storage.ranges import Bytes, OpenFiles, Scratch
+from mbridge_fsdp_ckpt.storage.source import RankRecord, StoredChunk
+
+
+class SafeSource:
+    """See `CheckpointSource`.
+
+    Raises:
+        NotACheckpointError, ManifestError, UnsupportedVersionError, DamagedCheckpointError: On opening.
+    """
+
+    def __init__(self, directory: AnyPath) -> None:
+        self.directory = directory = hold(directory)
+        self._files = OpenFiles()
+        self.manifest = read_manifest(directory)
+        self.identity = f"{directory.name} {self.manifest.checksum}"
+        self.keys: Mapping[str, KeyEntry] = self.manifest.keys
+        self.sections = self.manifest.sections
+        self.topology = self.manifest.topology
+        self.values: Mapping[str, Any] = decode(self.manifest.values)
+        self._tables = [check_content(directory, entry, listed_in=MANIFEST_NAME) for entry in self.manifest.tables]
+
+    @cached_property
+    def headers(self) -> list[TableHeader]:
+        """What each saving rank says of itself, in the order of the manifest's tables."""
+        headers = [read_table_header(path) for path in self._tables]
+        for path, entry, header in zip(self._tables, self.manifest.tables, headers, strict=True):
+            if header.rank != entry.rank:
+                raise malformed(path, f"the table of rank {entry.rank}, as {MANIFEST_NAME} has it", f"{header.rank}")
+        return headers
+
+    @cached_property
+    def stateless(self) -> frozenset[str]:
+        """Optimizer parameters saved without state."""
+        return frozenset(name for header in self.headers for name in header.stateless)
+
+    def hyperparameters(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+        """See `CheckpointSource`."""
+        wanted, found = set(names), {}
+        for header in self.headers:
+            for group in header.parameter_groups:
+                members = wanted.intersection(group.parameters)
+                if members:
+                    hyperparameters = decode(group.hyperparameters)
+                    found.update(dict.fromkeys(members, hyperparameters))
+                    wanted -= members
+        return found
+
+    def chunks(self, keys: Iterable[str]) -> dict[str, list[StoredChunk]]:
+        """See `CheckpointSource`."""
+        found: dict[str, list[StoredChunk]] = {key: [] for key in keys}
+        for path, header in zip(self._tables, self.headers, strict=True):
+            files: dict[int, AnyPath] = {}
+            for chunk in read_table(path, self.manifest.keys):
+                if chunk.key not in found:
+                    continue
+                if isinstance(chunk, Scalar):
+                    found[chunk.key].append(StoredChunk(chunk.key, chunk.box, path, 0, 0, "", data=chunk.data))
+                    continue
+                if chunk.file not in files:
+                    files[chunk.file] = check_file(self.directory, header.files[chunk.file], path.name)
+                start = chunk.offset - chunk.frame[0]
+                stored = StoredChunk(chunk.key, chunk.box, files[chunk.file], *chunk.frame, chunk.checksum, start)
+                found[chunk.key].append(stored)
+        return found
+
+    def read(self, chunk: StoredChunk, *, verify: bool = True, scratch: Scratch | None = None) -> torch.Tensor:
+        """See `CheckpointSource`."""
+        dtype = dtype_from_name(self.keys[chunk.key].dtype)
+        if chunk.data:
+            return elements(np.frombuffer(bytearray(chunk.data), dtype=np.uint8), dtype, chunk.box)
+        hasher = Hasher() if verify else None
+        record = self._files.read(chunk.path, chunk.offset, chunk.length, hasher, scratch)
+        if hasher is not None:
+            _check_record(chunk, hasher.result())
+        return elements(record[chunk.start : chunk.start + chunk.box.volume * dtype.itemsize], dtype, chunk.box)
+
+    def verify(self, chunk: StoredChunk, scratch: Scratch) -> None:
+        """See `CheckpointSource`; a table was verified when it was opened."""
+        if not chunk.data:
+            _check_record(chunk, self._files.checksum(chunk.path, chunk.offset, chunk.length, scratch))
+
+    def ranks(self) -> Iterator[RankRecord]:
+        """See `CheckpointSource`."""
+        for header in self.headers:
+            yield RankRecord(header.coordinates, decode(header.values), decode(header.extra_state))
+
+    def check_files(self, *, content: bool, progress: Callable[[], None] = lambda: None) -> None:
+        """See `CheckpointSource`."""
+        for entry in self.manifest.files:
+            if content:
+                check_content(self.directory, entry, progress, MANIFEST_NAME)
+            else:
+                check_file(self.directory, entry, MANIFEST_NAME)
+
+
+def _check_record(chunk: StoredChunk, found: str) -> None:
+    if found != chunk.checksum:
+        raise DamagedCheckpointError(
+            expected=f"{chunk.checksum} of {chunk.key} {chunk.box}",
+            found=f"{found} in bytes [{chunk.offset}, {chunk.offset + chunk.length})",
+            remedy="The file was changed after it was written: use another checkpoint.",
+            key=str(chunk.path),
+        )
+
+
+def elements(data: Bytes, dtype: torch.dtype, box: Box) -> torch.Tensor:
+    """Raw bytes as a tensor shaped like a box."""
+    if not data.size:
+        return torch.empty(box.size, dtype=dtype)
+    aligned = data if data.ctypes.data % dtype.itemsize == 0 else data.copy()
+    return torch.from_numpy(aligned).view(dtype).reshape(box.size)

@@ -1,0 +1,171 @@
+"""Chunk tables: each writing rank's own, so that no process holds the chunks of all ranks.
+
+A table is JSON lines: a header, then one row a line: a chunk, `CHUNK_FIELDS` in order, or a number that stands in the
+table itself, `SCALAR_FIELDS`.  Everything is checked here, before any payload is opened: types, bounds, boxes inside
+their keys, bytes inside their files.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import IO, Any
+
+from mbridge_fsdp_ckpt.plan.boxes import Box
+from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
+from mbridge_fsdp_ckpt.plan.keys import MAX_INT, KeyEntry
+from mbridge_fsdp_ckpt.storage.files import AnyPath, malformed, opened, parse_json
+from mbridge_fsdp_ckpt.storage.format.manifest import validated
+from mbridge_fsdp_ckpt.storage.format.schema import TableHeader
+
+CHUNK_FIELDS = ("key", "file", "offset", "length", "box_offset", "box_size", "checksum", "frame_offset", "frame_length")
+SCALAR_FIELDS = ("key", "elements")
+_HEXADECIMAL = re.compile("(?:[0-9a-f]{2})+")
+_MAX_LINE_BYTES = 1 << 26
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One box of one key in a file.
+
+    Args:
+        key: The key.
+        file: Index into the header's files.
+        offset: First byte of the raw elements, row-major, little-endian.
+        length: Bytes of raw elements.
+        box: Which block of the key.
+        checksum: Of the frame's bytes, the raw elements among them.
+        frame: (offset, length) of the enclosing `torch.save` record, which stock DCP reads.
+    """
+
+    key: str
+    file: int
+    offset: int
+    length: int
+    box: Box
+    checksum: str
+    frame: tuple[int, int]
+
+    def to_row(self) -> list[Any]:
+        """A line of the table."""
+        box = list(self.box.offset), list(self.box.size)
+        return [self.key, self.file, self.offset, self.length, *box, self.checksum, *self.frame]
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """One number of a parameter: its bytes stand in the table, a record of its own would be a hundred times as long.
+
+    Args:
+        key: The key.
+        data: Its element, little-endian.
+    """
+
+    key: str
+    data: bytes
+
+    @property
+    def box(self) -> Box:
+        """All of the key."""
+        return Box((), ())
+
+    def to_row(self) -> list[Any]:
+        """A line of the table."""
+        return [self.key, self.data.hex()]
+
+
+Row = Chunk | Scalar
+
+
+def table_bytes(header: TableHeader, rows: Iterable[Row]) -> bytes:
+    """A table's content."""
+    lines = [header.model_dump(mode="json"), *(row.to_row() for row in rows)]
+    return "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines).encode()
+
+
+def read_table_header(path: AnyPath) -> TableHeader:
+    """Read the first line of a table that has been verified, or is being written."""
+    with opened(path) as file:
+        return _header(path, file)
+
+
+def read_table(path: AnyPath, keys: Mapping[str, KeyEntry]) -> Iterator[Row]:
+    """The rows of a table, each checked against its key and its file.
+
+    Raises:
+        ManifestError: A chunk lies outside its file or its key, has another length than its box, or an unknown key; a
+            number has a chunk, or a tensor's row its elements.
+    """
+    with opened(path) as file:
+        header = _header(path, file)
+        count = 0
+        while line := file.readline(_MAX_LINE_BYTES):
+            row = _row(path, parse_json(path, line))
+            entry = keys.get(row.key)
+            if entry is None:
+                raise malformed(path, "chunks of keys that the manifest lists", f"key {row.key!r}"[:300])
+            if isinstance(row, Scalar):
+                _check_scalar(path, row, entry)
+            else:
+                _check_chunk(path, row, header, entry)
+            count += 1
+            yield row
+    if count != header.chunks:
+        raise malformed(path, f"{header.chunks} chunks", f"{count}")
+
+
+def _header(path: AnyPath, file: IO[bytes]) -> TableHeader:
+    return validated(TableHeader, parse_json(path, file.readline(_MAX_LINE_BYTES)), path)
+
+
+def _row(path: AnyPath, row: Any) -> Row:
+    return _scalar(path, row) if isinstance(row, list) and len(row) == len(SCALAR_FIELDS) else _chunk(path, row)
+
+
+def _scalar(path: AnyPath, row: list[Any]) -> Scalar:
+    key, elements = row
+    if not isinstance(key, str) or not isinstance(elements, str) or not _HEXADECIMAL.fullmatch(elements):
+        raise malformed(path, f"a number: {', '.join(SCALAR_FIELDS)} in hexadecimal digits", str(row)[:200])
+    return Scalar(key, bytes.fromhex(elements))
+
+
+def _chunk(path: AnyPath, row: Any) -> Chunk:
+    try:
+        key, file, offset, length, box_offset, box_size, digest, frame_offset, frame_length = row
+        numbers = (file, offset, length, frame_offset, frame_length, *box_offset, *box_size)
+        if not all(type(n) is int and 0 <= n <= MAX_INT for n in numbers):
+            raise ValueError("numbers must be integers of 0 to 2**63 - 1")
+        if not isinstance(key, str) or not isinstance(digest, str):
+            raise TypeError("key and checksum must be strings")
+        if not isinstance(box_offset, list) or not isinstance(box_size, list):
+            raise TypeError("box offset and size must be lists")
+        return Chunk(
+            key, file, offset, length, Box(tuple(box_offset), tuple(box_size)), digest, (frame_offset, frame_length)
+        )
+    except (TypeError, ValueError) as error:
+        raise malformed(path, f"a chunk: {', '.join(CHUNK_FIELDS)}", f"{error}; {str(row)[:200]}") from error
+
+
+def _check_scalar(path: AnyPath, scalar: Scalar, entry: KeyEntry) -> None:
+    if entry.is_sharded:
+        raise malformed(path, f"{scalar.key}: chunks in files, being sharded", "elements in the table")
+    if entry.shape or len(scalar.data) != dtype_from_name(entry.dtype).itemsize:
+        raise malformed(
+            path, f"{scalar.key}: one {entry.dtype} of shape []", f"{entry.shape}, {len(scalar.data)} bytes"
+        )
+
+
+def _check_chunk(path: AnyPath, chunk: Chunk, header: TableHeader, entry: KeyEntry) -> None:
+    if not entry.is_sharded:
+        raise malformed(path, f"{chunk.key}: its element in the table, being of kind {entry.kind}", "a chunk in a file")
+    if not chunk.box.inside(entry.shape):
+        raise malformed(path, f"{chunk.key}: a box inside shape {entry.shape}", f"{chunk.box}"[:300])
+    if chunk.length != chunk.box.volume * dtype_from_name(entry.dtype).itemsize:
+        raise malformed(path, f"{chunk.key}: {chunk.box.volume} elements of {entry.dtype}", f"{chunk.length} bytes")
+    if chunk.file >= len(header.files):
+        raise malformed(path, f"one of {len(header.files)} files", f"file {chunk.file}")
+    start, end = chunk.frame[0], sum(chunk.frame)
+    if not (start <= chunk.offset and chunk.offset + chunk.length <= end <= header.files[chunk.file].size):
+        raise malformed(path, f"{chunk.key}: bytes inside {header.files[chunk.file]}", f"{chunk}"[:500])

@@ -1,0 +1,44 @@
+"""Opening a directory, whichever format it is of."""
+
+from __future__ import annotations
+
+from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, NotACheckpointError
+from mbridge_fsdp_ckpt.storage.files import AnyPath, what_is_there
+from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, MANIFEST_NAME
+from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
+from mbridge_fsdp_ckpt.storage.held import hold
+from mbridge_fsdp_ckpt.storage.source import CheckpointSource
+from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
+
+
+def open_checkpoint(directory: AnyPath) -> CheckpointSource:
+    """Open an iteration directory of this format, or of stock `fsdp_dtensor`.
+
+    Raises:
+        NotACheckpointError: It is neither.
+        ManifestError, UnsupportedVersionError, DamagedCheckpointError: See the readers.
+    """
+    directory = hold(directory)
+    if (directory / MANIFEST_NAME).exists():
+        return SafeSource(directory)
+    if (directory / DCP_METADATA).exists():
+        _check_written_by_stock(directory)
+        return DcpSource(directory)
+    raise NotACheckpointError(
+        expected=f"{MANIFEST_NAME} or {DCP_METADATA} in the directory",
+        found=what_is_there(directory),
+        remedy="Give an iteration directory (iter_0000010) of a complete checkpoint, or its root with a tracker file.",
+        key=str(directory),
+    )
+
+
+def _check_written_by_stock(directory: AnyPath) -> None:
+    """A lost manifest must not turn a checkpoint with checksums into one without."""
+    tables = sorted(path.name for path in directory.glob("chunks_*.jsonl"))
+    if tables:
+        raise DamagedCheckpointError(
+            expected=f"{MANIFEST_NAME} beside the chunk tables {', '.join(tables[:3])}",
+            found="no such file",
+            remedy="The save that wrote them did not end, or the manifest was deleted: use another checkpoint.",
+            key=str(directory / MANIFEST_NAME),
+        )

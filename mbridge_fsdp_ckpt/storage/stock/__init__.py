@@ -1,0 +1,1 @@
+"""The files of `torch.distributed.checkpoint`, which stock `fsdp_dtensor` is made of."""

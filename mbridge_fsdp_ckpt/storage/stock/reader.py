@@ -1,0 +1,251 @@
+"""Reading stock `fsdp_dtensor`: metadata through a restricted unpickler, tensors through `weights_only`.
+
+Stock has no checksums: a flipped byte in a tensor cannot be seen, a truncated file is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+from torch.distributed.checkpoint import metadata
+
+from mbridge_fsdp_ckpt.errors import CheckpointError, DamagedCheckpointError, brief
+from mbridge_fsdp_ckpt.plan.boxes import Box
+from mbridge_fsdp_ckpt.plan.dtypes import dtype_name
+from mbridge_fsdp_ckpt.plan.keys import KeyEntry
+from mbridge_fsdp_ckpt.storage.entries import FileEntry
+from mbridge_fsdp_ckpt.storage.files import (
+    AnyPath,
+    check_file,
+    file_checksum,
+    is_plain_file,
+    size_of,
+)
+from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA
+from mbridge_fsdp_ckpt.storage.held import hold
+from mbridge_fsdp_ckpt.storage.ranges import Bytes, OpenFiles, Scratch
+from mbridge_fsdp_ckpt.storage.source import RankRecord, StoredChunk
+from mbridge_fsdp_ckpt.storage.stock.unpickler import REMEDY, load_record, malformed, read_metadata
+
+_GROUPS, _STATE = "optimizer.param_to_group_meta.", "optimizer.state."
+
+
+def _coordinates(place: str) -> dict[str, int]:
+    """Stock names a place "(pipeline, tensor)"."""
+    pipeline, tensor = (int(number) for number in place.strip("()").split(","))
+    return {"pipeline": pipeline, "tensor": tensor}
+
+
+@contextmanager
+def _contradictions_named(directory: AnyPath) -> Iterator[None]:
+    """What breaks on metadata of the right classes and the wrong content is a damaged manifest."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (AttributeError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError, MemoryError) as error:
+        found = f"{type(error).__name__}: {error}"[:500]
+        raise malformed(directory / DCP_METADATA, "metadata that agrees with itself", found) from error
+
+
+class DcpSource:
+    """See `CheckpointSource`.
+
+    Raises:
+        ManifestError: `.metadata` is not what stock writes, or names what it must not.
+    """
+
+    def __init__(self, directory: AnyPath) -> None:
+        self.directory = directory = hold(directory)
+        self._files = OpenFiles()
+        with _contradictions_named(directory):
+            self._open(directory)
+
+    def _open(self, directory: AnyPath) -> None:
+        self._metadata = read_metadata(directory / DCP_METADATA)
+        self.identity = f"{directory.name} {file_checksum(directory / DCP_METADATA)}"
+        self._storage = {
+            (index.fqn, None if index.offset is None else tuple(index.offset)): info
+            for index, info in self._metadata.storage_data.items()
+        }
+        self._bytes = [
+            k for k, v in self._metadata.state_dict_metadata.items() if isinstance(v, metadata.BytesStorageMetadata)
+        ]
+        self._tensors = {
+            k: v for k, v in self._metadata.state_dict_metadata.items() if isinstance(v, metadata.TensorStorageMetadata)
+        }
+        self.tensors: Mapping[str, KeyEntry] = {
+            key: KeyEntry(dtype=dtype_name(value.properties.dtype), shape=tuple(value.size), kind=_kind(key, value))
+            for key, value in self._tensors.items()
+        }
+        self.keys: Mapping[str, KeyEntry] = {
+            key: entry for key, entry in self.tensors.items() if key.startswith(("model.", _STATE))
+        }
+        has_optimizer = any(key.startswith(_STATE) for key in self.keys)
+        self.sections: tuple[str, ...] = ("model", "optimizer") if has_optimizer else ("model",)
+        self.stateless: frozenset[str] = frozenset()
+        self._sizes: dict[str, int] = {}
+        self.values: Mapping[str, Any] = self.read_values(
+            "checkpoint_version", "iteration", "opt_param_scheduler", "lr_scheduler"
+        )
+
+    def hyperparameters(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+        """See `CheckpointSource`.  Constructor choices that stock pickled as classes are left out unread."""
+        wanted = set(names)
+        found: dict[str, dict[str, Any]] = {}
+        with _contradictions_named(self.directory):
+            for key in self._bytes:
+                name, _, hyperparameter = key.removeprefix(_GROUPS).rpartition(".")
+                if key.startswith(_GROUPS) and name in wanted and not hyperparameter.endswith("_cls"):
+                    found.setdefault(name, {})[hyperparameter] = self.read_object(key)
+        return found
+
+    def chunks(self, keys: Iterable[str]) -> dict[str, list[StoredChunk]]:
+        """See `CheckpointSource`."""
+        with _contradictions_named(self.directory):
+            return {key: [self._stored(key, chunk) for chunk in self._tensors[key].chunks] for key in keys}
+
+    def read(self, chunk: StoredChunk, *, verify: bool = True, scratch: Scratch | None = None) -> torch.Tensor:
+        """See `CheckpointSource`; there is nothing to verify bytes against."""
+        tensor = self._load(chunk, self._files.read(chunk.path, chunk.offset, chunk.length, scratch=scratch))
+        entry = self._tensors[chunk.key]
+        if (
+            not isinstance(tensor, torch.Tensor)
+            or tuple(tensor.shape) != chunk.box.size
+            or tensor.dtype != entry.properties.dtype
+        ):
+            raise DamagedCheckpointError(
+                expected=f"{entry.properties.dtype} of shape {chunk.box.size} for {chunk.key}",
+                found=f"{getattr(tensor, 'dtype', type(tensor).__name__)} {tuple(getattr(tensor, 'shape', ()))}",
+                remedy=REMEDY,
+                key=str(chunk.path),
+            )
+        return tensor
+
+    def verify(self, chunk: StoredChunk, scratch: Scratch) -> None:
+        """See `CheckpointSource`: whether torch can read it."""
+        self.read(chunk, scratch=scratch)
+
+    def check_files(self, *, content: bool, progress: Callable[[], None] = lambda: None) -> None:
+        """See `CheckpointSource`; stock has no checksums."""
+
+    def ranks(self) -> Iterator[RankRecord]:
+        """One record a (pipeline, tensor) place whose RNG state was saved."""
+        yield from self._records
+
+    @cached_property
+    def topology(self) -> Mapping[str, int | str]:
+        """Sizes that the saved RNG states tell, one a (pipeline, tensor) place; empty where none were saved."""
+        places = [record.coordinates for record in self._records]
+        return {axis: 1 + max(place[axis] for place in places) for axis in ("pipeline", "tensor") if places}
+
+    @cached_property
+    def _records(self) -> tuple[RankRecord, ...]:
+        with _contradictions_named(self.directory):
+            places = dict(self.read_values("rng_state").get("rng_state", {}))
+            return tuple(RankRecord(_coordinates(place), {"rng_state": {place: one}}) for place, one in places.items())
+
+    def _stored(self, key: str, chunk: Any) -> StoredChunk:
+        return self._place(key, Box(tuple(chunk.offsets), tuple(chunk.sizes)), (key, tuple(chunk.offsets)))
+
+    def _place(self, key: str, box: Box, index: Any) -> StoredChunk:
+        info = self._storage.get(index)
+        if info is None or not box.inside(self.keys[key].shape if key in self.keys else box.end):
+            raise malformed(self.directory, f"a place in the directory for {key} {box}", f"{info}")
+        offset, length, name = info.offset, info.length, info.relative_path
+        if getattr(info, "transform_descriptors", None) or not all(type(n) is int and n >= 0 for n in (offset, length)):
+            raise malformed(self.directory, f"plain bytes for {key}", f"{info}")
+        path = self._file(name)
+        if offset + length > self._sizes[name]:
+            raise DamagedCheckpointError(
+                expected=f"{offset + length} bytes or more", found=f"{self._sizes[name]}", remedy=REMEDY, key=str(path)
+            )
+        return StoredChunk(key, box, path, offset, length, "")
+
+    def _file(self, name: Any) -> AnyPath:
+        if not isinstance(name, str):
+            raise malformed(self.directory, "file names inside the directory", repr(name)[:200])
+        if name not in self._sizes:
+            try:
+                FileEntry(name=name, size=0, checksum="")
+            except ValueError as error:
+                raise malformed(self.directory, "file names inside the directory", repr(name)[:200]) from error
+            path = self.directory / name
+            size = size_of(path) if is_plain_file(path) else 0
+            check_file(self.directory, FileEntry(name=name, size=size, checksum=""))
+            self._sizes[name] = size
+        return self.directory / name
+
+    def read_object(self, key: str) -> Any:
+        """A value that is no tensor, through the `weights_only` loader.
+
+        Raises:
+            DamagedCheckpointError: It is no data, or not there.
+            ManifestError: The metadata does not know it.
+        """
+        chunk = self._place(key, Box((), ()), (key, None))
+        return self._load(chunk, self._files.read(chunk.path, chunk.offset, chunk.length))
+
+    def _load(self, chunk: StoredChunk, data: Bytes) -> Any:
+        try:
+            return load_record(data)
+        except Exception as error:  # a pickle stream can raise anything
+            raise DamagedCheckpointError(
+                expected=f"data for {chunk.key}",
+                found=brief(error),
+                remedy=REMEDY,
+                key=str(chunk.path),
+            ) from error
+
+    @property
+    def entries(self) -> dict[str, tuple[Any, ...]]:
+        """Every tensor and value, with its path in the state dict that stock saved; empty where that is not known."""
+        paths = self._metadata.planner_data or {}
+        return {key: tuple(paths.get(key, ())) for key in (*self._tensors, *self._bytes)}
+
+    def read_values(self, *roots: str) -> dict[str, Any]:
+        """Non-parameter state below the given roots, nested again as `planner_data` says.
+
+        Raises:
+            DamagedCheckpointError: It is no data, or not there.
+            ManifestError: The metadata contradicts itself.
+        """
+        nested: dict[str, Any] = {}
+        for key in (*self._bytes, *self._tensors):
+            path = (self._metadata.planner_data or {}).get(key, ())
+            if not path or path[0] not in roots:
+                continue
+            value = self.read_object(key) if key not in self._tensors else self._read_tensor(key)
+            _set(nested, path, value)
+        return nested
+
+    def _read_tensor(self, key: str) -> torch.Tensor:
+        chunk = self._tensors[key].chunks[0]
+        return self.read(self._stored(key, chunk))
+
+
+def _kind(key: str, value: Any) -> Literal["sharded", "tensor"]:
+    return "sharded" if tuple(value.size) or key.startswith("model.") else "tensor"
+
+
+def _set(nested: Any, path: tuple[Any, ...], value: Any) -> None:
+    for here, following in pairwise(path):
+        empty: Any = [] if isinstance(following, int) else {}
+        nested = _item(nested, here, empty)
+    _item(nested, path[-1], value, replace=True)
+
+
+def _item(container: Any, key: Any, value: Any, *, replace: bool = False) -> Any:
+    if isinstance(container, list):
+        container.extend([None] * (key + 1 - len(container)))
+        if replace or container[key] is None:
+            container[key] = value
+        return container[key]
+    if replace:
+        container[key] = value
+    return container.setdefault(key, value)

@@ -54,7 +54,7 @@ def test_a_tracker_that_cannot_be_written_is_the_same_error_on_all_ranks(
 
 def test_an_old_checkpoint_that_cannot_be_removed_ends_no_run(bridge_ranks: RankPool, tmp_path: Path) -> None:
     run = Run(str(tmp_path), iterations=3, save_every=1, config={"checkpoint.most_recent_k": 1})
-    trained = bridge_ranks.run(train_where, run, "storage.commit:remove", ranks=2)
+    trained = bridge_ranks.run(train_where, run, "storage.commit.methods:remove", ranks=2)
     assert trained == [[1, 2, 3]] * 2
     assert len(list(tmp_path.glob("iter_*"))) == 3
     bridge_ranks.run(train, run.on(iterations=4), ranks=2)

@@ -18,12 +18,16 @@ from tests.soak import sampling
 
 WORLD = 4
 HOST = socket.gethostname()
-SAVE_STEPS = {"planning": "saving:prepare", "writing": "saving:write", "commit": "storage.payload:PayloadWriter.close"}
+SAVE_STEPS = {
+    "planning": "saving.steps:prepare",
+    "writing": "saving.steps:write",
+    "commit": "storage.format.payload:PayloadWriter.close",
+}
 LOAD_STEPS = {
-    "reading": "loading:prepare",
-    "verifying": "loading:check_coverage",
-    "staging": "filling:_Filling.finish",
-    "filling": "filling:_install",
+    "reading": "loading.opened:prepare",
+    "verifying": "loading.opened:check_coverage",
+    "staging": "loading.fill:_Filling.finish",
+    "filling": "loading.fill:_install",
 }
 ENDINGS = ("raises", "dies", "stalls")
 

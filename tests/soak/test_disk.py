@@ -31,17 +31,17 @@ PACKAGE = "mbridge_fsdp_ckpt.storage"
 CALLS: tuple[tuple[str, tuple[int, ...], int], ...] = (
     ("pathlib:Path.mkdir", (0,), 2),
     ("pathlib:Path.open", EVERYBODY, 2),
-    (f"{PACKAGE}.payload:PayloadWriter._append", EVERYBODY, 1),
-    (f"{PACKAGE}.payload:PayloadWriter._append", EVERYBODY, 100),
-    (f"{PACKAGE}.payload:os.fsync", EVERYBODY, 1),
+    (f"{PACKAGE}.format.payload:PayloadWriter._append", EVERYBODY, 1),
+    (f"{PACKAGE}.format.payload:PayloadWriter._append", EVERYBODY, 100),
+    (f"{PACKAGE}.format.payload:os.fsync", EVERYBODY, 1),
     (f"{PACKAGE}.files:os.fsync", EVERYBODY, 2),
     ("mbridge_fsdp_ckpt.saving.steps:write_file", EVERYBODY, 1),
     ("mbridge_fsdp_ckpt.saving.steps:write_dcp_view", (0,), 1),
-    (f"{PACKAGE}.dcp_writer:replace_file", (0,), 1),
-    (f"{PACKAGE}.rename:write_file", (0,), 1),
-    (f"{PACKAGE}.rename:sync_directory", (0,), 1),
-    (f"{PACKAGE}.rename:sync_directory", (0,), 2),
-    (f"{PACKAGE}.rename:_exchange", (0,), 1),
+    (f"{PACKAGE}.stock.view:replace_file", (0,), 1),
+    (f"{PACKAGE}.commit.rename:write_file", (0,), 1),
+    (f"{PACKAGE}.commit.rename:sync_directory", (0,), 1),
+    (f"{PACKAGE}.commit.rename:sync_directory", (0,), 2),
+    (f"{PACKAGE}.commit.rename:_exchange", (0,), 1),
 )
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT)
 
@@ -115,7 +115,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_fails_no_save(
     pool: RankPool, old: tuple[Path, Any], tmp_path: Path
 ) -> None:
     root = Path(shutil.copytree(old[0], tmp_path / "root"))
-    seen = run_save(pool, root, Fault(f"{PACKAGE}.removal:shutil.rmtree", 0, errno.EIO), overwrites=True)
+    seen = run_save(pool, root, Fault(f"{PACKAGE}.commit.removal:shutil.rmtree", 0, errno.EIO), overwrites=True)
     assert [rank["error"] for rank in seen] == [None] * RANKS
     [old_one] = root.glob(".deleted-iter_0000001-*")
     os.utime(old_one, (time.time() - 2 * STALE_S,) * 2)
@@ -126,7 +126,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_fails_no_save(
 def test_a_slow_disk_that_gets_on_fails_nobody(pool: RankPool, old: tuple[Path, Any], tmp_path: Path) -> None:
     """Every chunk is a sign of life: the save takes longer than the limit."""
     root = Path(shutil.copytree(old[0], tmp_path / "root"))
-    fault = Fault(f"{PACKAGE}.payload:PayloadWriter.add", 1, seconds=0.3)
+    fault = Fault(f"{PACKAGE}.format.payload:PayloadWriter.add", 1, seconds=0.3)
     seen = run_save(pool, root, fault, overwrites=False, limit=3.0)
     assert [rank["error"] for rank in seen] == [None] * RANKS
     assert min(rank["seconds"] for rank in seen) > 3.0
@@ -138,7 +138,7 @@ def test_a_disk_that_stalls_is_one_error_everywhere(
 ) -> None:
     root = Path(shutil.copytree(old[0], tmp_path / "root"))
     grace = 16.0 if rank == 0 else 0.0  # how much longer others wait for rank 0, which is to judge
-    fault = Fault(f"{PACKAGE}.payload:PayloadWriter.close", rank, seconds=5.0 + grace)
+    fault = Fault(f"{PACKAGE}.format.payload:PayloadWriter.close", rank, seconds=5.0 + grace)
     seen = run_save(pool, root, fault, overwrites=True, limit=2.0, storage_limit=1.0)  # it stalls for longer than both
     text = check_same_error(seen, "RankMissingError")
     assert f"no sign of rank {rank} on {socket.gethostname()}" in text

@@ -30,7 +30,7 @@ from mbridge_fsdp_ckpt.storage.commit.content import Commit, Content
 from mbridge_fsdp_ckpt.storage.entries import ExtraEntry
 from mbridge_fsdp_ckpt.storage.files import AnyPath, write_file
 from mbridge_fsdp_ckpt.storage.format.manifest import manifest_bytes
-from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME
+from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, payload_name, table_name
 from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter, scalar_of
 from mbridge_fsdp_ckpt.storage.format.schema import VERSION, Manifest, TableEntry, TableHeader
 from mbridge_fsdp_ckpt.storage.format.table import Row, table_bytes
@@ -141,7 +141,7 @@ def _write_payload(commit: Commit, work: Rewriting, group: Sequence[int]) -> dic
                     if rank not in wanted:
                         continue
                     if rank not in writers:
-                        writers[rank] = _Writer(commit.directory / _names(commit, rank)[0])
+                        writers[rank] = _Writer(commit.directory / payload_name(rank, commit.suffix))
                     writers[rank].add(key, entry, reader.block(box).reshape(-1), box)
                     work.progress(box.volume * dtype_from_name(entry.dtype).itemsize)
     except BaseException:
@@ -236,7 +236,7 @@ def _write_table(commit: Commit, header: TableHeader, writer: _Writer | None) ->
         files = (writer.payload.close(),) if writer.payload is not None else ()
         update = {"files": files, "keys": {**header.keys, **writer.keys}, "chunks": len(rows)}
         header = header.model_copy(update=update)
-    name, data = _names(commit, header.rank)[1], table_bytes(header, rows)
+    name, data = table_name(header.rank, commit.suffix), table_bytes(header, rows)
     write_file(commit.directory / name, data)
     return TableEntry(rank=header.rank, name=name, size=len(data), checksum=checksum(data))
 
@@ -244,7 +244,7 @@ def _write_table(commit: Commit, header: TableHeader, writer: _Writer | None) ->
 def _finish(commit: Commit, work: Rewriting, tables: Sequence[TableEntry], chunks: int) -> None:
     """The head, and the step that puts the checkpoint in its place."""
     description = work.description
-    names = {name for entry in tables for name in _names(commit, entry.rank)}
+    names = {build(entry.rank, commit.suffix) for entry in tables for build in (payload_name, table_name)}
     head = Manifest(
         format=FORMAT_NAME,
         version=VERSION,
@@ -266,8 +266,3 @@ def _finish(commit: Commit, work: Rewriting, tables: Sequence[TableEntry], chunk
     view = write_view if work.stock_view(chunks) else None
     content = Content(with_files, frozenset(names), work.add_files, view, last_call=work.last_call)
     removal.delete_later(commit.finish(content))
-
-
-def _names(commit: Commit, rank: int) -> tuple[str, str]:
-    """Payload file and table of a rank."""
-    return f"__{rank}_0{commit.suffix}.distcp", f"chunks_{rank:05d}{commit.suffix}.jsonl"

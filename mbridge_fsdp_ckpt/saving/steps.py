@@ -35,7 +35,7 @@ from mbridge_fsdp_ckpt.storage.commit.content import Commit, Content
 from mbridge_fsdp_ckpt.storage.entries import ExtraEntry
 from mbridge_fsdp_ckpt.storage.files import AnyPath, as_path, check_file, write_file
 from mbridge_fsdp_ckpt.storage.format.manifest import manifest_bytes
-from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME
+from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, payload_name, table_name
 from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter, scalar_of
 from mbridge_fsdp_ckpt.storage.format.schema import VERSION, Manifest, TableEntry, TableHeader
 from mbridge_fsdp_ckpt.storage.format.table import Row, read_table_header, table_bytes
@@ -129,13 +129,13 @@ def write(prepared: Prepared, place: Mapping[str, str], agreement: Agreement, ch
     staging = as_path(place["directory"])
     if isinstance(staging, Path):
         agreement.on_beat = lease.renewing(staging)
-    payload, table = _names(agreement.rank, place["suffix"])
+    table = table_name(agreement.rank, place["suffix"])
     own = [holding for holding in prepared.holdings if holding.piece.writes]
     keys = {holding.key: holding.entry for holding in own if holding.piece.is_origin}
     rows: list[Row] = [scalar_of(item.key, _hashed(prepared, item, choice)) for item in own if item.is_scalar]
     rank, files = agreement.rank, []
     if len(rows) < len(own):
-        writer = PayloadWriter(staging / payload, progress=agreement.beat)
+        writer = PayloadWriter(staging / payload_name(agreement.rank, place["suffix"]), progress=agreement.beat)
         try:
             for holding in own:
                 if not holding.is_scalar:
@@ -167,16 +167,11 @@ def _hashed(prepared: Prepared, holding: Holding, choice: str) -> torch.Tensor:
 def take_back(place: Mapping[str, str], rank: int) -> None:
     """Remove what this rank wrote for a save that failed: rank 0 may have tidied up before this rank was through."""
     directory, suffix = as_path(place["directory"]), place["suffix"]
-    for name in _names(rank, suffix):
+    for name in (payload_name(rank, suffix), table_name(rank, suffix)):
         try:
             (directory / name).unlink(missing_ok=True)
         except OSError as error:
             _log.warning("could not remove %s: %s", directory / name, error)
-
-
-def _names(rank: int, suffix: str) -> tuple[str, str]:
-    """Payload file and chunk table."""
-    return f"__{rank}_0{suffix}.distcp", f"chunks_{rank:05d}{suffix}.jsonl"
 
 
 @dataclass(slots=True)

@@ -12,3 +12,13 @@ MANIFEST_NAME: Final = "manifest.json"
 
 DCP_METADATA: Final = ".metadata"
 """Stock's head of a checkpoint; ours may have one beside its own, for stock to read."""
+
+
+def payload_name(rank: int, suffix: str = "", file: int = 0) -> str:
+    """A rank's payload file; rank 0's second one has what stock's view says besides tensors."""
+    return f"__{rank}_{file}{suffix}.distcp"
+
+
+def table_name(rank: int, suffix: str = "") -> str:
+    """A rank's chunk table."""
+    return f"chunks_{rank:05d}{suffix}.jsonl"

@@ -32,7 +32,7 @@ from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.storage.entries import FileEntry
 from mbridge_fsdp_ckpt.storage.files import AnyPath, replace_file
-from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA
+from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, payload_name
 from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter
 from mbridge_fsdp_ckpt.storage.format.table import Chunk, Scalar, read_table, read_table_header
 from mbridge_fsdp_ckpt.storage.format.values import decode
@@ -77,7 +77,7 @@ def write_dcp_view(
     if groups:
         decoded = {name: decode(hyperparameters) for name, hyperparameters in groups.items()}
         merged["optimizer"] = {"param_to_group_meta": decoded}
-    view.add_values(directory / f"__0_1{suffix}.distcp", merged)
+    view.add_values(directory / payload_name(0, suffix, file=1), merged)
     replace_file(directory / DCP_METADATA, pickle.dumps(view.metadata()))
 
 

@@ -6,7 +6,6 @@ each, before any rank goes on.
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
@@ -21,13 +20,12 @@ from mbridge_fsdp_ckpt import checkpoint
 from mbridge_fsdp_ckpt.bridge import after_save
 from mbridge_fsdp_ckpt.bridge.choice import check_settings, presented_as_stock, settings_of
 from mbridge_fsdp_ckpt.bridge.locate import locate
+from mbridge_fsdp_ckpt.bridge.names import PROGRESS
 from mbridge_fsdp_ckpt.bridge.restoration import Parts, restoration
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.hosts.restoration import saved_loss_scales
 from mbridge_fsdp_ckpt.storage.files import as_path
 from mbridge_fsdp_ckpt.storage.format.names import STOCK_FORMAT
-
-_log = logging.getLogger(__name__)
 
 
 class SafeCheckpointManager:
@@ -98,21 +96,14 @@ def save_checkpoint(
     """
     cfg = state.cfg
     check_settings(cfg.checkpoint)
-    if prebuilt_state_dict is not None or not model:
-        raise ConfigurationError(
-            expected="a model to save",
-            found="a state dict built beforehand (low_memory_save)",
-            remedy="Pass low_memory_save=False: this format never copies the state anyway.",
-        )
+    _check_model(model, prebuilt_state_dict)
     fault_tolerance.on_checkpointing_start(state)
-    model = unwrap_model(model)
-    pg_collection = pg_collection or get_pg_collection(model)
+    model, pg_collection = _unwrapped(model, pg_collection)
     root = as_path(after_save.root_directory(cfg.checkpoint, non_persistent=non_persistent_ckpt))
     directory = as_path(names.get_checkpoint_name(str(root), state.train_state.step))
     print_rank_0(f"saving checkpoint at iteration {state.train_state.step:7d} to {root} in fsdp_dtensor_safe format")
     after_save.save_dataloader_state(state, model, train_data_iterator, pg_collection)
     train_state = _train_state(state, num_floating_point_operations_so_far)
-
     checkpoint.save(
         directory,
         model=model[0] if len(model) == 1 else model,
@@ -128,6 +119,21 @@ def save_checkpoint(
     fault_tolerance.on_checkpointing_end(global_state=state, is_async_finalization=False)
 
 
+def _unwrapped(model: list[Any], pg_collection: Any) -> tuple[list[Any], Any]:
+    """The models without what Megatron wraps around them, and their process groups."""
+    inner = unwrap_model(model)
+    return inner, pg_collection or get_pg_collection(inner)
+
+
+def _check_model(model: list[Any], prebuilt_state_dict: dict[str, Any] | None) -> None:
+    if prebuilt_state_dict is not None or not model:
+        raise ConfigurationError(
+            expected="a model to save",
+            found="a state dict built beforehand (low_memory_save)",
+            remedy="Pass low_memory_save=False: this format never copies the state anyway.",
+        )
+
+
 def _train_state(state: Any, operations: int) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = state.train_state.state_dict()
     found["floating_point_operations_so_far"] = torch.tensor(operations, dtype=torch.float64)
@@ -138,7 +144,7 @@ def _values(state: Any, optimizer: Any, scheduler: Any, train_state: dict[str, t
     values: dict[str, Any] = {
         "checkpoint_version": 3.0,
         "iteration": state.train_state.step,
-        "train_state": train_state,
+        PROGRESS: train_state,
     }
     if scheduler is not None:
         values["opt_param_scheduler"] = scheduler.state_dict()
@@ -183,13 +189,8 @@ def load_from_path(
         print_rank_0(f"WARNING: could not find a checkpoint in {load_dir}: will start from random")
         return 0, 0
     print_rank_0(f" loading fsdp_dtensor_safe checkpoint from {found.directory}")
-    model = unwrap_model(model)
-    pg_collection = pg_collection or get_pg_collection(model)
-    wanted = Parts(
-        optimizer=not cfg.checkpoint.finetune and cfg.checkpoint.load_optim and optimizer is not None,
-        random=not cfg.checkpoint.finetune and cfg.checkpoint.load_rng,
-        progress=not cfg.checkpoint.finetune,
-    )
+    model, pg_collection = _unwrapped(model, pg_collection)
+    wanted = _wanted(cfg.checkpoint, optimizer)
     load = checkpoint.load if wanted.optimizer else checkpoint.load_weights_only
     loaded = load(
         found.directory,
@@ -206,6 +207,15 @@ def load_from_path(
     if state.train_state.step > 0:
         fault_tolerance.on_checkpoint_loaded(is_local_chkpt=False, global_state=state)
     return state.train_state.step, state.train_state.floating_point_operations_so_far
+
+
+def _wanted(checkpoint_config: Any, optimizer: Any) -> Parts:
+    resumes = not checkpoint_config.finetune
+    return Parts(
+        optimizer=resumes and checkpoint_config.load_optim and optimizer is not None,
+        random=resumes and checkpoint_config.load_rng,
+        progress=resumes,
+    )
 
 
 def _stock_load(load_dir: str, state: Any, model: Any, optimizer: Any, scheduler: Any, skip: bool) -> tuple[int, int]:

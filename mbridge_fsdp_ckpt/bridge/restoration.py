@@ -14,6 +14,7 @@ from megatron.bridge.training.utils import checkpoint_utils as names
 from megatron.core.num_microbatches_calculator import update_num_microbatches
 
 from mbridge_fsdp_ckpt.bridge.locate import Located
+from mbridge_fsdp_ckpt.bridge.names import PROGRESS
 from mbridge_fsdp_ckpt.hosts.restoration import generators, loss_scales, schedule
 from mbridge_fsdp_ckpt.storage.files import as_path
 
@@ -56,9 +57,9 @@ def restoration(
 
 
 def _read_train_state(values: Any, found: Located) -> TrainState:
-    if "train_state" in values:
+    if PROGRESS in values:
         restored = TrainState()
-        restored.load_state_dict(values["train_state"])
+        restored.load_state_dict(values[PROGRESS])
         return restored
     path = as_path(names.get_checkpoint_train_state_filename(str(found.directory)))
     if path.is_file():  # a stock checkpoint keeps it beside

@@ -14,12 +14,10 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Event
-from typing import Literal
 
+from mbridge_fsdp_ckpt.care.findings import Finding, Subject, Tiling
 from mbridge_fsdp_ckpt.errors import CheckpointError, DamagedCheckpointError
-from mbridge_fsdp_ckpt.plan.boxes import Box, whole
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
-from mbridge_fsdp_ckpt.plan.tiling import PRIME, TilingSketch
 from mbridge_fsdp_ckpt.storage.checksums import Hasher, checksum
 from mbridge_fsdp_ckpt.storage.entries import FileEntry
 from mbridge_fsdp_ckpt.storage.files import AnyPath, blocks, check_file, size_of
@@ -28,67 +26,8 @@ from mbridge_fsdp_ckpt.storage.format.names import MANIFEST_NAME
 from mbridge_fsdp_ckpt.storage.format.schema import TableEntry
 from mbridge_fsdp_ckpt.storage.format.table import Chunk, read_table, read_table_header
 from mbridge_fsdp_ckpt.storage.held import hold
-from mbridge_fsdp_ckpt.storage.source import CheckpointSource
 
 _NO_BYTES = checksum(b"")
-
-Subject = Literal["manifest", "table", "file", "chunk", "tiling", "keys"]
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that is wrong.
-
-    Args:
-        subject: What it is about.
-        file: The file's name in the checkpoint.
-        expected: What should be there.
-        found: What is there.
-        key: The key, where it is about one.
-        box: The damaged block of that key.
-        span: The bytes of the file, [first, one past the last), that hold it.
-    """
-
-    subject: Subject
-    file: str
-    expected: str
-    found: str
-    key: str | None = None
-    box: Box | None = None
-    span: tuple[int, int] | None = None
-
-
-class Tiling:
-    """Whether chunks tile their keys, from sums: no chunk is kept."""
-
-    def __init__(self, keys: Mapping[str, KeyEntry]) -> None:
-        self._keys = keys
-        self._sketches: dict[str, TilingSketch] = {}
-        self._volumes: Counter[str] = Counter()
-        self._shares: Counter[str] = Counter()
-
-    def add(self, key: str, box: Box) -> None:
-        """Count a block that lies inside its key."""
-        if key not in self._sketches:
-            self._sketches[key] = TilingSketch.of(key, self._keys[key].shape)
-        self._volumes[key] += box.volume
-        self._shares[key] = (self._shares[key] + self._sketches[key].of_box(box)) % PRIME
-
-    def merge(self, other: Tiling) -> None:
-        """Count what another counted."""
-        self._volumes.update(other._volumes)
-        for key, share in other._shares.items():
-            self._shares[key] = (self._shares[key] + share) % PRIME
-
-    def findings(self) -> Iterator[Finding]:
-        """A finding for each key whose elements don't lie in exactly one chunk each."""
-        for key, entry in self._keys.items():
-            expected, found = whole(entry.shape).volume, self._volumes[key]
-            sketch = TilingSketch.of(key, entry.shape)
-            if found == expected and self._shares[key] == sketch.of_whole():
-                continue
-            said = "as many, but some twice and some never" if found == expected else f"{found} elements in its chunks"
-            yield Finding("tiling", MANIFEST_NAME, f"each of {expected} elements in one chunk", said, key)
 
 
 @dataclass(slots=True)
@@ -287,17 +226,3 @@ class Audit:
 def _of_chunk(file: str, chunk: Chunk, found: str) -> Finding:
     span = chunk.frame[0], sum(chunk.frame)
     return Finding("chunk", file, chunk.checksum, found, chunk.key, chunk.box, span)
-
-
-def stock_findings(source: CheckpointSource) -> Iterator[Finding]:
-    """What can be seen of a stock checkpoint: places, sizes, tiling.  It has no checksums."""
-    for key in source.keys:
-        tiling = Tiling({key: source.keys[key]})
-        try:
-            for chunk in source.chunks([key])[key]:
-                tiling.add(key, chunk.box)
-        except CheckpointError as error:
-            file = (error.key or "").rpartition("/")[2]
-            yield Finding("file", file, error.expected, error.found, key)
-        else:
-            yield from tiling.findings()

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mbridge_fsdp_ckpt.bridge.names import RUN_CONFIG
+from mbridge_fsdp_ckpt.bridge.run_config import RunConfig
 from mbridge_fsdp_ckpt.care.compare import batches
 from mbridge_fsdp_ckpt.care.survey import key_bytes
 from mbridge_fsdp_ckpt.cli.console import print_facts, print_json, progress_bar, say, size_text
 from mbridge_fsdp_ckpt.convert.description import Description
 from mbridge_fsdp_ckpt.convert.destination import Published, check_free, open_destination, publish
-from mbridge_fsdp_ckpt.convert.files import RunConfig, carry_over, other_files
+from mbridge_fsdp_ckpt.convert.files import carry_over, other_files
 from mbridge_fsdp_ckpt.convert.rewrite import Chunks, Rewriting, Shares, rewrite
 from mbridge_fsdp_ckpt.convert.torch_dist.reader import COMMON, METADATA
 from mbridge_fsdp_ckpt.errors import ConfigurationError
@@ -211,15 +212,11 @@ def added_files(job: Job) -> Callable[[Path], None]:
     unlisted = [name for name in names if name not in listed]
     if listed and unlisted:
         job.report.notes.append(f"carried over without a checksum to verify: {', '.join(unlisted[:5])}")
-    if RUN_CONFIG in names and RunConfig.read(directory).get("checkpoint", "ckpt_format") is None:
+    if RUN_CONFIG in names and RunConfig.read(directory).ckpt_format is None:
         job.report.notes.append(f"{RUN_CONFIG} names no checkpoint.ckpt_format, and is carried over as it is")
 
     def edited(data: bytes) -> bytes:
-        config = RunConfig.of(data).with_setting("checkpoint", "ckpt_format", job.report.written)
-        manager = config.get("checkpoint", "custom_manager_class") or ""
-        if job.report.written == STOCK_FORMAT and manager.startswith("mbridge_fsdp_ckpt."):
-            config = config.with_setting("checkpoint", "custom_manager_class", "null")
-        return config.encoded()
+        return RunConfig.of(data).with_format(job.report.written).encoded()
 
     return lambda into: carry_over(directory, names, into, listed, edited)
 

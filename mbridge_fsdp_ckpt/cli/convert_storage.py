@@ -66,7 +66,7 @@ def from_torch_dist(
         bool,
         typer.Option(
             "--trust-run-config",
-            help="Let Bridge call what the checkpoint's run_config.yaml names, which can be any code. Needed.",
+            help="Let Bridge call what the checkpoint's run configuration names, which can be any code. Needed.",
         ),
     ] = False,
     as_json: Json = False,

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from mbridge_fsdp_ckpt.care.audit import Audit, Finding, stock_findings
+from mbridge_fsdp_ckpt.care.audit import Audit
+from mbridge_fsdp_ckpt.care.findings import Finding, stock_findings
 from mbridge_fsdp_ckpt.cli.console import EXIT_CODES, Checkpoint, Json, app, print_json, progress_bar, say, size_text
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, ManifestError
 from mbridge_fsdp_ckpt.hosts.root import find_checkpoint

@@ -5,20 +5,15 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from mbridge_fsdp_ckpt.bridge.names import RUN_CONFIG
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError
 from mbridge_fsdp_ckpt.storage.entries import ExtraEntry
-from mbridge_fsdp_ckpt.storage.files import AnyPath, copy_file, is_plain_file, read_bounded
+from mbridge_fsdp_ckpt.storage.files import AnyPath, copy_file
 from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, MANIFEST_NAME
 
 _PARTS = re.compile(rf"{re.escape(MANIFEST_NAME)}|{re.escape(DCP_METADATA)}|chunks_\d+[^/]*\.jsonl|__[^/]*\.distcp")
-_MAX_CONFIG_BYTES = 1 << 24
-_yaml: Any = import_module("yaml")  # of OmegaConf; it brings no types
 
 
 def other_files(directory: AnyPath) -> list[str]:
@@ -86,64 +81,3 @@ def carry_over(
     config = into / RUN_CONFIG
     if config.is_file():
         config.write_bytes(edit(config.read_bytes()))
-
-
-@dataclass(frozen=True, slots=True)
-class RunConfig:
-    """Bridge's `run_config.yaml`: looked at and edited as text; no object of it is ever made.
-
-    Args:
-        text: Its content.
-        root: YAML's node of it; None where it is no mapping.
-    """
-
-    text: str
-    root: Any = None
-
-    @classmethod
-    def of(cls, data: bytes) -> RunConfig:
-        """The configuration in a file; an empty one where it is not legible."""
-        text = data.decode(errors="surrogateescape")
-        try:
-            root = _yaml.compose(text, Loader=_yaml.SafeLoader)
-        except (_yaml.YAMLError, RecursionError, ValueError):
-            root = None
-        return cls(text, root if isinstance(root, _yaml.MappingNode) else None)
-
-    @classmethod
-    def read(cls, directory: AnyPath) -> RunConfig:
-        """A checkpoint's configuration; an empty one where it has none.
-
-        Raises:
-            ManifestError: It is larger than 16 MiB.
-        """
-        path = directory / RUN_CONFIG
-        return cls.of(read_bounded(path, _MAX_CONFIG_BYTES)) if is_plain_file(path) else cls("")
-
-    def get(self, section: str, name: str) -> str | None:
-        """A setting as it is written; None where there is none."""
-        node = self._node(section, name)
-        return None if node is None else str(node.value)
-
-    def with_setting(self, section: str, name: str, value: str) -> RunConfig:
-        """The same with a setting that is there changed; where it is not there, the same."""
-        node = self._node(section, name)
-        if node is None:
-            return self
-        start, end = node.start_mark.index, node.end_mark.index
-        return RunConfig.of((self.text[:start] + value + self.text[end:]).encode(errors="surrogateescape"))
-
-    def encoded(self) -> bytes:
-        """The file's content."""
-        return self.text.encode(errors="surrogateescape")
-
-    def _node(self, section: str, name: str) -> Any:
-        inner = _child(self.root, section)
-        found = _child(inner, name)
-        return found if isinstance(found, _yaml.ScalarNode) else None
-
-
-def _child(node: Any, name: str) -> Any:
-    if not isinstance(node, _yaml.MappingNode):
-        return None
-    return next((value for key, value in node.value if key.value == name), None)

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from mbridge_fsdp_ckpt.bridge.names import MAX_TRAIN_STATE_BYTES, TRAIN_STATE
+from mbridge_fsdp_ckpt.bridge.names import MAX_TRAIN_STATE_BYTES, PROGRESS, TRAIN_STATE
+from mbridge_fsdp_ckpt.bridge.run_config import RunConfig
 from mbridge_fsdp_ckpt.convert.description import Description, Groups, Record, writer_versions
-from mbridge_fsdp_ckpt.convert.files import RunConfig
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, UnsupportedStateError, brief
 from mbridge_fsdp_ckpt.storage.files import AnyPath, is_plain_file, read_bounded
 from mbridge_fsdp_ckpt.storage.format.values import encode
@@ -23,13 +23,6 @@ from mbridge_fsdp_ckpt.storage.stock.unpickler import REMEDY
 
 _MODEL, _OPTIMIZER, _RANDOM = "model", "optimizer", "rng_state"
 _GROUP_META = "param_to_group_meta"
-_SIZES = {
-    "tensor": "tensor_model_parallel_size",
-    "pipeline": "pipeline_model_parallel_size",
-    "context": "context_parallel_size",
-    "expert": "expert_model_parallel_size",
-    "expert_tensor": "expert_tensor_parallel_size",
-}
 
 
 def describe_stock(source: DcpSource) -> Description:
@@ -104,7 +97,7 @@ def _values(source: DcpSource) -> tuple[dict[str, Any], list[str]]:
             values |= found
     train_state = source.directory / TRAIN_STATE
     if is_plain_file(train_state):
-        values["train_state"] = read_train_state(train_state)
+        values[PROGRESS] = read_train_state(train_state)
     return values, unread
 
 
@@ -144,10 +137,7 @@ def topology_of(directory: AnyPath, records: Sequence[Record]) -> dict[str, int 
         records: Those that have the coordinates of a (pipeline, tensor) place each.
     """
     config = RunConfig.read(directory)
-    found = {axis: config.get("model", name) or "" for axis, name in _SIZES.items()}
-    sizes: dict[str, int | str] = {axis: int(size) for axis, size in found.items() if size.isdecimal()}
+    sizes: dict[str, int | str] = {**config.sizes()}
     for axis in ("tensor", "pipeline"):  # one state a place: the places tell the sizes
         sizes |= {axis: 1 + max(places)} if (places := [record.coordinates[axis] for record in records]) else {}
-    strategy = config.get("ddp", "data_parallel_sharding_strategy")
-    is_fsdp = config.get("ddp", "use_megatron_fsdp") == "true"
-    return {**sizes, "strategy": strategy} if strategy and is_fsdp else sizes
+    return {**sizes, "strategy": config.strategy} if config.strategy else sizes

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mbridge_fsdp_ckpt.bridge.names import TRAIN_STATE
+from mbridge_fsdp_ckpt.bridge.names import PROGRESS, TRAIN_STATE
 from mbridge_fsdp_ckpt.convert.description import covering
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.storage.commit import removal
@@ -62,7 +62,7 @@ def write_stock(
         copy_file(check_file(source.directory, file), staging / file.name, file, progress)
     add_files(staging)
     beside = (staging / TRAIN_STATE).exists()  # where stock keeps what this format has among its values
-    values = {name: value for name, value in source.values.items() if name != "train_state" or not beside}
+    values = {name: value for name, value in source.values.items() if name != PROGRESS or not beside}
     write_dcp_view(staging, head.keys, [source.directory / entry.name for entry in head.tables], values)
     _flush(staging)
     last_call()

@@ -116,6 +116,15 @@ def _built(recipe: Recipe, seed: int, make: Callable[[Recipe], Any]) -> Trainabl
     return Trainable(recipe, model, _optimizer(recipe, model))
 
 
+_LINEAR_ATTENTION = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+}
+
+
 def _config(recipe: Recipe) -> Any:
     from megatron.core.transformer import TransformerConfig
 
@@ -131,13 +140,6 @@ def _config(recipe: Recipe) -> Any:
             "expert_model_parallel_size": recipe.expert,
             "expert_tensor_parallel_size": 1,
         }
-    linear_attention = {
-        "linear_conv_kernel_dim": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-        "linear_num_key_heads": 4,
-        "linear_num_value_heads": 8,
-    }
     return TransformerConfig(
         num_layers=recipe.layers,
         hidden_size=recipe.hidden,
@@ -157,7 +159,7 @@ def _config(recipe: Recipe) -> Any:
         tensor_model_parallel_size=recipe.tensor,
         sequence_parallel=recipe.tensor > 1 and bool(recipe.experts),
         deterministic_mode=recipe.gated_delta_net,
-        **(linear_attention if recipe.gated_delta_net else {}),
+        **(_LINEAR_ATTENTION if recipe.gated_delta_net else {}),
         **moe,
     )
 

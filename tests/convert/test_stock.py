@@ -14,8 +14,8 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
+from mbridge_fsdp_ckpt.bridge.run_config import RunConfig
 from mbridge_fsdp_ckpt.convert import to_stock
-from mbridge_fsdp_ckpt.convert.files import RunConfig
 from mbridge_fsdp_ckpt.storage.files import file_checksum
 from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
 from mbridge_fsdp_ckpt.storage.format.schema import TableEntry
@@ -216,13 +216,12 @@ def test_a_run_configuration_that_names_no_format_is_carried_over(content: str, 
 
 
 def test_only_the_formats_name_is_changed() -> None:
-    config = RunConfig.of(made.CONFIG.encode()).with_setting("checkpoint", "ckpt_format", SAFE)
+    config = RunConfig.of(made.CONFIG.encode()).with_format(SAFE)
     assert config.text == made.CONFIG.replace("fsdp_dtensor\n", f"{SAFE}\n")
-    assert config.get("checkpoint", "save") == "here"
-    assert config.with_setting("checkpoint", "absent", "x") == config
-    quoted = RunConfig.of(b"checkpoint: {'ckpt_format': \"fsdp_dtensor\"}").with_setting(
-        "checkpoint", "ckpt_format", "b"
-    )
+    assert config.ckpt_format == SAFE
+    silent = RunConfig.of(b"checkpoint: {save: here}")
+    assert silent.with_format(SAFE) == silent
+    quoted = RunConfig.of(b"checkpoint: {'ckpt_format': \"fsdp_dtensor\"}").with_format("b")
     assert quoted.text == "checkpoint: {'ckpt_format': b}"
 
 

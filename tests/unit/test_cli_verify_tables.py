@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from mbridge_fsdp_ckpt.care.audit import Audit, Finding, Tiling
+from mbridge_fsdp_ckpt.care.audit import Audit
+from mbridge_fsdp_ckpt.care.findings import Finding, Tiling
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.storage.format.table import Chunk

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mbridge_fsdp_ckpt.bridge.names import TRAIN_STATE
+from mbridge_fsdp_ckpt.bridge.names import PROGRESS, TRAIN_STATE
 from mbridge_fsdp_ckpt.convert.description import Record
 from mbridge_fsdp_ckpt.convert.from_stock import read_train_state
 from mbridge_fsdp_ckpt.convert.torch_dist.reader import COMMON
@@ -77,7 +77,7 @@ def read_common(source: DcpSource) -> Common:
         except UnsupportedStateError:
             left_out.append(str(name))
     if is_plain_file(source.directory / TRAIN_STATE):
-        values["train_state"] = read_train_state(source.directory / TRAIN_STATE)
+        values[PROGRESS] = read_train_state(source.directory / TRAIN_STATE)
     parts = [part for part in _optimizers(state.get("optimizer")) if isinstance(part, dict)]
     inner = [part.get("optimizer") or {} for part in parts]
     return Common(

@@ -67,7 +67,7 @@ class Files:
         strict: Whether the exported names must be those of the original model.
         show_progress: Whether to draw a progress bar.
         distributed: Whether ranks write files of their own.
-        every: Only every so-manieth rank does.
+        every: Of how many ranks one writes, where `distributed` is set.
     """
 
     strict: bool = True

@@ -9,7 +9,7 @@ global shape: the first `step()` raises.  Here every inner parameter is the plai
     on the device, 16 bit     an fp32 copy; copied back after its step
 
 An empty shard has no gradient and gets no state.  Plain (not distributed) parameters behave as upstream's.
-This is the one file that overrides Megatron's HybridDeviceOptimizer; `corrections` puts it in place.
+This is the one file that overrides Megatron's HybridDeviceOptimizer; `hosts.corrections` puts it in place.
 """
 
 from __future__ import annotations

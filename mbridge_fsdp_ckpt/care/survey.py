@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from mbridge_fsdp_ckpt.convert.shares import rank_of_file
-from mbridge_fsdp_ckpt.plan.boxes import Box, whole
+from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
-from mbridge_fsdp_ckpt.plan.keys import KeyEntry
+from mbridge_fsdp_ckpt.plan.keys import KeyEntry, Section
 from mbridge_fsdp_ckpt.storage.files import AnyPath, check_content
 from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
 from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, FORMAT_NAME, MANIFEST_NAME, STOCK_FORMAT
@@ -52,7 +52,7 @@ class Survey:
     version: tuple[int, ...]
     writer: dict[str, str]
     topology: dict[str, int | str]
-    sections: tuple[str, ...]
+    sections: tuple[Section, ...]
     keys: dict[str, KeyEntry]
     stock_view: bool
     ranks: dict[int, RankShare] = field(default_factory=dict)
@@ -64,16 +64,11 @@ class Survey:
 
     def section_bytes(self, section: str) -> int:
         """Bytes of elements in a section."""
-        return sum(key_bytes(entry) for key, entry in self.keys.items() if key.startswith(f"{section}."))
+        return sum(entry.nbytes for key, entry in self.keys.items() if key.startswith(f"{section}."))
 
     def section_keys(self, section: str) -> int:
         """Keys in a section."""
         return sum(key.startswith(f"{section}.") for key in self.keys)
-
-
-def key_bytes(entry: KeyEntry) -> int:
-    """Bytes of a whole tensor."""
-    return whole(entry.shape).volume * dtype_from_name(entry.dtype).itemsize
 
 
 def survey(directory: AnyPath) -> Survey:

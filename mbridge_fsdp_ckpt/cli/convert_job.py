@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from mbridge_fsdp_ckpt.bridge.names import RUN_CONFIG
 from mbridge_fsdp_ckpt.bridge.run_config import RunConfig
 from mbridge_fsdp_ckpt.care.compare import batches
-from mbridge_fsdp_ckpt.care.survey import key_bytes
 from mbridge_fsdp_ckpt.cli.console import print_facts, print_json, progress_bar, say, size_text
 from mbridge_fsdp_ckpt.convert.description import Description
 from mbridge_fsdp_ckpt.convert.destination import Published, check_free, open_destination, publish
@@ -146,7 +145,7 @@ def write_safe(
     """Write the destination in this format, commit it, and let a new tracker name it."""
     job.report.notes += description.notes
     keys = sorted(description.keys)
-    with counting(job, sum(map(key_bytes, description.keys.values()))) as count:
+    with counting(job, sum(entry.nbytes for entry in description.keys.values())) as count:
         work = Rewriting(
             source=chunks or job.source,
             description=description,

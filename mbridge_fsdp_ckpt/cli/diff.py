@@ -21,7 +21,6 @@ from mbridge_fsdp_ckpt.care.compare import (
     same_value,
     table_headers,
 )
-from mbridge_fsdp_ckpt.care.survey import key_bytes
 from mbridge_fsdp_ckpt.cli.console import EXIT_CODES, Json, app, print_json, progress_bar, say
 from mbridge_fsdp_ckpt.hosts.root import find_checkpoint
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
@@ -96,7 +95,7 @@ def _differences(places: list[AnyPath], tolerance: Tolerance, pattern: str, valu
         return found
     _compare_values(one, other, pattern, found)
     with progress_bar() as bar:
-        bar.begin("comparing", sum(key_bytes(one.keys[name]) for name in same))
+        bar.begin("comparing", sum(one.keys[name].nbytes for name in same))
 
         def progress(count: int) -> None:
             beat()

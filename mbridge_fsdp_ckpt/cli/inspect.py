@@ -7,7 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from mbridge_fsdp_ckpt.care.balance import balance
-from mbridge_fsdp_ckpt.care.survey import Survey, key_bytes, survey, visit_chunks
+from mbridge_fsdp_ckpt.care.shard_map.blocks import ShardMap
+from mbridge_fsdp_ckpt.care.survey import Survey, survey, visit_chunks
 from mbridge_fsdp_ckpt.cli.console import (
     EXIT_CODES,
     Checkpoint,
@@ -19,7 +20,6 @@ from mbridge_fsdp_ckpt.cli.console import (
     say,
     size_text,
 )
-from mbridge_fsdp_ckpt.cli.shard_map import ShardMap
 from mbridge_fsdp_ckpt.hosts.root import find_checkpoint
 from mbridge_fsdp_ckpt.storage.files import as_path, replace_file
 from mbridge_fsdp_ckpt.storage.format.names import STOCK_FORMAT
@@ -40,7 +40,7 @@ def inspect(
 ) -> None:
     """Show what a checkpoint holds: format, topology, sizes, families, and how the ranks share it."""
     if png is not None:
-        from mbridge_fsdp_ckpt.cli.shard_png import require_matplotlib
+        from mbridge_fsdp_ckpt.care.shard_map.png import require_matplotlib
 
         require_matplotlib()  # before a long read
     directory = hold(find_checkpoint(as_path(checkpoint)))
@@ -60,12 +60,12 @@ def inspect(
 def _draw(found: Survey, shown: ShardMap, png: str | None, html: str | None) -> list[str]:
     written = []
     if png is not None:
-        from mbridge_fsdp_ckpt.cli.shard_png import draw_png
+        from mbridge_fsdp_ckpt.care.shard_map.png import draw_png
 
         replace_file(as_path(png), draw_png(found, shown))
         written.append(png)
     if html is not None:
-        from mbridge_fsdp_ckpt.cli.shard_html import draw_html
+        from mbridge_fsdp_ckpt.care.shard_map.html import draw_html
 
         replace_file(as_path(html), draw_html(found, shown).encode())
         written.append(html)
@@ -96,7 +96,7 @@ def _as_data(found: Survey, listed: ShardMap | None, written: list[str]) -> dict
             bar.key: {
                 "dtype": bar.entry.dtype,
                 "shape": list(bar.entry.shape),
-                "bytes": key_bytes(bar.entry),
+                "bytes": bar.entry.nbytes,
                 "family": bar.entry.family,
                 "blocks": [block.text for block in bar.blocks],
             }
@@ -119,7 +119,7 @@ def _show(found: Survey, listed: ShardMap | None) -> None:
     print_facts([fact for fact in facts if fact[1]])
     say()
     sections = [(s, str(found.section_keys(s)), size_text(found.section_bytes(s))) for s in found.sections]
-    total = ("total", str(len(found.keys)), size_text(sum(map(key_bytes, found.keys.values()))))
+    total = ("total", str(len(found.keys)), size_text(sum(entry.nbytes for entry in found.keys.values())))
     print_table(("section", "keys", "bytes"), [*sections, total], right=("keys", "bytes"))
     say()
     shares = balance(found.ranks)
@@ -141,7 +141,7 @@ def _show_keys(listed: ShardMap) -> None:
         family = f"  {bar.entry.family}" if bar.entry.family else ""
         shape = ", ".join(map(str, bar.entry.shape))
         say(bar.key, style="bold")
-        say(f"  {bar.entry.dtype} [{shape}]  {size_text(key_bytes(bar.entry))}{family}")
+        say(f"  {bar.entry.dtype} [{shape}]  {size_text(bar.entry.nbytes)}{family}")
         for block in bar.blocks:
             say(f"    {block.text}")
     if listed.left_out():

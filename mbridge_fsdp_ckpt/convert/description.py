@@ -10,7 +10,7 @@ from typing import Any
 
 from mbridge_fsdp_ckpt.errors import ManifestError
 from mbridge_fsdp_ckpt.plan.boxes import whole
-from mbridge_fsdp_ckpt.plan.keys import KeyEntry
+from mbridge_fsdp_ckpt.plan.keys import KeyEntry, Section
 from mbridge_fsdp_ckpt.plan.tiling import tiling_defect
 from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
 from mbridge_fsdp_ckpt.storage.format.schema import ParameterGroup
@@ -46,7 +46,7 @@ class Description:
     """
 
     keys: Mapping[str, KeyEntry]
-    sections: tuple[str, ...]
+    sections: tuple[Section, ...]
     topology: dict[str, int | str]
     values: Json
     records: Mapping[int, Record]

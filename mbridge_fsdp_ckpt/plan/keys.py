@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -14,6 +15,9 @@ Count = Annotated[int, Field(ge=0, le=MAX_INT, strict=True)]
 
 Kind = Literal["sharded", "tensor", "int", "float", "bool"]
 """Of a tensor: cut like its parameter, a tensor of no dimensions, or a number of Python's."""
+
+Section = Literal["model", "optimizer"]
+"""What keys begin with."""
 
 
 def _dtype(name: str) -> str:
@@ -36,6 +40,11 @@ class KeyEntry(Entry):
     family: str | None = None
     component: str = ""
     unpadded_rows: Count | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * dtype_from_name(self.dtype).itemsize
 
     @property
     def is_sharded(self) -> bool:

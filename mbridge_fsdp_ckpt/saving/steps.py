@@ -25,7 +25,7 @@ from mbridge_fsdp_ckpt.live.holdings import (
     plan_model,
 )
 from mbridge_fsdp_ckpt.live.topology import coordinates, sharding_strategy, topology
-from mbridge_fsdp_ckpt.plan.keys import KeyEntry
+from mbridge_fsdp_ckpt.plan.keys import KeyEntry, Section
 from mbridge_fsdp_ckpt.saving import copies
 from mbridge_fsdp_ckpt.saving.copies import Copy
 from mbridge_fsdp_ckpt.settings import Settings
@@ -54,7 +54,7 @@ class Prepared:
     holdings: list[Holding]
     sketch: list[int]
     header: dict[str, Any]
-    sections: tuple[str, ...]
+    sections: tuple[Section, ...]
     strategy: str
     copies: list[Copy] = field(default_factory=list)
 
@@ -84,7 +84,7 @@ def prepare(
         "extra_state": encode(own_states(model), "extra_state"),
     }
     holdings += slots
-    sections = ("model", "optimizer") if parts else ("model",)
+    sections: tuple[Section, ...] = ("model", "optimizer") if parts else ("model",)
     return Prepared(holdings, sketches.sketch(map(Block.of, holdings)), header, sections, sharding_strategy(model))
 
 
@@ -186,7 +186,7 @@ class Job:
     after_commit: Callable[[], None] | None = None
     _commit: Commit | None = field(default=None)
     _replaced: list[AnyPath] = field(default_factory=list)
-    _sections: tuple[str, ...] = field(default=())
+    _sections: tuple[Section, ...] = field(default=())
     _strategy: str = field(default="")
     _remainders: dict[int, int] = field(default_factory=dict)
     _tables: list[TableEntry] = field(default_factory=list)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from mbridge_fsdp_ckpt.plan.boxes import Box
-from mbridge_fsdp_ckpt.plan.keys import KeyEntry
+from mbridge_fsdp_ckpt.plan.keys import KeyEntry, Section
 from mbridge_fsdp_ckpt.storage.files import AnyPath
 from mbridge_fsdp_ckpt.storage.ranges import Scratch
 
@@ -70,7 +70,7 @@ class CheckpointSource(Protocol):
         """Every tensor of model and optimizer."""
 
     @property
-    def sections(self) -> tuple[str, ...]:
+    def sections(self) -> tuple[Section, ...]:
         """What was saved: "model", "optimizer"."""
 
     @property

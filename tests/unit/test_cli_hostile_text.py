@@ -65,7 +65,6 @@ def _rename_in(body: dict[str, Any], weight: float) -> None:
     body["keys"] = _evil_keys(body["keys"])
     body["writer"] = {EVIL: EVIL}
     body["topology"] |= {EVIL: EVIL}
-    body["sections"] += [EVIL]
     body["values"] |= {EVIL: f"{EVIL}{weight}"}
     body["files"] = [{"name": f"{EVIL}.listed", "size": 5, "checksum": forge.checksum(b"extra")}]
 
@@ -91,8 +90,8 @@ def assert_shown_not_obeyed(text: str, times: int = 1) -> None:
 
 
 def test_inspect(evil: Path) -> None:
-    """Writer and its version, a topology's name and size, section, family; key and family of a listed key."""
-    assert_shown_not_obeyed(shown("inspect", evil, "--key", "*", code=0), times=8)
+    """Writer and its version, a topology's name and size, family; key and family of a listed key."""
+    assert_shown_not_obeyed(shown("inspect", evil, "--key", "*", code=0), times=7)
 
 
 def test_inspect_says_the_same_to_programs(evil: Path) -> None:

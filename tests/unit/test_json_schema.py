@@ -107,6 +107,7 @@ BAD: list[tuple[tuple[str | int, ...], Any]] = [
     (("topology",), {"world": [1]}),
     (("sections",), "model"),
     (("sections",), [1]),
+    (("sections",), ["model", "<img src=x onerror=alert(1)>"]),
     (("keys",), []),
     (("keys", handmade.WEIGHT), None),
     (("keys", handmade.WEIGHT, "dtype"), ...),

@@ -13,6 +13,7 @@ from mbridge_fsdp_ckpt.agree.meeting import Agreement
 from mbridge_fsdp_ckpt.agree.sketches import Block
 from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError, DamagedCheckpointError, PlanDisagreementError
 from mbridge_fsdp_ckpt.live.holdings import Holding
+from mbridge_fsdp_ckpt.plan.keys import Section
 from mbridge_fsdp_ckpt.plan.pieces import owner
 from mbridge_fsdp_ckpt.saving import steps
 from mbridge_fsdp_ckpt.settings import Settings
@@ -27,7 +28,7 @@ def agreement(rank: int) -> Agreement:
     return Agreement("save", rank, 2, 60.0)
 
 
-def prepared(held: list[Holding], sections: tuple[str, ...] = ("model",)) -> steps.Prepared:
+def prepared(held: list[Holding], sections: tuple[Section, ...] = ("model",)) -> steps.Prepared:
     header: dict[str, Any] = {"coordinates": {}, "parameter_groups": [], "stateless": [], "values": None}
     return steps.Prepared(held, sketches.sketch(map(Block.of, held)), header, sections, "optim_grads_params")
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator
 
-from mbridge_fsdp_ckpt.plan.keys import Count, Entry, KeyEntry
+from mbridge_fsdp_ckpt.plan.keys import Count, Entry, KeyEntry, Section
 from mbridge_fsdp_ckpt.storage.entries import ExtraEntry, FileEntry
 
 VERSION = (1, 0)
@@ -34,7 +34,7 @@ class Manifest(Entry):
     version: tuple[Count, Count]
     writer: dict[str, str]
     topology: dict[str, Count | str]
-    sections: tuple[str, ...]
+    sections: tuple[Section, ...]
     keys: dict[str, KeyEntry]
     tables: Annotated[tuple[TableEntry, ...], AfterValidator(_one_a_rank)]
     files: tuple[ExtraEntry, ...] = ()

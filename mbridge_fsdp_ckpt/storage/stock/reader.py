@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import metadata
 from mbridge_fsdp_ckpt.errors import CheckpointError, DamagedCheckpointError, brief
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_name
-from mbridge_fsdp_ckpt.plan.keys import KeyEntry
+from mbridge_fsdp_ckpt.plan.keys import KeyEntry, Section
 from mbridge_fsdp_ckpt.storage.entries import FileEntry
 from mbridge_fsdp_ckpt.storage.files import (
     AnyPath,
@@ -87,7 +87,7 @@ class DcpSource:
             key: entry for key, entry in self.tensors.items() if key.startswith(("model.", _STATE))
         }
         has_optimizer = any(key.startswith(_STATE) for key in self.keys)
-        self.sections: tuple[str, ...] = ("model", "optimizer") if has_optimizer else ("model",)
+        self.sections: tuple[Section, ...] = ("model", "optimizer") if has_optimizer else ("model",)
         self.stateless: frozenset[str] = frozenset()
         self._sizes: dict[str, int] = {}
         self.values: Mapping[str, Any] = self.read_values(

@@ -9,8 +9,8 @@ from typing import Any
 from rich.filesize import decimal
 
 from mbridge_fsdp_ckpt.care.balance import NAMED_RANKS
+from mbridge_fsdp_ckpt.care.shard_map.blocks import Bar, ShardMap, colours, describe, elided
 from mbridge_fsdp_ckpt.care.survey import Survey
-from mbridge_fsdp_ckpt.cli.shard_map import Bar, ShardMap, colours, describe, elided
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.printable import printable
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from mbridge_fsdp_ckpt.care.survey import Survey, key_bytes
+from mbridge_fsdp_ckpt.care.survey import Survey
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.printable import printable
@@ -154,8 +154,3 @@ def elided(text: str, limit: int) -> str:
     """Text of at most so many characters, all of which print, without its middle."""
     text, keep = printable(text), limit - 1
     return text if len(text) <= limit else f"{text[: keep // 3]}…{text[len(text) - (keep - keep // 3) :]}"
-
-
-def total_bytes(shown: ShardMap) -> int:
-    """Bytes of the keys on the map."""
-    return sum(key_bytes(entry) for entry in shown.selected.values())

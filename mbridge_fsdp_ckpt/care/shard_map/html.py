@@ -1,0 +1,86 @@
+"""The shard map as one HTML file: SVG with tooltips, and tables; it links to nothing.
+
+`page.html` is a template of Jinja's.  Whatever it prints is made printable first, and then escaped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from rich.filesize import decimal
+
+from mbridge_fsdp_ckpt.care.balance import NAMED_RANKS, balance
+from mbridge_fsdp_ckpt.care.shard_map.blocks import Bar, ShardMap, colours, describe, elided
+from mbridge_fsdp_ckpt.care.survey import Survey
+from mbridge_fsdp_ckpt.printable import printable
+
+_NAMES, _BARS, _SHAPES, _ROW = 520, 640, 260, 22  # pixels
+
+
+def draw_html(found: Survey, shown: ShardMap) -> str:
+    """The page."""
+    bars = shown.bars()
+    return (
+        _environment()
+        .get_template("page.html")
+        .render(
+            found=found,
+            facts=_facts(found),
+            shares=balance(found.ranks),
+            palette=colours(found.ranks),
+            pattern=shown.pattern,
+            notes=[note for note in (shown.left_out(), _merged_note(bars)) if note],
+            bars=bars,
+            width=_NAMES + _BARS + _SHAPES,
+            height=len(bars) * _ROW,
+            place={"names": _NAMES, "bars": _BARS, "row": _ROW, "thick": _ROW - 5},
+        )
+    )
+
+
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("mbridge_fsdp_ckpt.care.shard_map", "."),
+        autoescape=True,
+        finalize=_as_text,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.globals |= {"describe": describe, "elided": elided, "tooltip": _tooltip, "holders": _holders}
+    environment.globals |= {"size": decimal, "pixels": "{:.2f}".format}
+    return environment
+
+
+def _as_text(value: Any) -> Any:
+    return printable(value) if isinstance(value, str) else value
+
+
+def _merged_note(bars: Iterable[Bar]) -> str:
+    merged = any(bar.merged for bar in bars)
+    return "Neighbouring blocks are drawn as one where a bar has very many; the colour is the first rank's." * merged
+
+
+def _facts(found: Survey) -> list[tuple[str, str]]:
+    return [
+        ("format", f"{found.format} {'.'.join(map(str, found.version))}".strip()),
+        ("written by", ", ".join(f"{name} {version}" for name, version in found.writer.items())),
+        ("topology", ", ".join(f"{name}={size}" for name, size in found.topology.items())),
+        *((section, decimal(found.section_bytes(section))) for section in found.sections),
+        ("keys", str(len(found.keys))),
+    ]
+
+
+def _tooltip(bar: Bar) -> list[str]:
+    """A line for each block, as many as a tooltip can show."""
+    rest = len(bar.blocks) - NAMED_RANKS
+    return [block.text for block in bar.blocks[:NAMED_RANKS]] + [f"and {rest} more"] * (rest > 0)
+
+
+def _holders(bar: Bar) -> str:
+    ranks = sorted({rank for block in bar.blocks for rank in (block.first_rank, block.last_rank)})
+    names = [str(rank) if rank >= 0 else "unknown" for rank in ranks]
+    return ", ".join(names) if len(names) <= NAMED_RANKS else f"{len(names)} or more, {names[0]} to {names[-1]}"

@@ -12,7 +12,7 @@ from megatron.bridge.training.utils import checkpoint_utils as names
 from mbridge_fsdp_ckpt.errors import NotACheckpointError
 from mbridge_fsdp_ckpt.storage.commit.methods import recover
 from mbridge_fsdp_ckpt.storage.files import AnyPath, as_path
-from mbridge_fsdp_ckpt.storage.format.names import MANIFEST_NAME
+from mbridge_fsdp_ckpt.storage.format.names import ITERATION, MANIFEST_NAME
 
 NON_PERSISTENT = "non_persistent"  # Bridge's default directory for global non-persistent checkpoints
 
@@ -89,7 +89,7 @@ def _existing(root: AnyPath, step: int, named_by: str) -> AnyPath:
     directory = as_path(names.get_checkpoint_name(str(root), step))
     recover(directory)
     if not directory.is_dir():
-        there = sorted(path.name for path in root.glob("iter_*"))
+        there = sorted(path.name for path in root.glob(f"{ITERATION}*"))
         raise NotACheckpointError(
             expected=f"{directory.name}, which {named_by} names",
             found=", ".join(there[-8:]) or "no iteration directory",

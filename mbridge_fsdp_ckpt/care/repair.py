@@ -23,12 +23,12 @@ from mbridge_fsdp_ckpt.care.root import bytes_in, is_young
 from mbridge_fsdp_ckpt.errors import CheckpointError
 from mbridge_fsdp_ckpt.hosts.root import RELEASE, TRACKER, tracked
 from mbridge_fsdp_ckpt.storage.commit import methods
-from mbridge_fsdp_ckpt.storage.commit.rename import REPLACED, put_aside
-from mbridge_fsdp_ckpt.storage.commit.retention import READING, iteration_of, iterations
+from mbridge_fsdp_ckpt.storage.commit.rename import put_aside
+from mbridge_fsdp_ckpt.storage.commit.retention import iterations
 from mbridge_fsdp_ckpt.storage.files import AnyPath, check_content, is_plain_file, read_bounded, replace_file
 from mbridge_fsdp_ckpt.storage.format.head import has_head
 from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
-from mbridge_fsdp_ckpt.storage.format.names import MANIFEST_NAME
+from mbridge_fsdp_ckpt.storage.format.names import MANIFEST_NAME, READING, REPLACED, iteration_name, iteration_of
 from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
 
 
@@ -115,7 +115,7 @@ def _plan_tracker(root: AnyPath, plan: Plan, recovered: dict[str, AnyPath]) -> N
         if not damage:
             _plan_naming(root, plan, number, places[number], trouble)
             return
-        plan.left_alone.append((root / f"iter_{number:07d}", f"not readable: {damage}"))
+        plan.left_alone.append((root / iteration_name(number), f"not readable: {damage}"))
     plan.broken.append((tracker, f"{trouble}, and no checkpoint is readable"))
 
 
@@ -130,7 +130,7 @@ def _trouble(root: AnyPath, text: str | None, places: dict[int, AnyPath], releas
     number = int(text)
     if number in places:
         return ""
-    directory = root / f"iter_{number:07d}"
+    directory = root / iteration_name(number)
     return f"names {directory.name}, which is {'not complete' if directory.is_dir() else 'not there'}"
 
 
@@ -158,7 +158,7 @@ def unreadable(directory: AnyPath) -> str:
 
 
 def _plan_naming(root: AnyPath, plan: Plan, number: int, place: AnyPath, trouble: str) -> None:
-    directory = root / f"iter_{number:07d}"
+    directory = root / iteration_name(number)
     directory = directory if place.name.startswith(REPLACED) else place
     state, copy = place / TRAIN_STATE, root / TRAIN_STATE_TRACKER
     if is_plain_file(state):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
 from pathlib import Path
 
@@ -10,12 +9,10 @@ from mbridge_fsdp_ckpt.errors import ConfigurationError, DamagedCheckpointError
 from mbridge_fsdp_ckpt.storage.checksums import checksum
 from mbridge_fsdp_ckpt.storage.files import AnyPath, check_content, replace_file, what_is_there
 from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
-from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, MANIFEST_NAME
+from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, MANIFEST_NAME, suffix_of
 from mbridge_fsdp_ckpt.storage.format.schema import Manifest
 from mbridge_fsdp_ckpt.storage.format.values import decode
 from mbridge_fsdp_ckpt.storage.stock.view import write_dcp_view
-
-_TABLE = re.compile(r"chunks_\d+(-[0-9a-f]+)?\.jsonl")
 
 
 def missing_view(directory: AnyPath) -> Manifest | None:
@@ -44,9 +41,9 @@ def write_view(directory: AnyPath, head: Manifest) -> list[AnyPath]:
         DamagedCheckpointError: A table is damaged, or the manifest lists a view of other content.
     """
     tables = [check_content(directory, entry) for entry in head.tables]
-    match = _TABLE.fullmatch(tables[0].name) if tables else None
+    suffix = suffix_of(tables[0].name) if tables else ""
     with tempfile.TemporaryDirectory() as folder:
-        write_dcp_view(Path(folder), head.keys, tables, decode(head.values), (match[1] or "") if match else "")
+        write_dcp_view(Path(folder), head.keys, tables, decode(head.values), suffix)
         made = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
     listed = {entry.name: entry.checksum for entry in head.files}
     for name, data in made.items():

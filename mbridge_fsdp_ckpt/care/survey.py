@@ -6,13 +6,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from mbridge_fsdp_ckpt.convert.shares import rank_of_file
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry, Section
 from mbridge_fsdp_ckpt.storage.files import AnyPath, check_content
 from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
-from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, FORMAT_NAME, MANIFEST_NAME, STOCK_FORMAT
+from mbridge_fsdp_ckpt.storage.format.names import (
+    DCP_METADATA,
+    FORMAT_NAME,
+    MANIFEST_NAME,
+    STOCK_FORMAT,
+    rank_of_payload,
+)
 from mbridge_fsdp_ckpt.storage.format.schema import Manifest
 from mbridge_fsdp_ckpt.storage.format.table import Chunk, read_table, read_table_header
 from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
@@ -127,4 +132,4 @@ def _stock_chunks(directory: AnyPath, found: Survey) -> Iterator[tuple[str, int,
     source: CheckpointSource = open_checkpoint(directory)
     for key in found.keys:
         for chunk in source.chunks([key])[key]:
-            yield key, rank_of_file(chunk.path.name, unknown=-1), chunk.box, chunk.path.name
+            yield key, rank_of_payload(chunk.path.name, unknown=-1), chunk.box, chunk.path.name

@@ -23,14 +23,14 @@ from mbridge_fsdp_ckpt.cli.convert_job import (
 )
 from mbridge_fsdp_ckpt.convert.description import Description, describe, with_few_records
 from mbridge_fsdp_ckpt.convert.from_stock import describe_stock
-from mbridge_fsdp_ckpt.convert.shares import even_shares, rank_of_file
+from mbridge_fsdp_ckpt.convert.shares import even_shares
 from mbridge_fsdp_ckpt.convert.to_stock import not_in_stock, payload_files, write_stock
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.storage.commit.rename import RenameCommit
-from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, STOCK_FORMAT
+from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, STOCK_FORMAT, rank_of_payload
 from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource, StoredChunk
 from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
@@ -54,7 +54,7 @@ def from_stock(source: Source, destination: Destination, as_json: Json = False) 
                 remedy="To change the number of its files, use reshard; for the other way, to-stock.",
             )
         chunks = job.source.chunks(job.source.keys)
-        ranks = {rank_of_file(chunk.path.name) for held in chunks.values() for chunk in held if chunk.box.volume}
+        ranks = {rank_of_payload(chunk.path.name) for held in chunks.values() for chunk in held if chunk.box.volume}
         write_safe(job, describe_stock(job.source), _as_they_are, sorted(ranks))
     show(job.report, as_json)
 
@@ -90,7 +90,7 @@ def from_torch_dist(
         chunks, description = describe_torch_dist(job.source, job.common, trust_run_config=trust_run_config)
         job.report.keys = len(description.keys)
         held = (chunk for found in chunks.chunks(description.keys).values() for chunk in found)
-        write_safe(job, description, _as_they_are, sorted({rank_of_file(chunk.path.name) for chunk in held}), chunks)
+        write_safe(job, description, _as_they_are, sorted({rank_of_payload(chunk.path.name) for chunk in held}), chunks)
     show(job.report, as_json)
 
 
@@ -151,7 +151,7 @@ def to_stock(source: Source, destination: Destination, as_json: Json = False) ->
 
 
 def _as_they_are(key: str, entry: KeyEntry, chunks: Sequence[StoredChunk]) -> Iterable[tuple[int, Box]]:
-    return [(rank_of_file(chunk.path.name), chunk.box) for chunk in chunks]
+    return [(rank_of_payload(chunk.path.name), chunk.box) for chunk in chunks]
 
 
 def _described_stock(source: CheckpointSource) -> Description:

@@ -10,9 +10,9 @@ from mbridge_fsdp_ckpt.bridge.names import MAX_TRAIN_STATE_BYTES, TRAIN_STATE, T
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.hosts.root import TRACKER, tracked
 from mbridge_fsdp_ckpt.storage.commit.methods import is_put_aside
-from mbridge_fsdp_ckpt.storage.commit.retention import iteration_of
 from mbridge_fsdp_ckpt.storage.files import AnyPath, as_path, is_plain_file, read_bounded, replace_file
 from mbridge_fsdp_ckpt.storage.format.head import has_head
+from mbridge_fsdp_ckpt.storage.format.names import iteration_name, iteration_of
 
 
 def open_destination(place: str, source: AnyPath, iteration: Any) -> AnyPath:
@@ -37,9 +37,9 @@ def open_destination(place: str, source: AnyPath, iteration: Any) -> AnyPath:
     named = iteration_of(target.name)
     if named is not None and isinstance(iteration, int) and named != iteration:
         raise ConfigurationError(
-            expected=f"iter_{iteration:07d}, since the checkpoint is of iteration {iteration}",
+            expected=f"{iteration_name(iteration)}, since the checkpoint is of iteration {iteration}",
             found=target.name,
-            remedy=f"Give {target.parent / f'iter_{iteration:07d}'}, or a name that is no iteration's.",
+            remedy=f"Give {target.parent / iteration_name(iteration)}, or a name that is no iteration's.",
             key=str(target),
         )
     return target
@@ -54,7 +54,7 @@ def check_free(target: AnyPath, source: AnyPath) -> None:
     if not target.exists() and not is_put_aside(target):
         return
     is_root = target.is_dir() and not has_head(target)
-    inside = target / (source.name if iteration_of(source.name) is not None else "iter_0000000")
+    inside = target / (source.name if iteration_of(source.name) is not None else iteration_name(0))
     other = inside if is_root and not inside.exists() else target.with_name(f"{target.name}-converted")
     raise ConfigurationError(
         expected="a destination that does not exist yet",

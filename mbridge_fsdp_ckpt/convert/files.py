@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -11,9 +10,7 @@ from mbridge_fsdp_ckpt.bridge.names import RUN_CONFIG
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError
 from mbridge_fsdp_ckpt.storage.entries import ExtraEntry
 from mbridge_fsdp_ckpt.storage.files import AnyPath, copy_file
-from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, MANIFEST_NAME
-
-_PARTS = re.compile(rf"{re.escape(MANIFEST_NAME)}|{re.escape(DCP_METADATA)}|chunks_\d+[^/]*\.jsonl|__[^/]*\.distcp")
+from mbridge_fsdp_ckpt.storage.format.names import MANIFEST_NAME, is_part
 
 
 def other_files(directory: AnyPath) -> list[str]:
@@ -22,7 +19,7 @@ def other_files(directory: AnyPath) -> list[str]:
     Raises:
         DamagedCheckpointError: One is a link, or no file; or has a name that the format does not allow.
     """
-    names = sorted(name for name in _names(directory) if not _PARTS.fullmatch(name))
+    names = sorted(name for name in _names(directory) if not is_part(name))
     for name in names:
         try:
             ExtraEntry(name=name, size=0, checksum="")

@@ -12,7 +12,6 @@ The first writer follows from the key, so that tensors with fewer rows than ther
 from __future__ import annotations
 
 import math
-import re
 import zlib
 from collections.abc import Iterator
 
@@ -20,8 +19,6 @@ from mbridge_fsdp_ckpt.plan.boxes import Box, Shape
 
 LARGEST_CHUNK = 1 << 26
 """Bytes of the largest block, unless a single row is larger: who loads in a finer layout verifies whole blocks."""
-
-_PAYLOAD = re.compile(r"__(\d+)_\d+.*\.distcp")
 
 
 def even_shares(
@@ -52,9 +49,3 @@ def even_shares(
         begin, end = (rows * n // min(writers, rows) for n in (share, share + 1))
         for start in range(begin, end, at_once):
             yield writer, Box((start, *(0,) * len(rest)), (min(at_once, end - start), *rest))
-
-
-def rank_of_file(name: str, unknown: int = 0) -> int:
-    """The rank whose payload is named so, `__3_0.distcp` is rank 3's; `unknown` where the name does not say."""
-    match = _PAYLOAD.fullmatch(name)
-    return int(match[1]) if match else unknown

@@ -8,6 +8,7 @@ from mbridge_fsdp_ckpt.errors import NotACheckpointError
 from mbridge_fsdp_ckpt.storage.commit.rename import recover
 from mbridge_fsdp_ckpt.storage.files import AnyPath, is_plain_file, read_bounded
 from mbridge_fsdp_ckpt.storage.format.head import has_head
+from mbridge_fsdp_ckpt.storage.format.names import iteration_name
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -36,7 +37,7 @@ def find_checkpoint(path: AnyPath) -> AnyPath:
     if has_head(path) or not is_plain_file(tracker):
         return path
     named = read_bounded(tracker, _MAX_TRACKER_BYTES).decode(errors="replace").strip()[:100]
-    directory = path / (f"iter_{int(named):07d}" if named.isdecimal() else named)
+    directory = path / (iteration_name(int(named)) if named.isdecimal() else named)
     known = named == "release" or named.isdecimal()
     if known and isinstance(directory, Path):
         recover(directory)

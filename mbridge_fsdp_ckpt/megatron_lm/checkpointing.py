@@ -27,7 +27,7 @@ from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.commit import removal
 from mbridge_fsdp_ckpt.storage.commit.retention import remove_unless_read
 from mbridge_fsdp_ckpt.storage.files import AnyPath, as_path, replace_file
-from mbridge_fsdp_ckpt.storage.format.names import STOCK_FORMAT
+from mbridge_fsdp_ckpt.storage.format.names import ITERATION, STOCK_FORMAT
 
 _log = logging.getLogger(__name__)
 _PROGRESS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
@@ -199,7 +199,7 @@ def _tracked(args: Any, load: str | None) -> AnyPath | None:
     if args.ckpt_step:
         return as_path(stock.get_checkpoint_name(str(root), args.ckpt_step, return_base_dir=True))
     found = find_checkpoint(root)
-    return found if found != root or (root / TRACKER).is_file() or root.name.startswith("iter_") else None
+    return found if found != root or (root / TRACKER).is_file() or root.name.startswith(ITERATION) else None
 
 
 def _restoration(

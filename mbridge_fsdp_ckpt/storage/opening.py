@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, NotACheckpointError
 from mbridge_fsdp_ckpt.storage.files import AnyPath, what_is_there
-from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, MANIFEST_NAME
+from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, MANIFEST_NAME, TABLES
 from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
 from mbridge_fsdp_ckpt.storage.held import hold
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource
@@ -34,7 +34,7 @@ def open_checkpoint(directory: AnyPath) -> CheckpointSource:
 
 def _check_written_by_stock(directory: AnyPath) -> None:
     """A lost manifest must not turn a checkpoint with checksums into one without."""
-    tables = sorted(path.name for path in directory.glob("chunks_*.jsonl"))
+    tables = sorted(path.name for path in directory.glob(TABLES))
     if tables:
         raise DamagedCheckpointError(
             expected=f"{MANIFEST_NAME} beside the chunk tables {', '.join(tables[:3])}",

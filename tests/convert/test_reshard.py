@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 
 from mbridge_fsdp_ckpt.care.audit import Audit
 from mbridge_fsdp_ckpt.convert import rewrite
-from mbridge_fsdp_ckpt.convert.shares import even_shares, rank_of_file
+from mbridge_fsdp_ckpt.convert.shares import even_shares
 from mbridge_fsdp_ckpt.plan.boxes import Box, whole
 from mbridge_fsdp_ckpt.plan.tiling import tiling_defect
+from mbridge_fsdp_ckpt.storage.format.names import rank_of_payload
 from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter
 from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
@@ -87,7 +88,7 @@ def test_short_tensors_spread_over_all_writers() -> None:
     ("name", "rank"), [("__3_0.distcp", 3), ("__12_7.distcp", 12), ("__0_0-0123456789ab.distcp", 0), ("x", 0)]
 )
 def test_whose_file_it_is(name: str, rank: int) -> None:
-    assert rank_of_file(name) == rank
+    assert rank_of_payload(name) == rank
 
 
 # --- any tiling becomes any other ---

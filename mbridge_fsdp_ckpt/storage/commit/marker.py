@@ -13,19 +13,16 @@ a checkpoint.  Files that the caller adds have fixed names: they are replaced be
 from __future__ import annotations
 
 import logging
-import re
 import shutil
-import uuid
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from mbridge_fsdp_ckpt.storage.commit import removal
 from mbridge_fsdp_ckpt.storage.commit.content import Content
 from mbridge_fsdp_ckpt.storage.files import AnyPath, replace_file
-from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, MANIFEST_NAME
+from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, MANIFEST_NAME, suffix_of, token
 
 _log = logging.getLogger(__name__)
-_OURS = re.compile(r"(?:__\d+_\d+|chunks_\d+)(-[0-9a-f]{12})\.(?:distcp|jsonl)")
 
 
 class MarkerCommit:
@@ -33,7 +30,7 @@ class MarkerCommit:
 
     def __init__(self, target: AnyPath) -> None:
         self.directory = target
-        self.suffix = f"-{uuid.uuid4().hex[:12]}"
+        self.suffix = f"-{token()}"
         self._uploaded: list[AnyPath] = []
         self._committed = False
         target.mkdir(parents=True, exist_ok=True)
@@ -81,7 +78,7 @@ class MarkerCommit:
 
 
 def _objects(directory: AnyPath, without: str = "") -> list[AnyPath]:
-    found = [path for path in directory.iterdir() if (match := _OURS.fullmatch(path.name)) and match[1] != without]
+    found = [path for path in directory.iterdir() if suffix_of(path.name) not in ("", without)]
     return sorted(found, key=lambda path: path.name)
 
 

@@ -21,9 +21,7 @@ import ctypes
 import errno
 import logging
 import os
-import re
 import shutil
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,10 +31,8 @@ from mbridge_fsdp_ckpt.storage.commit.content import Content
 from mbridge_fsdp_ckpt.storage.entries import ExtraEntry
 from mbridge_fsdp_ckpt.storage.files import TEMPORARY, AnyPath, file_checksum, size_of, sync_directory, write_file
 from mbridge_fsdp_ckpt.storage.format.head import has_head, has_readable_head
-from mbridge_fsdp_ckpt.storage.format.names import MANIFEST_NAME
+from mbridge_fsdp_ckpt.storage.format.names import DELETED, MANIFEST_NAME, REPLACED, STAGING, beside, target_of
 
-STAGING, REPLACED, DELETED = ".staging-", ".replaced-", ".deleted-"
-_NAME = re.compile(r"\.(?:staging|replaced|deleted)-(.+)-[^-]*", re.DOTALL)
 _log = logging.getLogger(__name__)
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
@@ -134,12 +130,12 @@ def _sync_or_undo(directory: Path, undo: Callable[[], object]) -> None:
 
 
 def _beside(target: Path, mark: str) -> Path:
-    return target.parent / f"{mark}{target.name}-{uuid.uuid4().hex[:12]}"
+    return target.parent / beside(mark, target.name)
 
 
 def _condemned(path: Path) -> Path:
     """What nobody needs, under a name that says so; if it cannot be renamed, as it is."""
-    condemned = _beside(path.parent / _target_name(path), DELETED)
+    condemned = _beside(path.parent / target_of(path.name), DELETED)
     try:
         path.rename(condemned)
     except OSError as error:
@@ -150,7 +146,7 @@ def _condemned(path: Path) -> Path:
 
 def put_aside(root: Path) -> dict[str, Path]:
     """By their targets' names, the directories that stepped aside below a root; of several for one, the newest."""
-    return {_target_name(path): path for path in sorted(root.glob(f"{REPLACED}*"), key=_modified)}
+    return {target_of(path.name): path for path in sorted(root.glob(f"{REPLACED}*"), key=_modified)}
 
 
 def _modified(path: Path) -> float:
@@ -192,7 +188,7 @@ def _leftovers(root: Path) -> list[Path]:
     if not root.is_dir():
         return []
     found = [path for mark in (STAGING, DELETED) for path in root.glob(f"{mark}*") if path.is_dir()]
-    found += [path for path in root.glob(f"{REPLACED}*") if has_readable_head(root / _target_name(path))]
+    found += [path for path in root.glob(f"{REPLACED}*") if has_readable_head(root / target_of(path.name))]
     found += [path for path in root.glob(".*") if TEMPORARY.fullmatch(path.name) and path.is_file()]
     return sorted(found)
 
@@ -204,7 +200,7 @@ def condemn_leftovers(target: Path) -> list[AnyPath]:
     """
     found: list[AnyPath] = []
     for path in _leftovers(target.parent):
-        if _target_name(path) == target.name or lease.is_stale(path):
+        if target_of(path.name) == target.name or lease.is_stale(path):
             if path.name.startswith((STAGING, REPLACED)):
                 _log.warning("deleting %s, which a save that died, or another one of %s, left", path, target)
                 path = _condemned(path)
@@ -218,11 +214,6 @@ def remove(directory: Path) -> None:
     directory.rename(condemned)
     sync_directory(directory.parent)
     shutil.rmtree(condemned)
-
-
-def _target_name(leftover: Path) -> str:
-    match = _NAME.fullmatch(leftover.name)
-    return match[1] if match else ""
 
 
 def _exchange(one: Path, other: Path) -> bool:

@@ -8,8 +8,6 @@ background: no rank waits for it, and nothing fails by it.
 from __future__ import annotations
 
 import logging
-import re
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,10 +16,8 @@ from mbridge_fsdp_ckpt.storage.commit import methods, removal
 from mbridge_fsdp_ckpt.storage.commit.lease import is_stale, renewing
 from mbridge_fsdp_ckpt.storage.files import AnyPath
 from mbridge_fsdp_ckpt.storage.format.head import has_readable_head
+from mbridge_fsdp_ckpt.storage.format.names import READING, beside, iteration_of
 
-READING = ".reading-"
-
-_ITERATION = re.compile(r"iter_(\d+)")
 _log = logging.getLogger(__name__)
 
 
@@ -48,12 +44,6 @@ def iterations(root: AnyPath) -> list[Iteration]:
         if number is not None and path.is_dir():
             found.append(Iteration(number, path, has_readable_head(path)))
     return sorted(found, key=lambda iteration: iteration.number)
-
-
-def iteration_of(name: str) -> int | None:
-    """The number in a directory's name, if it is an iteration's."""
-    match = _ITERATION.fullmatch(name)
-    return int(match[1]) if match else None
 
 
 def prunable(root: AnyPath, keep: int, also_keep: int | None = None) -> list[Iteration]:
@@ -111,7 +101,7 @@ def reading(directory: AnyPath, *, enabled: bool = True) -> Iterator[Callable[[]
 
     A reader who may not write beside the checkpoint reads without protection.
     """
-    lease = directory.parent / f"{READING}{directory.name}-{uuid.uuid4().hex[:12]}"
+    lease = directory.parent / beside(READING, directory.name)
     try:
         if enabled and (directory.exists() or methods.is_put_aside(directory)):
             lease.touch()

@@ -1,7 +1,9 @@
-"""What files of a checkpoint are called, and what format names there are."""
+"""What files of a checkpoint, and what lies beside it, are called: each name is made and read here."""
 
 from __future__ import annotations
 
+import re
+import uuid
 from typing import Final
 
 FORMAT_NAME: Final = "fsdp_dtensor_safe"
@@ -13,6 +15,29 @@ MANIFEST_NAME: Final = "manifest.json"
 DCP_METADATA: Final = ".metadata"
 """Stock's head of a checkpoint; ours may have one beside its own, for stock to read."""
 
+TABLES: Final = "chunks_*.jsonl"
+"""Pattern of the chunk tables in a directory."""
+
+ITERATION: Final = "iter_"
+"""What the name of an iteration directory begins with, as Megatron has it."""
+
+STAGING: Final = ".staging-"
+REPLACED: Final = ".replaced-"
+DELETED: Final = ".deleted-"
+READING: Final = ".reading-"
+"""What names begin with that stand beside a checkpoint: see `storage.commit.rename` and `.retention`."""
+
+_ITERATION = re.compile(rf"{ITERATION}(\d+)")
+_BESIDE = re.compile(r"\.(?:staging|replaced|deleted)-(.+)-[^-]*", re.DOTALL)
+_PAYLOAD = re.compile(r"__(\d+)_\d+.*\.distcp")
+_SUFFIXED = re.compile(r"(?:__\d+_\d+|chunks_\d+)(-[0-9a-f]{12})\.(?:distcp|jsonl)")
+_PART = re.compile(rf"{re.escape(MANIFEST_NAME)}|{re.escape(DCP_METADATA)}|chunks_\d+[^/]*\.jsonl|__[^/]*\.distcp")
+
+
+def token() -> str:
+    """What tells one save, or one reader, from all others."""
+    return uuid.uuid4().hex[:12]
+
 
 def payload_name(rank: int, suffix: str = "", file: int = 0) -> str:
     """A rank's payload file; rank 0's second one has what stock's view says besides tensors."""
@@ -22,3 +47,42 @@ def payload_name(rank: int, suffix: str = "", file: int = 0) -> str:
 def table_name(rank: int, suffix: str = "") -> str:
     """A rank's chunk table."""
     return f"chunks_{rank:05d}{suffix}.jsonl"
+
+
+def rank_of_payload(name: str, unknown: int = 0) -> int:
+    """The rank whose payload is named so, `__3_0.distcp` is rank 3's; `unknown` where the name does not say."""
+    match = _PAYLOAD.fullmatch(name)
+    return int(match[1]) if match else unknown
+
+
+def suffix_of(name: str) -> str:
+    """What a save into an object store appended to the names of its payload and tables; empty in other names."""
+    match = _SUFFIXED.fullmatch(name)
+    return match[1] if match else ""
+
+
+def is_part(name: str) -> bool:
+    """Whether a checkpoint's file is its head, stock's, payload or a table."""
+    return _PART.fullmatch(name) is not None
+
+
+def iteration_name(number: int) -> str:
+    """An iteration's directory."""
+    return f"{ITERATION}{number:07d}"
+
+
+def iteration_of(name: str) -> int | None:
+    """The number in a directory's name, if it is an iteration's."""
+    match = _ITERATION.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def beside(mark: str, name: str) -> str:
+    """A new name of what stands beside a checkpoint of this name."""
+    return f"{mark}{name}-{token()}"
+
+
+def target_of(name: str) -> str:
+    """The name of the checkpoint that a directory was staged for, replaced by or deleted as; empty for other names."""
+    match = _BESIDE.fullmatch(name)
+    return match[1] if match else ""

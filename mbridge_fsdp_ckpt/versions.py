@@ -1,4 +1,4 @@
-"""Which versions of other packages this release was made for."""
+"""Which versions of other packages this release was made for, and which a checkpoint was written with."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ SUPPORTED = {
     "transformer-engine": ">=2.20,<2.21",
     "verl": "==0.9.1",
 }
+_TRAINERS = ("megatron-core", "megatron-bridge", "transformer-engine")
 
 
 def require(*packages: str) -> None:
@@ -37,3 +38,17 @@ def require(*packages: str) -> None:
                 remedy=f"Install a supported version (pip install '{package}{SUPPORTED[package]}'), or a release of "
                 "mbridge-fsdp-ckpt made for yours; docs/compatibility.md has the list.",
             )
+
+
+def writer_versions(*, training: bool) -> dict[str, str]:
+    """Versions of the packages that write a checkpoint, as far as they are installed: from a training job, or a file.
+
+    They stand in the head for a person to read; nothing depends on them.
+    """
+    found = {}
+    for package in ("mbridge-fsdp-ckpt", "torch", *(_TRAINERS if training else ())):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -23,14 +23,13 @@ from mbridge_fsdp_ckpt.care.compare import (
 )
 from mbridge_fsdp_ckpt.cli.console import EXIT_CODES, Json, app, print_json, progress_bar, say
 from mbridge_fsdp_ckpt.hosts.root import find_checkpoint
-from mbridge_fsdp_ckpt.plan.keys import KeyEntry
+from mbridge_fsdp_ckpt.plan.keys import KeyEntry, name_and_slot
 from mbridge_fsdp_ckpt.storage.commit.retention import reading
 from mbridge_fsdp_ckpt.storage.files import AnyPath, as_path
 from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
 from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource
 
-_STATE = "optimizer.state."
 _ABSENT = "(absent)"
 
 
@@ -164,8 +163,8 @@ def _group_names(source: CheckpointSource) -> set[str]:
         return {name for group in groups for name in group.parameters}
     found = set()
     for key in source.keys:
-        if key.startswith(_STATE):
-            name = key.removeprefix(_STATE).rpartition(".")[0]
+        if slot_key := name_and_slot(key):
+            name, _ = slot_key
             found |= {name, name.rpartition(".")[0], name.rpartition("_")[0]}  # a component's parameter
     return found
 

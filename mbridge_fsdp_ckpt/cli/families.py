@@ -11,11 +11,10 @@ import typer
 from mbridge_fsdp_ckpt.cli.console import EXIT_CODES, Json, app, print_json, print_table, say
 from mbridge_fsdp_ckpt.families import default_registry
 from mbridge_fsdp_ckpt.hosts.root import find_checkpoint
+from mbridge_fsdp_ckpt.plan.keys import MODEL_PREFIX
 from mbridge_fsdp_ckpt.storage.files import as_path
 from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource
-
-_MODEL = "model."
 
 
 @app.command(epilog=EXIT_CODES)
@@ -56,8 +55,8 @@ def _claimed(source: CheckpointSource) -> dict[str, dict[str, list[str]]]:
     """For each family, its parameters with their components; parameters that are whole count for none."""
     found: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for key, entry in source.keys.items():
-        if entry.family is not None and key.startswith(_MODEL):
-            parameter = re.sub(rf"[._]{re.escape(entry.component)}$", "", key.removeprefix(_MODEL))
+        if entry.family is not None and key.startswith(MODEL_PREFIX):
+            parameter = re.sub(rf"[._]{re.escape(entry.component)}$", "", key.removeprefix(MODEL_PREFIX))
             found[entry.family][parameter].append(entry.component)
     return {family: dict(parameters) for family, parameters in sorted(found.items())}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from mbridge_fsdp_ckpt.errors import ManifestError
@@ -16,6 +15,7 @@ from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
 from mbridge_fsdp_ckpt.storage.format.schema import ParameterGroup
 from mbridge_fsdp_ckpt.storage.format.values import Json
 from mbridge_fsdp_ckpt.storage.source import StoredChunk
+from mbridge_fsdp_ckpt.versions import writer_versions
 
 _PLACE = ("pipeline", "tensor")
 
@@ -73,7 +73,7 @@ def describe(source: SafeSource) -> Description:
         records=dict(sorted(records.items())),
         groups=groups.result(),
         stateless=tuple(stateless),
-        writer={**head.writer, **writer_versions()},
+        writer={**head.writer, **writer_versions(training=False)},
     )
 
 
@@ -133,14 +133,3 @@ class Groups:
             for hyperparameters, members in self._members.items()
             if members
         )
-
-
-def writer_versions() -> dict[str, str]:
-    """Versions of the packages that write when nothing is trained."""
-    found = {}
-    for name in ("mbridge-fsdp-ckpt", "torch"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found

@@ -14,12 +14,13 @@ import torch
 
 from mbridge_fsdp_ckpt.bridge.names import MAX_TRAIN_STATE_BYTES, PROGRESS, TRAIN_STATE
 from mbridge_fsdp_ckpt.bridge.run_config import RunConfig
-from mbridge_fsdp_ckpt.convert.description import Description, Groups, Record, writer_versions
+from mbridge_fsdp_ckpt.convert.description import Description, Groups, Record
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, UnsupportedStateError, brief
 from mbridge_fsdp_ckpt.storage.files import AnyPath, is_plain_file, read_bounded
 from mbridge_fsdp_ckpt.storage.format.values import encode
 from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
 from mbridge_fsdp_ckpt.storage.stock.unpickler import REMEDY
+from mbridge_fsdp_ckpt.versions import writer_versions
 
 _MODEL, _OPTIMIZER, _RANDOM = "model", "optimizer", "rng_state"
 _GROUP_META = "param_to_group_meta"
@@ -54,7 +55,7 @@ def describe_stock(source: DcpSource) -> Description:
         values=encode(values, "values"),
         records=records,
         groups=groups.result(),
-        writer=writer_versions(),
+        writer=writer_versions(training=False),
         notes=_note(lost),
     )
 

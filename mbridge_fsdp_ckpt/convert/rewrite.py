@@ -26,17 +26,15 @@ from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.storage.checksums import checksum
 from mbridge_fsdp_ckpt.storage.commit import removal
-from mbridge_fsdp_ckpt.storage.commit.content import Commit, Content
-from mbridge_fsdp_ckpt.storage.entries import ExtraEntry
+from mbridge_fsdp_ckpt.storage.commit.content import Commit
 from mbridge_fsdp_ckpt.storage.files import AnyPath, write_file
-from mbridge_fsdp_ckpt.storage.format.manifest import manifest_bytes
-from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, payload_name, table_name
+from mbridge_fsdp_ckpt.storage.finishing import finish, head
+from mbridge_fsdp_ckpt.storage.format.names import payload_name, table_name
 from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter, scalar_of
-from mbridge_fsdp_ckpt.storage.format.schema import VERSION, Manifest, TableEntry, TableHeader
+from mbridge_fsdp_ckpt.storage.format.schema import TableEntry, TableHeader
 from mbridge_fsdp_ckpt.storage.format.table import Row, table_bytes
 from mbridge_fsdp_ckpt.storage.format.values import decode
 from mbridge_fsdp_ckpt.storage.source import StoredChunk
-from mbridge_fsdp_ckpt.storage.stock.view import write_dcp_view
 
 KEPT_BYTES = 1 << 29
 """Of source chunks that more than one block of the target needs; a chunk over it is read again for each of them."""
@@ -242,27 +240,16 @@ def _write_table(commit: Commit, header: TableHeader, writer: _Writer | None) ->
 
 
 def _finish(commit: Commit, work: Rewriting, tables: Sequence[TableEntry], chunks: int) -> None:
-    """The head, and the step that puts the checkpoint in its place."""
-    description = work.description
-    names = {build(entry.rank, commit.suffix) for entry in tables for build in (payload_name, table_name)}
-    head = Manifest(
-        format=FORMAT_NAME,
-        version=VERSION,
-        writer=description.writer,
-        topology=description.topology,
-        sections=description.sections,
-        keys=dict(sorted(description.keys.items())),
-        tables=tuple(tables),
-        values=description.values,
+    said = work.description
+    manifest = head(
+        writer=said.writer,
+        topology=said.topology,
+        sections=said.sections,
+        keys=said.keys,
+        tables=tables,
+        values=said.values,
     )
-
-    def with_files(files: tuple[ExtraEntry, ...]) -> bytes:
-        return manifest_bytes(head.model_copy(update={"files": files}))
-
-    def write_view(place: AnyPath) -> None:
-        paths = [place / entry.name for entry in tables]
-        write_dcp_view(place, head.keys, paths, decode(head.values) or {}, commit.suffix)
-
-    view = write_view if work.stock_view(chunks) else None
-    content = Content(with_files, frozenset(names), work.add_files, view, last_call=work.last_call)
-    removal.delete_later(commit.finish(content))
+    names = {build(entry.rank, commit.suffix) for entry in tables for build in (payload_name, table_name)}
+    view_of = decode(said.values) or {} if work.stock_view(chunks) else None
+    replaced = finish(commit, manifest, names, view_of=view_of, add_files=work.add_files, last_call=work.last_call)
+    removal.delete_later(replaced)

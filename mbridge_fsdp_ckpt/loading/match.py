@@ -12,13 +12,12 @@ from mbridge_fsdp_ckpt.errors import KeyMismatchError, ManifestError
 from mbridge_fsdp_ckpt.live.holdings import Planned
 from mbridge_fsdp_ckpt.plan.boxes import Box, Shape, whole
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
-from mbridge_fsdp_ckpt.plan.keys import KeyEntry
+from mbridge_fsdp_ckpt.plan.keys import STATE_PREFIX, KeyEntry, Kind, name_and_slot
 from mbridge_fsdp_ckpt.plan.pieces import Component, ParameterPlan
 from mbridge_fsdp_ckpt.plan.tiling import tiling_defect
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource, StoredChunk
 
-MODEL_PREFIX, STATE_PREFIX = "model.", "optimizer.state."
 NAMED = 20  # names that an error lists
 
 
@@ -58,7 +57,7 @@ class Match:
             self._absent(f"{name}.*")
 
     def _key(
-        self, key: str, shape: Shape, dtype: torch.dtype, kind: str, plan: ParameterPlan, component: Component
+        self, key: str, shape: Shape, dtype: torch.dtype, kind: Kind, plan: ParameterPlan, component: Component
     ) -> None:
         entry = self._source.keys.get(key)
         if entry is None:
@@ -134,8 +133,8 @@ def slots_by_name(source: CheckpointSource) -> dict[str, dict[str, KeyEntry]]:
     """Saved slots by optimizer name with component suffix."""
     found: dict[str, dict[str, KeyEntry]] = defaultdict(dict)
     for key, entry in source.keys.items():
-        if key.startswith(STATE_PREFIX):
-            name, _, slot = key.removeprefix(STATE_PREFIX).rpartition(".")
+        if slot_key := name_and_slot(key):
+            name, slot = slot_key
             found[name][slot] = entry
     return found
 

@@ -17,18 +17,10 @@ from mbridge_fsdp_ckpt.live.fp8.owners import restorations
 from mbridge_fsdp_ckpt.live.fp8.state import Restoration
 from mbridge_fsdp_ckpt.live.holdings import KeyFilter, OptimizerPart, Planned, optimizer_parts, plan_model
 from mbridge_fsdp_ckpt.live.topology import coordinates
-from mbridge_fsdp_ckpt.loading.match import (
-    MODEL_PREFIX,
-    NAMED,
-    STATE_PREFIX,
-    Match,
-    check_coverage,
-    listed,
-    slots_by_name,
-)
+from mbridge_fsdp_ckpt.loading.match import NAMED, Match, check_coverage, listed, slots_by_name
 from mbridge_fsdp_ckpt.loading.renaming import under_new_names
 from mbridge_fsdp_ckpt.plan.boxes import Box
-from mbridge_fsdp_ckpt.plan.keys import KeyEntry
+from mbridge_fsdp_ckpt.plan.keys import MODEL_PREFIX, STATE_PREFIX, KeyEntry
 from mbridge_fsdp_ckpt.plan.pieces import ParameterPlan, Piece
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.commit.methods import recover

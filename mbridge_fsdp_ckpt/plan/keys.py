@@ -1,4 +1,4 @@
-"""What a key says of its tensor, over all ranks."""
+"""Keys on disk, and what one says of its tensor, over all ranks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
+
+MODEL_PREFIX, STATE_PREFIX = "model.", "optimizer.state."
+"""What keys of weights and of optimizer slots begin with, as stock `fsdp_dtensor` names them."""
 
 MAX_INT = (1 << 63) - 1
 
@@ -50,3 +53,11 @@ class KeyEntry(Entry):
     def is_sharded(self) -> bool:
         """Whether it lies in payload files; the number of another kind stands in a table."""
         return self.kind == "sharded"
+
+
+def name_and_slot(key: str) -> tuple[str, str] | None:
+    """An optimizer slot's name in the optimizer's state, and the slot; None for any other key."""
+    if not key.startswith(STATE_PREFIX):
+        return None
+    name, _, slot = key.removeprefix(STATE_PREFIX).rpartition(".")
+    return name, slot

@@ -21,6 +21,7 @@ from typing import Any
 
 from mbridge_fsdp_ckpt.families.declaration import Claim, Segment
 from mbridge_fsdp_ckpt.plan.boxes import Box, FlatRange, Shape, boxes_of, whole
+from mbridge_fsdp_ckpt.plan.keys import MODEL_PREFIX, STATE_PREFIX
 from mbridge_fsdp_ckpt.plan.layout import Axis, ParameterLayout
 
 
@@ -97,11 +98,11 @@ class ParameterPlan:
 
     def model_key(self, component: Component) -> str:
         """Key on disk of the weight."""
-        return f"model.{component.name_of(self.layout.key)}"
+        return f"{MODEL_PREFIX}{component.name_of(self.layout.key)}"
 
     def slot_key(self, component: Component, slot: str) -> str:
-        """Key on disk of an optimizer slot, as stock `fsdp_dtensor` names it."""
-        return f"optimizer.state.{self.state_name(component)}.{slot}"
+        """Key on disk of an optimizer slot."""
+        return f"{STATE_PREFIX}{self.state_name(component)}.{slot}"
 
     def state_name(self, component: Component) -> str:
         """Name in the optimizer's state."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +30,18 @@ from mbridge_fsdp_ckpt.saving.copies import Copy
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.checksums import checksum
 from mbridge_fsdp_ckpt.storage.commit import lease, methods, removal
-from mbridge_fsdp_ckpt.storage.commit.content import Commit, Content
-from mbridge_fsdp_ckpt.storage.entries import ExtraEntry
+from mbridge_fsdp_ckpt.storage.commit.content import Commit
 from mbridge_fsdp_ckpt.storage.files import AnyPath, as_path, check_file, write_file
-from mbridge_fsdp_ckpt.storage.format.manifest import manifest_bytes
-from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, payload_name, table_name
+from mbridge_fsdp_ckpt.storage.finishing import finish, head
+from mbridge_fsdp_ckpt.storage.format.names import payload_name, table_name
 from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter, scalar_of
-from mbridge_fsdp_ckpt.storage.format.schema import VERSION, Manifest, TableEntry, TableHeader
+from mbridge_fsdp_ckpt.storage.format.schema import TableEntry, TableHeader
 from mbridge_fsdp_ckpt.storage.format.table import Row, read_table_header, table_bytes
 from mbridge_fsdp_ckpt.storage.format.values import encode
-from mbridge_fsdp_ckpt.storage.stock.view import say_view_left_out, write_dcp_view
-from mbridge_fsdp_ckpt.versions import require
+from mbridge_fsdp_ckpt.storage.stock.view import say_view_left_out
+from mbridge_fsdp_ckpt.versions import require, writer_versions
 
 _log = logging.getLogger(__name__)
-_WRITERS = ("mbridge-fsdp-ckpt", "torch", "megatron-core", "megatron-bridge", "transformer-engine")
 
 
 @dataclass(slots=True)
@@ -236,7 +233,7 @@ class Job:
     def _finish(self) -> None:
         """Check what all ranks wrote, write the head, commit."""
         assert self._commit is not None
-        directory, suffix, tables = self._commit.directory, self._commit.suffix, self._tables
+        directory, tables = self._commit.directory, self._tables
         keys: dict[str, KeyEntry] = {}
         declared_by: dict[str, int] = {}
         flushed, chunks = {entry.name for entry in tables}, 0
@@ -249,30 +246,26 @@ class Job:
             keys.update(header.keys)
             chunks += header.chunks
             self.agreement.beat()
-        manifest = Manifest(
-            format=FORMAT_NAME,
-            version=VERSION,
-            writer=_writer_versions(),
+        manifest = head(
+            writer=writer_versions(training=True),
             topology={**topology(), "strategy": self._strategy},
             sections=self._sections,
-            keys=dict(sorted(keys.items())),
-            tables=tuple(tables),
+            keys=keys,
+            tables=tables,
             values=encode(dict(self.values), "values"),
         )
-
-        def with_files(files: tuple[ExtraEntry, ...]) -> bytes:
-            return manifest_bytes(manifest.model_copy(update={"files": files}))
-
-        def write_view(place: AnyPath) -> None:
-            paths = [place / entry.name for entry in tables]
-            write_dcp_view(place, keys, paths, self.values, suffix, self.agreement.beat)
-
-        view = write_view if self.settings.writes_dcp_metadata(chunks) else None
-        if view is None and self.settings.dcp_metadata == "auto":
+        with_view = self.settings.writes_dcp_metadata(chunks)
+        if not with_view and self.settings.dcp_metadata == "auto":
             say_view_left_out(chunks)
-        beat, seal = self.agreement.beat, self.agreement.seal
-        content = Content(with_files, frozenset(flushed), self.add_files, view, beat, seal)
-        self._replaced = self._commit.finish(content)
+        self._replaced = finish(
+            self._commit,
+            manifest,
+            flushed,
+            view_of=self.values if with_view else None,
+            add_files=self.add_files,
+            progress=self.agreement.beat,
+            last_call=self.agreement.seal,
+        )
         self._commit = None
         self._follow_up()
 
@@ -296,13 +289,3 @@ class Job:
                 self._commit.abort()
             except OSError:
                 _log.warning("could not remove %s", self._commit.directory, exc_info=True)
-
-
-def _writer_versions() -> dict[str, str]:
-    found = {}
-    for name in _WRITERS:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found

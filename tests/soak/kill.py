@@ -64,7 +64,7 @@ STEPS = (
     Step("saving.steps:write_file", EVERYBODY),
     Step("storage.files:os.fsync", EVERYBODY, times=2),
     Step("saving.steps:Job.judge_written"),
-    Step("saving.steps:write_dcp_view"),
+    Step("storage.finishing:write_dcp_view"),
     Step("storage.commit.rename:write_file"),
     Step("agree.meeting:Agreement.seal"),
     Step("storage.commit.rename:put_in_place"),

@@ -36,7 +36,7 @@ CALLS: tuple[tuple[str, tuple[int, ...], int], ...] = (
     (f"{PACKAGE}.format.payload:os.fsync", EVERYBODY, 1),
     (f"{PACKAGE}.files:os.fsync", EVERYBODY, 2),
     ("mbridge_fsdp_ckpt.saving.steps:write_file", EVERYBODY, 1),
-    ("mbridge_fsdp_ckpt.saving.steps:write_dcp_view", (0,), 1),
+    ("mbridge_fsdp_ckpt.storage.finishing:write_dcp_view", (0,), 1),
     (f"{PACKAGE}.stock.view:replace_file", (0,), 1),
     (f"{PACKAGE}.commit.rename:write_file", (0,), 1),
     (f"{PACKAGE}.commit.rename:sync_directory", (0,), 1),

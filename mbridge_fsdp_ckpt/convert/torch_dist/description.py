@@ -22,7 +22,7 @@ import torch
 from mbridge_fsdp_ckpt.bridge.job import job
 from mbridge_fsdp_ckpt.bridge.names import RUN_CONFIG
 from mbridge_fsdp_ckpt.bridge.plain_model import PlainModel
-from mbridge_fsdp_ckpt.convert.description import Description, Groups, writer_versions
+from mbridge_fsdp_ckpt.convert.description import Description, Groups
 from mbridge_fsdp_ckpt.convert.from_stock import topology_of
 from mbridge_fsdp_ckpt.convert.torch_dist.common import Common, read_random_states
 from mbridge_fsdp_ckpt.convert.torch_dist.links import Link, Part, block_of, links, parts_of
@@ -35,7 +35,7 @@ from mbridge_fsdp_ckpt.loading.match import listed
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.storage.format.values import encode
 from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
-from mbridge_fsdp_ckpt.versions import require
+from mbridge_fsdp_ckpt.versions import require, writer_versions
 
 _SLOT = re.compile(r"(?:.+\.)?optimizer\.state\.([^.]+)\.(.+)")
 _MAIN_WEIGHTS = ("param", "fp32_param")
@@ -82,7 +82,7 @@ def describe_torch_dist(
         values=encode(common.values, "values"),
         records=records,
         groups=() if trouble else groups.result(),
-        writer=writer_versions(),
+        writer=writer_versions(training=False),
         notes=tuple(notes),
     )
     return LinkedChunks(source, mapping.links), description

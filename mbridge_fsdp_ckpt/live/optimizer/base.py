@@ -8,14 +8,14 @@ particular optimizer, but for the step counter: optimizers disagree on whether i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from mbridge_fsdp_ckpt.errors import UnsupportedStateError
 from mbridge_fsdp_ckpt.live.megatron_fsdp import local_shard
+from mbridge_fsdp_ckpt.plan.keys import Kind
 
-SlotKind = Literal["sharded", "tensor", "int", "float", "bool"]
 STEP = "step"
 MASTER = "master_param"
 
@@ -29,7 +29,7 @@ class Slot:
         tensor: Flat local elements, or a 0-d tensor.
     """
 
-    kind: SlotKind
+    kind: Kind
     tensor: torch.Tensor
 
     def value(self) -> Any:
@@ -43,7 +43,7 @@ class Slot:
 class SlotSpec:
     """A slot to allocate."""
 
-    kind: SlotKind
+    kind: Kind
     dtype: torch.dtype
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import metadata
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import metadata
 from mbridge_fsdp_ckpt.errors import CheckpointError, DamagedCheckpointError, brief
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_name
-from mbridge_fsdp_ckpt.plan.keys import KeyEntry, Section
+from mbridge_fsdp_ckpt.plan.keys import MODEL_PREFIX, STATE_PREFIX, KeyEntry, Kind, Section
 from mbridge_fsdp_ckpt.storage.entries import FileEntry
 from mbridge_fsdp_ckpt.storage.files import (
     AnyPath,
@@ -32,7 +32,7 @@ from mbridge_fsdp_ckpt.storage.ranges import Bytes, OpenFiles, Scratch
 from mbridge_fsdp_ckpt.storage.source import RankRecord, StoredChunk
 from mbridge_fsdp_ckpt.storage.stock.unpickler import REMEDY, load_record, malformed, read_metadata
 
-_GROUPS, _STATE = "optimizer.param_to_group_meta.", "optimizer.state."
+_GROUPS = "optimizer.param_to_group_meta."
 
 
 def _coordinates(place: str) -> dict[str, int]:
@@ -84,9 +84,9 @@ class DcpSource:
             for key, value in self._tensors.items()
         }
         self.keys: Mapping[str, KeyEntry] = {
-            key: entry for key, entry in self.tensors.items() if key.startswith(("model.", _STATE))
+            key: entry for key, entry in self.tensors.items() if key.startswith((MODEL_PREFIX, STATE_PREFIX))
         }
-        has_optimizer = any(key.startswith(_STATE) for key in self.keys)
+        has_optimizer = any(key.startswith(STATE_PREFIX) for key in self.keys)
         self.sections: tuple[Section, ...] = ("model", "optimizer") if has_optimizer else ("model",)
         self.stateless: frozenset[str] = frozenset()
         self._sizes: dict[str, int] = {}
@@ -229,8 +229,8 @@ class DcpSource:
         return self.read(self._stored(key, chunk))
 
 
-def _kind(key: str, value: Any) -> Literal["sharded", "tensor"]:
-    return "sharded" if tuple(value.size) or key.startswith("model.") else "tensor"
+def _kind(key: str, value: Any) -> Kind:
+    return "sharded" if tuple(value.size) or key.startswith(MODEL_PREFIX) else "tensor"
 
 
 def _set(nested: Any, path: tuple[Any, ...], value: Any) -> None:

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from mbridge_fsdp_ckpt.plan.boxes import Box, whole
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
-from mbridge_fsdp_ckpt.plan.keys import KeyEntry
+from mbridge_fsdp_ckpt.plan.keys import KeyEntry, name_and_slot
 from mbridge_fsdp_ckpt.storage.entries import FileEntry
 from mbridge_fsdp_ckpt.storage.files import AnyPath, replace_file
 from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, payload_name
@@ -37,7 +37,6 @@ from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter
 from mbridge_fsdp_ckpt.storage.format.table import Chunk, Scalar, read_table, read_table_header
 from mbridge_fsdp_ckpt.storage.format.values import decode
 
-_STATE = "optimizer.state."
 _log = logging.getLogger(__name__)
 
 
@@ -152,7 +151,7 @@ class _View:
 
 def _path_of(key: str) -> tuple[str, ...]:
     """Where stock nests a tensor: ("model", name) or ("optimizer", "state", name, slot)."""
-    if key.startswith(_STATE):
-        name, _, slot = key.removeprefix(_STATE).rpartition(".")
+    if slot_key := name_and_slot(key):
+        name, slot = slot_key
         return "optimizer", "state", name, slot
     return tuple(key.split(".", 1))

@@ -38,6 +38,8 @@ UPSTREAM |= {"param_and_grad_buffer.py", "utils.py"}
 INTERNAL = {"mbridge_fsdp_ckpt.removal", "mbridge_fsdp_ckpt.__path__"}
 """A thread's name, and an attribute that every package has."""
 
+WORDS_ON_DISK = {"json", "jsonl", "distcp", "toml", "exp_avg", "torch_dist", "fsdp_dtensor", "sharded"}
+
 
 @cache
 def names_in(place: Path) -> frozenset[str]:
@@ -97,6 +99,14 @@ def missing_targets(text: str) -> Iterator[str]:
 def test_what_is_named_is_there(missing: Callable[[str], Iterator[str]]) -> None:
     found = {path.relative_to(REPOSITORY).as_posix(): sorted(set(missing(path.read_text()))) for path in TEXTS}
     assert {path: names for path, names in found.items() if names} == {}
+
+
+def test_every_name_of_the_architecture_is_one_of_the_code() -> None:
+    names = IDENTIFIER.findall((REPOSITORY / "docs" / "architecture.md").read_text())
+    known = names_in(PACKAGE) | {path.stem for path in PACKAGE.rglob("*")} | set(FOLDERS)
+    last = {name.rpartition(".")[2] for name in names if "/" not in name and not name.startswith("megatron.")}
+    assert len(last) >= 40
+    assert last - known - WORDS_ON_DISK == set()
 
 
 def test_a_stale_name_is_seen() -> None:

@@ -1,4 +1,4 @@
-"""The lab's scripts run unmodified, in every layout that their options allow: all by `make test-soak`, else a sample.
+"""The lab's scripts run unmodified, in every layout that their options allow: all by `make test-all`, else one.
 
 They lie beside the checkout, in ../shared/lab; where they don't, the tests skip.
 """
@@ -41,7 +41,12 @@ TRAINING = {
     "no optimizer": (2, "--experts 4 --no-save-optim"),
 }
 
-CONVERSION = [(1, "--tp 1 --ep 1"), (4, "--tp 2 --ep 2"), (4, "--tp 1 --ep 4")]
+CONVERSION: list[tuple[int, str]] = [(1, "--tp 1 --ep 1"), (4, "--tp 2 --ep 2"), (4, "--tp 1 --ep 4")]
+
+PIPELINE = "2 pipeline stages"
+
+DRAWN = sampling.drawn("lab", [PIPELINE, *TRAINING, *CONVERSION], share=len(TRAINING))
+"""Each starts processes that import everything: one case of all, by default."""
 
 
 def start(ranks: int, script: str, *arguments: str) -> str:
@@ -75,9 +80,18 @@ def losses(output: str) -> dict[str, str]:
     return dict(LOSS.findall(output))
 
 
-@pytest.mark.parametrize("name", sampling.drawn("lab training", list(TRAINING)))
-def test_bridge_train(name: str, tmp_path: Path) -> None:
-    ranks, options = TRAINING[name]
+@pytest.mark.parametrize("case", DRAWN)
+def test_the_lab_scripts(case: str | tuple[int, str], tmp_path: Path) -> None:
+    if case == PIPELINE:
+        pipeline_sizes_that_megatron_fsdp_refuses_stay_refused(tmp_path)
+    elif isinstance(case, str):
+        bridge_train(*TRAINING[case], tmp_path)
+    else:
+        bridge_convert(*case, tmp_path)
+
+
+def bridge_train(ranks: int, options: str, tmp_path: Path) -> None:
+    """Three iterations; then, from the second on, again."""
     arguments = ("--dir", str(tmp_path), "--iters", "3", "--save-every", "2", *PLUGIN, *options.split())
     whole = start(ranks, "bridge_train.py", *arguments)
     assert whole.count("SAVE seconds=") == 2
@@ -92,13 +106,12 @@ def test_bridge_train(name: str, tmp_path: Path) -> None:
         assert losses(resumed)["3"] == losses(whole)["3"]
 
 
-def test_pipeline_sizes_that_megatron_fsdp_refuses_stay_refused(tmp_path: Path) -> None:
+def pipeline_sizes_that_megatron_fsdp_refuses_stay_refused(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"pipeline|mesh|Mesh|rearrange|shape"):
         start(2, "bridge_train.py", "--dir", str(tmp_path), "--pp", "2", "--layers", "4", *PLUGIN)
 
 
-@pytest.mark.parametrize(("ranks", "layout"), sampling.drawn("lab conversion", CONVERSION))
-def test_bridge_convert(ranks: int, layout: str, tmp_path: Path) -> None:
+def bridge_convert(ranks: int, layout: str, tmp_path: Path) -> None:
     made = [sys.executable, str(LAB / "make_tiny_qwen35.py"), str(tmp_path / "hf")]
     subprocess.run(made, check=True, capture_output=True, timeout=HANG_S)
     output = start(ranks, "bridge_convert.py", str(tmp_path / "hf"), str(tmp_path / "out"), *layout.split(), *PLUGIN)

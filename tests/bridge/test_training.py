@@ -11,6 +11,7 @@ from mbridge_fsdp_ckpt.testing.ranks import RankPool
 from tests.bridge.training import Run, train
 from tests.core import oracle
 from tests.run_directories import as_it_was
+from tests.soak import sampling
 
 pytestmark = pytest.mark.bridge
 
@@ -29,12 +30,13 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
         },
     },
 }
+SIZES = [(8, 2), (8, 4), (64, 2), (64, 4)]
 LAYOUTS = [
     (1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 1, 2), (2, 2, 2), (4, 1, 1), (4, 2, 1), (4, 1, 2), (4, 2, 2),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", sampling.drawn("optimizers of Bridge", list(OPTIMIZERS), share=2))
 def test_a_resumed_run_repeats_the_uninterrupted_one(name: str, bridge_ranks: RankPool, tmp_path: Path) -> None:
     run = Run(str(tmp_path / "whole"), **OPTIMIZERS[name])
     whole = bridge_ranks.run(train, run, ranks=2)
@@ -54,7 +56,7 @@ def test_a_checkpoint_resumes_in_every_other_layout(bridge_ranks: RankPool, tmp_
     saved = bridge_ranks.run(train, first, ranks=2)[0]
     disk = oracle.on_disk(tmp_path / "first" / "iter_0000002")
     assert disk == saved["end"]
-    for ranks, tensor, expert in LAYOUTS:
+    for ranks, tensor, expert in sampling.drawn("layouts of Bridge", LAYOUTS, share=3):
         place = tmp_path / f"{ranks}-{tensor}-{expert}"
         run = first.on(directory=as_it_was(tmp_path / "first", place), tensor=tensor, expert=expert)
         again = run.on(iterations=2, save_every=1, config={"train.train_iters": 3, "checkpoint.save_interval": 3})
@@ -80,8 +82,7 @@ def test_stock_reads_what_safe_wrote_and_safe_what_stock_wrote(bridge_ranks: Ran
         assert read["losses"] == {step: by_stock["losses"][step] for step in (3, 4)}
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("experts", [8, 64])
+@pytest.mark.parametrize(("experts", "ranks"), sampling.drawn("sizes without collectives", SIZES, share=4))
 def test_a_save_issues_no_collective_at_any_size(
     ranks: int, experts: int, bridge_ranks: RankPool, tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ script import --------> checkpoint --> script export from a model that nothing w
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -16,13 +17,15 @@ from mbridge_fsdp_ckpt.testing.ranks import RankPool
 from tests.convert import hugging_face_runs as runs
 from tests.models import hugging_face
 from tests.models.test_real_models import NOT_IN_BRIDGE
+from tests.soak import sampling
 
 pytestmark = pytest.mark.bridge
 
+EXPORTING = list(itertools.product(("fsdp_dtensor_safe", "torch_dist"), (1, 2, 4)))
 WAYS = ("script_command", "command_script", "command_script_sharded", "script_unwrapped")
 
 
-@pytest.mark.parametrize("name", hugging_face.MODELS)
+@pytest.mark.parametrize("name", sampling.drawn("models there and back", list(hugging_face.MODELS), share=4))
 def test_there_and_back(name: str, bridge_ranks: RankPool, tmp_path: Path) -> None:
     source = str(tmp_path / "original")
     if not bridge_ranks.run(runs.write_model, name, source, ranks=1)[0]:
@@ -47,8 +50,7 @@ def imported(bridge_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -
     return source, checkpoint
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("named", ["fsdp_dtensor_safe", "torch_dist"])
+@pytest.mark.parametrize(("named", "ranks"), sampling.drawn("jobs that export", EXPORTING, share=3))
 def test_the_script_exports_from_a_job_of_its_own(
     named: str, ranks: int, imported: tuple[str, str], bridge_ranks: RankPool, tmp_path: Path
 ) -> None:

@@ -27,6 +27,7 @@ from tests.convert.storage_cli import left, refusal
 from tests.core import oracle
 from tests.models import hugging_face
 from tests.models.test_real_models import NOT_IN_BRIDGE
+from tests.soak import sampling
 from tests.unit import test_cli
 
 BY_PARAMETER = {"checkpoint.dist_ckpt_optim_fully_reshardable": True}
@@ -115,7 +116,7 @@ SAVED = {
 
 
 @pytest.mark.bridge
-@pytest.mark.parametrize("name", SAVED)
+@pytest.mark.parametrize("name", sampling.drawn("torch_dist runs", list(SAVED), share=2))
 def test_training_goes_on_under_megatron_fsdp(name: str, bridge_ranks: RankPool, tmp_path: Path) -> None:
     run = SAVED[name].on(directory=str(tmp_path / "old"))
     bridge_ranks.run(runs.train, run, ranks=2)
@@ -158,7 +159,7 @@ NOT_SHARDED = ("Nemotron-H",)
 
 
 @pytest.mark.bridge
-@pytest.mark.parametrize("name", hugging_face.MODELS)
+@pytest.mark.parametrize("name", sampling.drawn("torch_dist models", list(hugging_face.MODELS), share=4))
 def test_real_models(name: str, bridge_ranks: RankPool, tmp_path: Path) -> None:
     """The same model, once imported by this package, and once saved by Bridge in torch_dist and then converted."""
     expert, tensor = 2 if hugging_face.MODELS[name].has_experts else 1, 1 if name in NOT_SHARDED else 2

@@ -14,6 +14,7 @@ import torch
 from mbridge_fsdp_ckpt.testing.models import Recipe
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
 from tests.core import cases, oracle
+from tests.soak import sampling
 
 QWEN = Recipe(layers=3, experts=4, gated_delta_net=True)
 DENSE = Recipe(layers=2, bias=True)
@@ -46,7 +47,8 @@ def test_a_checkpoint_loads_in_every_other_layout(saved_in: str, megatron_ranks:
         "linear_fc1.weight_v",
     )
     assert all(any(f".{name}" in key for key in held) for name in fused)
-    for name, (other_ranks, other) in LAYOUTS.items():
+    for name in sampling.drawn(f"layouts after {saved_in}", list(LAYOUTS), share=3):
+        other_ranks, other = LAYOUTS[name]
         again = tmp_path / name.replace(" ", "-")
         loaded = megatron_ranks.run(cases.load_and_save, str(first), str(again), QWEN.on(**other), ranks=other_ranks)[0]
         assert loaded["live"] == saved["live"], name
@@ -77,7 +79,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", sampling.drawn("optimizers", list(OPTIMIZERS), share=2))
 def test_training_goes_on_bit_for_bit(name: str, megatron_ranks: RankPool, tmp_path: Path) -> None:
     recipe = QWEN.on(**OPTIMIZERS[name])
     through = megatron_ranks.run(cases.train_and_save, str(tmp_path / "c"), recipe, more_steps=2, ranks=2)
@@ -98,7 +100,7 @@ STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", sampling.drawn("strategies", list(STRATEGIES), share=2))
 def test_every_sharding_strategy(name: str, megatron_ranks: RankPool, tmp_path: Path) -> None:
     ranks, layout = STRATEGIES[name]
     recipe, first = QWEN.on(**layout), str(tmp_path / "first")

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
 from mbridge_fsdp_ckpt.testing.models import Recipe
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
 from tests.core import cases
+from tests.soak import sampling
 
 MODEL = Recipe(layers=2, experts=4)
+OFFLOAD = list(itertools.product((False, True), (1.0, 0.5, 0.25)))
 
 
-@pytest.mark.parametrize("fraction", [1.0, 0.5, 0.25])
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("overlap", "fraction"), sampling.drawn("offload", OFFLOAD, share=3))
 def test_offload_changes_rounding_only(fraction: float, overlap: bool, megatron_ranks: RankPool) -> None:
     settings = {"overlap_cpu_optimizer_d2h_h2d": overlap}
     offloaded = MODEL.on(offload=fraction, optimizer_settings=settings)

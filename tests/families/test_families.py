@@ -9,6 +9,7 @@ import pytest
 from mbridge_fsdp_ckpt.testing.ranks import RankFailed
 from tests.families.reference import Layout
 from tests.families.shelf import Shelf
+from tests.soak import sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,13 +166,13 @@ def test_a_family_loads_in_another_layout(model: str, shelf: Shelf) -> None:
     check_first(model, FAMILIES[model], shelf)
 
 
-@pytest.mark.parametrize(("model", "where"), other_pairs(FAMILIES))
+@pytest.mark.parametrize(("model", "where"), sampling.drawn("families in layouts", other_pairs(FAMILIES), share=4))
 def test_a_family_loads_in_more_layouts(model: str, where: str, shelf: Shelf) -> None:
     family = FAMILIES[model]
     shelf.check(model, family.saved_in, family.loaded_in[where])
 
 
-@pytest.mark.parametrize("name", CROSSED)
+@pytest.mark.parametrize("name", sampling.drawn("crossed", list(CROSSED), share=4))
 def test_fused_and_unfused_latent_attention_load_each_other(name: str, shelf: Shelf) -> None:
     saved, saved_in, loaded, loaded_in = CROSSED[name]
     shelf.check(saved, saved_in, loaded_in, other_model=loaded)
@@ -184,7 +185,7 @@ def test_adapters_load_in_another_layout(model: str, bridge_shelf: Shelf) -> Non
 
 
 @pytest.mark.bridge
-@pytest.mark.parametrize(("model", "where"), other_pairs(ADAPTED))
+@pytest.mark.parametrize(("model", "where"), sampling.drawn("adapters in layouts", other_pairs(ADAPTED), share=4))
 def test_adapters_load_in_more_layouts(model: str, where: str, bridge_shelf: Shelf) -> None:
     family = ADAPTED[model]
     bridge_shelf.check(model, family.saved_in, family.loaded_in[where])

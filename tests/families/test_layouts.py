@@ -9,6 +9,7 @@ import pytest
 
 from tests.families.reference import Layout
 from tests.families.shelf import Shelf
+from tests.soak import sampling
 
 SAVED_IN = Layout(4, tensor=2, expert=2)
 TIED_SAVED_IN = Layout(4, tensor=2)
@@ -45,17 +46,17 @@ OF_OTHER_MODELS: dict[str, Layout] = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", sampling.drawn("layouts", list(LAYOUTS), share=4))
 def test_every_layout(name: str, shelf: Shelf) -> None:
     shelf.check("everything", SAVED_IN, LAYOUTS[name])
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("name", OF_OTHER_MODELS)
+@pytest.mark.parametrize("name", sampling.drawn("tied embeddings", list(OF_OTHER_MODELS), share=4))
 def test_tied_embeddings(name: str, shelf: Shelf) -> None:
     shelf.check("tied", TIED_SAVED_IN, OF_OTHER_MODELS[name])
 
 
-@pytest.mark.parametrize("name", OF_OTHER_MODELS)
+@pytest.mark.parametrize("name", sampling.drawn("frozen parameters", list(OF_OTHER_MODELS), share=4))
 def test_parameters_that_do_not_train(name: str, shelf: Shelf) -> None:
     shelf.check("frozen", SAVED_IN, OF_OTHER_MODELS[name])

@@ -1,4 +1,4 @@
-"""Ranks that have imported Transformer Engine and Megatron-LM's training loop."""
+"""Ranks that have imported Transformer Engine and what Megatron-LM's training loop imports."""
 
 from __future__ import annotations
 
@@ -14,4 +14,6 @@ from tests.patience import patient_ranks
 @pytest.fixture(scope="package")
 def training_ranks() -> Iterator[RankPool]:
     """Up to four ranks."""
-    yield from patient_ranks(("transformer_engine", "megatron.training"), MEGATRON_MODULES)
+    yield from patient_ranks(
+        ("transformer_engine", "megatron.training"), (*MEGATRON_MODULES, "tests.megatron_lm.preloaded")
+    )

@@ -17,6 +17,7 @@ from mbridge_fsdp_ckpt.testing.ranks import RankPool
 from tests.core import oracle
 from tests.families.reference import Layout
 from tests.models import hugging_face, imported
+from tests.soak import sampling
 
 pytestmark = pytest.mark.bridge
 
@@ -88,6 +89,13 @@ def of(layout: Layout, model: str) -> Layout:
     return layout if hugging_face.MODELS[model].has_experts else layout.on(expert=1, expert_tensor=1)
 
 
+def drawn() -> list[tuple[str, str]]:
+    """Models with layouts: all, or a third of the models, each in a third of the layouts."""
+    models = sampling.drawn("models", NAMES, share=3)
+    layouts = {model: sampling.drawn(f"layouts of {model}", list(LAYOUTS), share=3) for model in models}
+    return [(model, name) for model in models for name in layouts[model]]
+
+
 def why_not(model: str, layout: Layout) -> str:
     """Why a model can't be built in a layout; empty where it can."""
     if model == "GPT-OSS" and layout.expert_tensor > 1:
@@ -95,8 +103,7 @@ def why_not(model: str, layout: Layout) -> str:
     return NOT_IN_BRIDGE.get(model, "")
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("model", NAMES)
+@pytest.mark.parametrize(("model", "name"), drawn())
 def test_every_element_comes_back(
     model: str, name: str, saved: Callable[[str], Saved], bridge_ranks: RankPool, tmp_path: Path
 ) -> None:

@@ -1,6 +1,6 @@
 """The tiny variant of every recipe trains, saves, is killed, resumes in new processes, and repeats the whole run.
 
-`make test` draws a fresh half of them, `make test-soak` runs all.
+`make test` draws one, `make test-all` runs all.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.bridge
 
 RANKS = 4
 TINY = [name for name, recipe in RECIPES.items() if recipe.tiny]
-TRAINED = sampling.drawn("tiny recipes", TINY, share=2)
+TRAINED = sampling.drawn("tiny recipes", TINY, share=len(TINY))
 FINETUNING = "qwen35_35b_a3b_sft"
 PRETRAINED = "qwen35_35b_a3b_pretrain_tiny"
 ALONE = sampling.drawn("tiny recipe on one rank", TRAINED, share=len(TRAINED))

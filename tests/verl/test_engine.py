@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 from mbridge_fsdp_ckpt.testing.outcomes import Died
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from tests.soak import sampling
 from tests.verl import cases
 from tests.verl.conftest import RANKS
 from tests.verl.tiny import Setup, sharded
@@ -18,6 +20,7 @@ from tests.verl.tiny import Setup, sharded
 pytestmark = pytest.mark.bridge
 
 EVERYBODY = range(RANKS)
+MODELS = [("language_model", 1), ("language_model", 2), ("value_model", 1)]
 KILLED = [Died(-9)] * RANKS
 
 
@@ -36,7 +39,7 @@ def verified(directory: Path) -> bool:
     return [run.returncode for run in done] == [0, 0]
 
 
-@pytest.mark.parametrize(("model_type", "tensor"), [("language_model", 1), ("language_model", 2), ("value_model", 1)])
+@pytest.mark.parametrize(("model_type", "tensor"), sampling.drawn("models of VeRL", MODELS, share=3))
 def test_a_killed_run_repeats_the_uninterrupted_one(
     model_type: str, tensor: int, setup: Setup, verl_ranks: RankPool
 ) -> None:
@@ -55,7 +58,7 @@ def test_a_killed_run_repeats_the_uninterrupted_one(
     assert any(name.startswith("slot.") and name.endswith("exp_avg") for name in whole[0]["end"])
 
 
-@pytest.mark.parametrize("chunks", [1, 5])
+@pytest.mark.parametrize("chunks", sampling.drawn("deaths in a save of VeRL", [1, 5], share=2))
 def test_a_job_killed_in_a_save_resumes_from_the_one_before(chunks: int, setup: Setup, verl_ranks: RankPool) -> None:
     whole = verl_ranks.run(cases.train, setup.on(directory=f"{setup.directory}-whole"), 3)
     assert verl_ranks.run(cases.die_in_a_save, setup, 2, (1, 2), chunks, may_die=EVERYBODY) == KILLED
@@ -71,7 +74,8 @@ def test_a_job_killed_in_a_save_resumes_from_the_one_before(chunks: int, setup: 
 
 
 def test_every_combination_of_what_is_saved_and_loaded(setup: Setup, verl_ranks: RankPool) -> None:
-    for wrong in verl_ranks.run(cases.every_combination, setup, time_limit=400):
+    pairs = sampling.drawn("contents of VeRL", list(itertools.product(cases.SUBSETS, cases.SUBSETS)), share=4)
+    for wrong in verl_ranks.run(cases.every_combination, setup, pairs, time_limit=400):
         assert wrong == []
     for contents in ("optimizer", "extra", "model+hf_model"):
         assert verified(Path(setup.directory) / contents / "global_step_1" / "model" / "dist_ckpt")

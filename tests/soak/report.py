@@ -12,7 +12,7 @@ PAGE = RESULTS.parent / "soak.md"
 
 HEAD = """# Results of the full matrices
 
-Written by `python -m tests.soak.report` from `docs/soak/*.json`, which `make test-soak` writes. `make test` runs a
+Written by `python -m tests.soak.report` from `docs/soak/*.json`, which `make test-all` writes. `make test` runs a
 fresh sample of each matrix. Numbers are cases.
 """
 

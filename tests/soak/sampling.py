@@ -1,7 +1,7 @@
 """How many cases of a matrix run, and where the result of a full run is kept.
 
-`make test` runs a tenth of a matrix, or less, drawn anew each time; `make test-soak` (MBRIDGE_SOAK=1) runs all and
-writes docs/soak/<name>.json.  MBRIDGE_SOAK_SEED repeats a draw.
+`make test` runs a part of a matrix, drawn anew each time; `make test-all` (MBRIDGE_SOAK=1) runs all and writes
+docs/soak/<name>.json.  MBRIDGE_SOAK_SEED repeats a draw.
 """
 
 from __future__ import annotations
@@ -76,9 +76,11 @@ class Result:
 
 
 def record(name: str, result: Result) -> None:
-    """Keep the result of a full run; a sample leaves nothing."""
+    """Keep the result of a full run, and write the page of all results anew; a sample leaves nothing."""
     if not FULL:
         return
+    from tests.soak import report
+
     body: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "seed": seed(),
@@ -92,3 +94,4 @@ def record(name: str, result: Result) -> None:
     }
     RESULTS.mkdir(parents=True, exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(body, indent=1) + "\n")
+    report.PAGE.write_text(report.page())

@@ -1,0 +1,54 @@
+"""What a run of every test found: how many passed, by folder, and at which commit."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.soak import sampling
+
+_REPOSITORY = Path(__file__).parents[1]
+_DESELECTED = "deselected"
+
+
+class WholeRun:
+    """A plug-in of pytest's that counts outcomes, and records them at the end."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._commit = _commit()
+        self._counts: Counter[tuple[str, str]] = Counter()
+
+    def pytest_deselected(self, items: list[pytest.Item]) -> None:
+        """What a command line leaves out is told."""
+        self._counts.update((_folder(item.nodeid), _DESELECTED) for item in items)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """A test counts once: where it failed, was skipped, or when it had run."""
+        if report.when == "call" or report.outcome != "passed":
+            self._counts[_folder(report.nodeid), report.outcome] += 1
+
+    def pytest_sessionfinish(self) -> None:
+        """Write docs/soak/whole.json."""
+        pairs = [pair for pair, count in self._counts.items() for _ in range(count)]
+        seconds = time.monotonic() - self._began
+        sampling.record("whole", sampling.Result(seconds, sampling.tally(pairs), {"commit": self._commit}))
+
+
+def _folder(nodeid: str) -> str:
+    """tests/core/test_x.py::test_y -> core."""
+    return nodeid.split("/")[1]
+
+
+def _commit() -> str:
+    """The commit that is checked out, and whether anything was changed since."""
+
+    def git(*arguments: str) -> str:
+        run = subprocess.run(["git", *arguments], cwd=_REPOSITORY, capture_output=True, text=True, check=True)
+        return run.stdout.strip()
+
+    return git("rev-parse", "HEAD") + (" and changes" if git("status", "--porcelain") else "")

@@ -18,6 +18,7 @@ import pytest
 
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
 from tests.docs import saving
+from tests.soak import sampling
 
 REPOSITORY = Path(__file__).parents[2]
 ELSEWHERE = {"recipes.md", "verl.md", "conversion.md"}
@@ -48,6 +49,8 @@ def commands() -> list[tuple[str, str]]:
 
 
 COMMANDS = [(page, text) for page, text in commands() if page not in ELSEWHERE]
+TOOLS = [(page, text) for page, text in COMMANDS if text.startswith("mbridge_fsdp_ckpt ")]
+LAUNCHES = [(page, text) for page, text in COMMANDS if "torchrun " in text]
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +103,7 @@ def test_there_are_commands_and_none_is_left_out() -> None:
     assert len(COMMANDS) >= 20
 
 
-@pytest.mark.parametrize(("page", "command"), [c for c in COMMANDS if c[1].startswith("mbridge_fsdp_ckpt ")])
+@pytest.mark.parametrize(("page", "command"), sampling.drawn("commands of the pages", TOOLS, share=3))
 def test_the_tools(page: str, command: str, folder: Path, tmp_path: Path) -> None:
     place = tmp_path / "reader"
     shutil.copytree(folder, place)
@@ -121,7 +124,7 @@ def test_the_targets(page: str, command: str) -> None:
             assert word.removeprefix("ARGS=") in ended.stdout
 
 
-@pytest.mark.parametrize(("page", "command"), [c for c in COMMANDS if "torchrun " in c[1]])
+@pytest.mark.parametrize(("page", "command"), sampling.drawn("launches of the pages", LAUNCHES, share=4))
 def test_the_launches(page: str, command: str, folder: Path) -> None:
     """On two ranks instead of eight, with a script that knows stock's name alone, and so sees it in place of ours."""
     assert "--nproc-per-node 8" in command

@@ -27,8 +27,8 @@ from mbridge_fsdp_ckpt.loading.budget import read_budget
 from mbridge_fsdp_ckpt.saving import steps
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.commit.retention import reading
-from mbridge_fsdp_ckpt.storage.files import AnyPath, as_path
 from mbridge_fsdp_ckpt.storage.source import RankRecord
+from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path
 
 __all__ = ["Loaded", "Settings", "load", "save"]
 

@@ -15,7 +15,8 @@ from megatron.bridge.utils.common_utils import get_rank_safe, is_last_rank, prin
 
 from mbridge_fsdp_ckpt.bridge.locate import NON_PERSISTENT
 from mbridge_fsdp_ckpt.storage.commit.retention import prune_later
-from mbridge_fsdp_ckpt.storage.files import AnyPath, as_path, replace_file
+from mbridge_fsdp_ckpt.storage.files import replace_file
+from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path
 
 
 def root_directory(checkpoint_config: Any, *, non_persistent: bool) -> AnyPath:

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mbridge_fsdp_ckpt.storage.files import as_path
 from mbridge_fsdp_ckpt.storage.format.names import MANIFEST_NAME
+from mbridge_fsdp_ckpt.storage.store import as_path
 
 
 def replacements(is_ours: Callable[[Any], bool]) -> list[tuple[Any, Any]]:

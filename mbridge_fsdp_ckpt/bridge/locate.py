@@ -11,8 +11,8 @@ from megatron.bridge.training.utils import checkpoint_utils as names
 
 from mbridge_fsdp_ckpt.errors import NotACheckpointError
 from mbridge_fsdp_ckpt.storage.commit.methods import recover
-from mbridge_fsdp_ckpt.storage.files import AnyPath, as_path
 from mbridge_fsdp_ckpt.storage.format.names import ITERATION, MANIFEST_NAME
+from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path
 
 NON_PERSISTENT = "non_persistent"  # Bridge's default directory for global non-persistent checkpoints
 

@@ -24,8 +24,8 @@ from mbridge_fsdp_ckpt.bridge.names import PROGRESS
 from mbridge_fsdp_ckpt.bridge.restoration import Parts, restoration
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.hosts.restoration import saved_loss_scales
-from mbridge_fsdp_ckpt.storage.files import as_path
 from mbridge_fsdp_ckpt.storage.format.names import STOCK_FORMAT
+from mbridge_fsdp_ckpt.storage.store import as_path
 
 
 class SafeCheckpointManager:

@@ -17,7 +17,7 @@ from mbridge_fsdp_ckpt.bridge.choice import settings_of
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.families.naming import is_expert_name
 from mbridge_fsdp_ckpt.plan.layout import Axis
-from mbridge_fsdp_ckpt.storage.files import AnyPath
+from mbridge_fsdp_ckpt.storage.store import AnyPath
 from mbridge_fsdp_ckpt.versions import require
 
 _DATA, _TENSOR = "data", "tensor"

@@ -16,7 +16,7 @@ from megatron.core.num_microbatches_calculator import update_num_microbatches
 from mbridge_fsdp_ckpt.bridge.locate import Located
 from mbridge_fsdp_ckpt.bridge.names import PROGRESS
 from mbridge_fsdp_ckpt.hosts.restoration import generators, loss_scales, schedule
-from mbridge_fsdp_ckpt.storage.files import as_path
+from mbridge_fsdp_ckpt.storage.store import as_path
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,9 @@ from importlib import import_module
 from typing import Any
 
 from mbridge_fsdp_ckpt.bridge.names import RUN_CONFIG
-from mbridge_fsdp_ckpt.storage.files import AnyPath, is_plain_file, read_bounded
+from mbridge_fsdp_ckpt.storage.files import is_plain_file, read_bounded
 from mbridge_fsdp_ckpt.storage.format.names import STOCK_FORMAT
+from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 _FORMAT, _MANAGER = ("checkpoint", "ckpt_format"), ("checkpoint", "custom_manager_class")
 _SIZES = {

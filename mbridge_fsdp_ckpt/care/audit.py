@@ -20,12 +20,12 @@ from mbridge_fsdp_ckpt.errors import CheckpointError, DamagedCheckpointError
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.storage.checksums import Hasher, checksum
 from mbridge_fsdp_ckpt.storage.entries import FileEntry
-from mbridge_fsdp_ckpt.storage.files import AnyPath, blocks, check_file, size_of
+from mbridge_fsdp_ckpt.storage.files import blocks, check_file, hold, size_of
 from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
 from mbridge_fsdp_ckpt.storage.format.names import MANIFEST_NAME
 from mbridge_fsdp_ckpt.storage.format.schema import TableEntry
 from mbridge_fsdp_ckpt.storage.format.table import Chunk, read_table, read_table_header
-from mbridge_fsdp_ckpt.storage.held import hold
+from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 _NO_BYTES = checksum(b"")
 

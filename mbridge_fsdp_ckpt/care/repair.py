@@ -13,7 +13,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 from rich.filesize import decimal
 
@@ -23,13 +22,13 @@ from mbridge_fsdp_ckpt.care.root import bytes_in, is_young
 from mbridge_fsdp_ckpt.errors import CheckpointError
 from mbridge_fsdp_ckpt.hosts.root import RELEASE, TRACKER, tracked
 from mbridge_fsdp_ckpt.storage.commit import methods
-from mbridge_fsdp_ckpt.storage.commit.rename import put_aside
 from mbridge_fsdp_ckpt.storage.commit.retention import iterations
-from mbridge_fsdp_ckpt.storage.files import AnyPath, check_content, is_plain_file, read_bounded, replace_file
+from mbridge_fsdp_ckpt.storage.files import check_content, is_plain_file, read_bounded, replace_file
 from mbridge_fsdp_ckpt.storage.format.head import has_head
 from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
 from mbridge_fsdp_ckpt.storage.format.names import MANIFEST_NAME, READING, REPLACED, iteration_name, iteration_of
 from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
+from mbridge_fsdp_ckpt.storage.store import AnyPath, store_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +78,8 @@ def plan_repair(root: AnyPath, *, force: bool) -> Plan:
 
 def _plan_recovery(root: AnyPath, plan: Plan) -> dict[str, AnyPath]:
     """Old directories that a dead commit put aside: their target's name, and where they lie now."""
-    if not isinstance(root, Path):
-        return {}
     found: dict[str, AnyPath] = {}
-    for name, place in put_aside(root).items():
+    for name, place in methods.put_aside(root).items():
         target = root / name
         if has_head(target):
             continue
@@ -200,7 +197,8 @@ def _plan_leftovers(root: AnyPath, plan: Plan, *, force: bool) -> None:
 
 def _delete(path: AnyPath) -> None:
     """Delete a leftover; whoever was faster has done the same."""
-    if isinstance(path, Path) and path.is_dir():
-        shutil.rmtree(path)
+    local = store_of(path).local
+    if local is not None and local.is_dir():
+        shutil.rmtree(local)
     else:
         path.unlink(missing_ok=True)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import typer
 
 from mbridge_fsdp_ckpt.errors import NotACheckpointError
 from mbridge_fsdp_ckpt.storage.commit.lease import STALE_S
-from mbridge_fsdp_ckpt.storage.files import AnyPath, as_path, size_of, what_is_there
+from mbridge_fsdp_ckpt.storage.files import size_of, what_is_there
 from mbridge_fsdp_ckpt.storage.format.head import has_head
+from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path, is_local
 
 
 def open_root(place: str) -> AnyPath:
@@ -49,7 +49,7 @@ def bytes_in(path: AnyPath) -> int:
 
 def is_young(path: AnyPath) -> bool:
     """Whether anything in it was touched within the last hour, or may have been: somebody may be writing it."""
-    touched = [path] if isinstance(path, Path) else []  # object stores have no directories that could be touched
+    touched = [path] if is_local(path) else []  # object stores have no directories that could be touched
     return any(_is_fresh(place.stat().st_mtime) for place in (*touched, *files_in(path)))
 
 

@@ -7,12 +7,13 @@ from pathlib import Path
 
 from mbridge_fsdp_ckpt.errors import ConfigurationError, DamagedCheckpointError
 from mbridge_fsdp_ckpt.storage.checksums import checksum
-from mbridge_fsdp_ckpt.storage.files import AnyPath, check_content, replace_file, what_is_there
+from mbridge_fsdp_ckpt.storage.files import check_content, replace_file, what_is_there
 from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
 from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, MANIFEST_NAME, suffix_of
 from mbridge_fsdp_ckpt.storage.format.schema import Manifest
 from mbridge_fsdp_ckpt.storage.format.values import decode
 from mbridge_fsdp_ckpt.storage.stock.view import write_dcp_view
+from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 
 def missing_view(directory: AnyPath) -> Manifest | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry, Section
-from mbridge_fsdp_ckpt.storage.files import AnyPath, check_content
+from mbridge_fsdp_ckpt.storage.files import check_content
 from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
 from mbridge_fsdp_ckpt.storage.format.names import (
     DCP_METADATA,
@@ -22,6 +22,7 @@ from mbridge_fsdp_ckpt.storage.format.schema import Manifest
 from mbridge_fsdp_ckpt.storage.format.table import Chunk, read_table, read_table_header
 from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource
+from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 Visit = Callable[[str, int, Box], None]
 """Called with each chunk's key, the rank that wrote it (-1: unknown), and its block."""

@@ -23,8 +23,8 @@ from mbridge_fsdp_ckpt.cli.console import EXIT_CODES, fail, say
 from mbridge_fsdp_ckpt.cli.console import app as frame
 from mbridge_fsdp_ckpt.cli.convert_storage import from_stock, from_torch_dist, reshard, to_stock
 from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError, NotACheckpointError, UnknownFormatError
-from mbridge_fsdp_ckpt.storage.files import AnyPath, as_path
 from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, STOCK_FORMAT
+from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path
 
 if TYPE_CHECKING:
     from mbridge_fsdp_ckpt.convert.hugging_face import Sizes, Source

@@ -24,12 +24,12 @@ from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.commit import methods, removal
 from mbridge_fsdp_ckpt.storage.commit.content import Commit
 from mbridge_fsdp_ckpt.storage.commit.retention import reading
-from mbridge_fsdp_ckpt.storage.files import AnyPath, as_path
 from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, MANIFEST_NAME, STOCK_FORMAT
 from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
 from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource
 from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
+from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path, is_local
 
 if TYPE_CHECKING:
     from mbridge_fsdp_ckpt.convert.torch_dist.common import Common
@@ -114,7 +114,7 @@ def job_of(source: str, destination: str, written: str, read: str = "") -> Itera
         try:
             yield Job(directory, opened, target, report, alive, common)
         except BaseException:
-            if isinstance(target, Path):
+            if is_local(target):
                 _remove_empty(missing)
             raise
 
@@ -196,7 +196,7 @@ def counting(job: Job, total: int) -> Iterator[Callable[[int], None]]:
 
 def last_call(job: Job) -> Callable[[], None]:
     """Nothing may have come to be at the destination meanwhile: a commit would replace it."""
-    return partial(check_free, job.target, job.directory) if isinstance(job.target, Path) else lambda: None
+    return partial(check_free, job.target, job.directory) if is_local(job.target) else lambda: None
 
 
 def added_files(job: Job) -> Callable[[Path], None]:

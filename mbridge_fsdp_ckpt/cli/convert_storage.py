@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -34,6 +33,7 @@ from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, STOCK_FORMAT, ra
 from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource, StoredChunk
 from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
+from mbridge_fsdp_ckpt.storage.store import store_of
 
 Source = Annotated[str, typer.Argument(help="An iteration directory, or the root of a run's checkpoints; path or URL.")]
 Destination = Annotated[
@@ -134,7 +134,8 @@ def to_stock(source: Source, destination: Destination, as_json: Json = False) ->
                 found=f"{job.directory}, which is in the format {STOCK_FORMAT}",
                 remedy="Stock loads it as it is; to convert it the other way, use from-stock.",
             )
-        if not isinstance(job.target, Path):
+        target = store_of(job.target).local
+        if target is None:
             raise ConfigurationError(
                 expected="a destination on a file system",
                 found=str(job.target),
@@ -143,8 +144,8 @@ def to_stock(source: Source, destination: Destination, as_json: Json = False) ->
             )
         job.report.notes += not_in_stock(job.source)
         files = payload_files(job.source)
-        with committing(RenameCommit(job.target)) as place, counting(job, sum(file.size for file in files)) as count:
-            write_stock(place, job.source, job.target, files, added_files(job), count, last_call(job))
+        with committing(RenameCommit(target)) as place, counting(job, sum(file.size for file in files)) as count:
+            write_stock(place, job.source, target, files, added_files(job), count, last_call(job))
         job.report.files = len(files)
         publish_to_tracker(job)
     show(job.report, as_json)

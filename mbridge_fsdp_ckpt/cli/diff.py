@@ -25,10 +25,10 @@ from mbridge_fsdp_ckpt.cli.console import EXIT_CODES, Json, app, print_json, pro
 from mbridge_fsdp_ckpt.hosts.root import find_checkpoint
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry, name_and_slot
 from mbridge_fsdp_ckpt.storage.commit.retention import reading
-from mbridge_fsdp_ckpt.storage.files import AnyPath, as_path
 from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
 from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource
+from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path
 
 _ABSENT = "(absent)"
 

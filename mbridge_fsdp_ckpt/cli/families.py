@@ -12,9 +12,9 @@ from mbridge_fsdp_ckpt.cli.console import EXIT_CODES, Json, app, print_json, pri
 from mbridge_fsdp_ckpt.families import default_registry
 from mbridge_fsdp_ckpt.hosts.root import find_checkpoint
 from mbridge_fsdp_ckpt.plan.keys import MODEL_PREFIX
-from mbridge_fsdp_ckpt.storage.files import as_path
 from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource
+from mbridge_fsdp_ckpt.storage.store import as_path
 
 
 @app.command(epilog=EXIT_CODES)

@@ -21,9 +21,9 @@ from mbridge_fsdp_ckpt.cli.console import (
     size_text,
 )
 from mbridge_fsdp_ckpt.hosts.root import find_checkpoint
-from mbridge_fsdp_ckpt.storage.files import as_path, replace_file
+from mbridge_fsdp_ckpt.storage.files import hold, replace_file
 from mbridge_fsdp_ckpt.storage.format.names import STOCK_FORMAT
-from mbridge_fsdp_ckpt.storage.held import hold
+from mbridge_fsdp_ckpt.storage.store import as_path
 
 _MODEL_KEYS = "model.*"
 

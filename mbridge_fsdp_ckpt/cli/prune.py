@@ -12,7 +12,7 @@ from mbridge_fsdp_ckpt.errors import NotACheckpointError
 from mbridge_fsdp_ckpt.hosts.root import RELEASE, TRACKER, tracked
 from mbridge_fsdp_ckpt.storage.commit.methods import remove
 from mbridge_fsdp_ckpt.storage.commit.retention import Iteration, being_read, iterations, prunable
-from mbridge_fsdp_ckpt.storage.files import AnyPath
+from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 
 @app.command(epilog=EXIT_CODES)

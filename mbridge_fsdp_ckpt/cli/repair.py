@@ -12,8 +12,8 @@ from mbridge_fsdp_ckpt.care.stock_view import missing_view, write_view
 from mbridge_fsdp_ckpt.cli.console import EXIT_CODES, DryRun, Json, Yes, app, confirm, print_json, say
 from mbridge_fsdp_ckpt.hosts.root import find_checkpoint
 from mbridge_fsdp_ckpt.storage.commit.retention import reading
-from mbridge_fsdp_ckpt.storage.files import AnyPath, as_path
 from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA
+from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path
 
 
 @app.command(epilog=EXIT_CODES)

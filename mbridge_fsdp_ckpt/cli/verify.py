@@ -14,9 +14,9 @@ from mbridge_fsdp_ckpt.cli.console import EXIT_CODES, Checkpoint, Json, app, pri
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, ManifestError
 from mbridge_fsdp_ckpt.hosts.root import find_checkpoint
 from mbridge_fsdp_ckpt.storage.commit.retention import reading
-from mbridge_fsdp_ckpt.storage.files import AnyPath, as_path
 from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, FORMAT_NAME, MANIFEST_NAME, STOCK_FORMAT
 from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
+from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path
 
 STOCK_NOTE = "stock fsdp_dtensor has no checksums: only structure and file sizes were checked"
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from mbridge_fsdp_ckpt.bridge.names import MAX_TRAIN_STATE_BYTES, TRAIN_STATE, TRAIN_STATE_TRACKER
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.hosts.root import TRACKER, tracked
-from mbridge_fsdp_ckpt.storage.commit.methods import is_put_aside
-from mbridge_fsdp_ckpt.storage.files import AnyPath, as_path, is_plain_file, read_bounded, replace_file
+from mbridge_fsdp_ckpt.storage.commit.methods import put_aside
+from mbridge_fsdp_ckpt.storage.files import is_plain_file, read_bounded, replace_file
 from mbridge_fsdp_ckpt.storage.format.head import has_head
 from mbridge_fsdp_ckpt.storage.format.names import iteration_name, iteration_of
+from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path, store_of
 
 
 def open_destination(place: str, source: AnyPath, iteration: Any) -> AnyPath:
@@ -28,7 +28,8 @@ def open_destination(place: str, source: AnyPath, iteration: Any) -> AnyPath:
     """
     target = as_path(place)
     check_free(target, source)
-    if isinstance(target, Path) and isinstance(source, Path) and target.resolve().is_relative_to(source.resolve()):
+    inner, outer = store_of(target).local, store_of(source).local
+    if inner is not None and outer is not None and inner.resolve().is_relative_to(outer.resolve()):
         raise ConfigurationError(
             expected="a destination outside of the checkpoint that is read",
             found=str(target),
@@ -51,7 +52,7 @@ def check_free(target: AnyPath, source: AnyPath) -> None:
     Raises:
         ConfigurationError: Something is.
     """
-    if not target.exists() and not is_put_aside(target):
+    if not target.exists() and target.name not in put_aside(target.parent):
         return
     is_root = target.is_dir() and not has_head(target)
     inside = target / (source.name if iteration_of(source.name) is not None else iteration_name(0))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from mbridge_fsdp_ckpt.bridge.names import RUN_CONFIG
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError
 from mbridge_fsdp_ckpt.storage.entries import ExtraEntry
-from mbridge_fsdp_ckpt.storage.files import AnyPath, copy_file
+from mbridge_fsdp_ckpt.storage.files import copy_file
 from mbridge_fsdp_ckpt.storage.format.names import MANIFEST_NAME, is_part
+from mbridge_fsdp_ckpt.storage.store import AnyPath, store_of
 
 
 def other_files(directory: AnyPath) -> list[str]:
@@ -29,19 +29,12 @@ def other_files(directory: AnyPath) -> list[str]:
 
 
 def _names(directory: AnyPath) -> Iterator[str]:
-    if not isinstance(directory, Path):
-        for path in directory.rglob("*"):
-            if path.is_file():
-                yield path.relative_to(directory).as_posix()
-        return
-    for folder, folders, files in os.walk(directory):
-        below = directory / os.path.relpath(folder, directory)
-        for entry in (below / name for name in (*folders, *files)):
-            name = entry.relative_to(directory).as_posix()
-            if entry.is_symlink() or not (entry.is_file() or entry.is_dir()):
-                raise _refused(entry, "a symbolic link" if entry.is_symlink() else "a special file")
-            if entry.is_file():
-                yield name
+    for path in directory.rglob("*"):
+        linked, is_file = store_of(path).is_link(), path.is_file()
+        if linked or not (is_file or path.is_dir()):
+            raise _refused(path, "a symbolic link" if linked else "a special file")
+        if is_file:
+            yield path.relative_to(str(directory)).as_posix()
 
 
 def _refused(path: AnyPath, found: str) -> DamagedCheckpointError:

@@ -16,10 +16,11 @@ from mbridge_fsdp_ckpt.bridge.names import MAX_TRAIN_STATE_BYTES, PROGRESS, TRAI
 from mbridge_fsdp_ckpt.bridge.run_config import RunConfig
 from mbridge_fsdp_ckpt.convert.description import Description, Groups, Record
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, UnsupportedStateError, brief
-from mbridge_fsdp_ckpt.storage.files import AnyPath, is_plain_file, read_bounded
+from mbridge_fsdp_ckpt.storage.files import is_plain_file, read_bounded
 from mbridge_fsdp_ckpt.storage.format.values import encode
 from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
 from mbridge_fsdp_ckpt.storage.stock.unpickler import REMEDY
+from mbridge_fsdp_ckpt.storage.store import AnyPath
 from mbridge_fsdp_ckpt.versions import writer_versions
 
 _MODEL, _OPTIMIZER, _RANDOM = "model", "optimizer", "rng_state"

@@ -20,8 +20,8 @@ from mbridge_fsdp_ckpt.bridge.plain_model import PlainModel, load_plain
 from mbridge_fsdp_ckpt.bridge.plugin import register
 from mbridge_fsdp_ckpt.bridge.without_gpu import as_if_there_was_one
 from mbridge_fsdp_ckpt.errors import ConfigurationError
-from mbridge_fsdp_ckpt.storage.files import AnyPath
 from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME
+from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 _HALF = (torch.bfloat16, torch.float16)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")

@@ -27,7 +27,7 @@ from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.storage.checksums import checksum
 from mbridge_fsdp_ckpt.storage.commit import removal
 from mbridge_fsdp_ckpt.storage.commit.content import Commit
-from mbridge_fsdp_ckpt.storage.files import AnyPath, write_file
+from mbridge_fsdp_ckpt.storage.files import write_file
 from mbridge_fsdp_ckpt.storage.finishing import finish, head
 from mbridge_fsdp_ckpt.storage.format.names import payload_name, table_name
 from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter, scalar_of
@@ -35,6 +35,7 @@ from mbridge_fsdp_ckpt.storage.format.schema import TableEntry, TableHeader
 from mbridge_fsdp_ckpt.storage.format.table import Row, table_bytes
 from mbridge_fsdp_ckpt.storage.format.values import decode
 from mbridge_fsdp_ckpt.storage.source import StoredChunk
+from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 KEPT_BYTES = 1 << 29
 """Of source chunks that more than one block of the target needs; a chunk over it is read again for each of them."""

@@ -17,7 +17,8 @@ from mbridge_fsdp_ckpt.storage.commit import removal
 from mbridge_fsdp_ckpt.storage.commit.content import Commit
 from mbridge_fsdp_ckpt.storage.commit.rename import put_in_place
 from mbridge_fsdp_ckpt.storage.entries import FileEntry
-from mbridge_fsdp_ckpt.storage.files import check_file, copy_file, sync_directory
+from mbridge_fsdp_ckpt.storage.file_system import sync_directory
+from mbridge_fsdp_ckpt.storage.files import check_file, copy_file
 from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
 from mbridge_fsdp_ckpt.storage.stock.view import write_dcp_view
 

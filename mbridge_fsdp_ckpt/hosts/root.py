@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from mbridge_fsdp_ckpt.errors import NotACheckpointError
-from mbridge_fsdp_ckpt.storage.commit.rename import recover
-from mbridge_fsdp_ckpt.storage.files import AnyPath, is_plain_file, read_bounded
+from mbridge_fsdp_ckpt.storage.commit.methods import recover
+from mbridge_fsdp_ckpt.storage.files import is_plain_file, read_bounded
 from mbridge_fsdp_ckpt.storage.format.head import has_head
 from mbridge_fsdp_ckpt.storage.format.names import iteration_name
+from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -39,7 +38,7 @@ def find_checkpoint(path: AnyPath) -> AnyPath:
     named = read_bounded(tracker, _MAX_TRACKER_BYTES).decode(errors="replace").strip()[:100]
     directory = path / (iteration_name(int(named)) if named.isdecimal() else named)
     known = named == "release" or named.isdecimal()
-    if known and isinstance(directory, Path):
+    if known:
         recover(directory)
     if not known or not directory.is_dir():
         raise NotACheckpointError(

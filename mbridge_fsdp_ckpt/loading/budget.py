@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from mbridge_fsdp_ckpt.settings import Settings
-from mbridge_fsdp_ckpt.storage.files import AnyPath, is_local
+from mbridge_fsdp_ckpt.storage.store import AnyPath, is_local
 
 
 def read_budget(settings: Settings, directory: AnyPath) -> int:

@@ -26,8 +26,9 @@ from mbridge_fsdp_ckpt.megatron_lm.choice import check_arguments, settings_in_us
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.commit import removal
 from mbridge_fsdp_ckpt.storage.commit.retention import remove_unless_read
-from mbridge_fsdp_ckpt.storage.files import AnyPath, as_path, replace_file
+from mbridge_fsdp_ckpt.storage.files import replace_file
 from mbridge_fsdp_ckpt.storage.format.names import ITERATION, STOCK_FORMAT
+from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path
 
 _log = logging.getLogger(__name__)
 _PROGRESS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")

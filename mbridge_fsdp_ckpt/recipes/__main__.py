@@ -84,7 +84,7 @@ def check_complete(recipe: Recipe, config: Any) -> None:
 
 
 def _check_exists(name: str, path: str) -> None:
-    from mbridge_fsdp_ckpt.storage.files import as_path
+    from mbridge_fsdp_ckpt.storage.store import as_path
 
     if not as_path(path).exists():
         raise ConfigurationError(

@@ -31,7 +31,7 @@ from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.checksums import checksum
 from mbridge_fsdp_ckpt.storage.commit import lease, methods, removal
 from mbridge_fsdp_ckpt.storage.commit.content import Commit
-from mbridge_fsdp_ckpt.storage.files import AnyPath, as_path, check_file, write_file
+from mbridge_fsdp_ckpt.storage.files import check_file, write_file
 from mbridge_fsdp_ckpt.storage.finishing import finish, head
 from mbridge_fsdp_ckpt.storage.format.names import payload_name, table_name
 from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter, scalar_of
@@ -39,6 +39,7 @@ from mbridge_fsdp_ckpt.storage.format.schema import TableEntry, TableHeader
 from mbridge_fsdp_ckpt.storage.format.table import Row, read_table_header, table_bytes
 from mbridge_fsdp_ckpt.storage.format.values import encode
 from mbridge_fsdp_ckpt.storage.stock.view import say_view_left_out
+from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path, is_local
 from mbridge_fsdp_ckpt.versions import require, writer_versions
 
 _log = logging.getLogger(__name__)
@@ -124,7 +125,7 @@ def write(prepared: Prepared, place: Mapping[str, str], agreement: Agreement, ch
         OSError: The storage refused.
     """
     staging = as_path(place["directory"])
-    if isinstance(staging, Path):
+    if is_local(staging):
         agreement.on_beat = lease.renewing(staging)
     table = table_name(agreement.rank, place["suffix"])
     own = [holding for holding in prepared.holdings if holding.piece.writes]

@@ -1,57 +1,35 @@
-"""Files of a checkpoint, on a file system or in an object store: bounded reads, plain files only, named errors.
-
-A path is a `pathlib.Path`, or a `upath.UPath` of what fsspec reaches (`s3://...`, `msc://profile/...`).
-"""
+"""Files of a checkpoint: bounded reads, plain files only, named errors."""
 
 from __future__ import annotations
 
-import errno
-import io
 import json
-import os
-import re
-import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
-from typing import IO, Any, cast
-
-from upath import UPath
+from typing import IO, Any
 
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, ManifestError
 from mbridge_fsdp_ckpt.storage.checksums import Hasher
 from mbridge_fsdp_ckpt.storage.entries import FileEntry
-
-AnyPath = Path | UPath
-
-TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}\.new")
-"""Name of a file that is about to replace another."""
+from mbridge_fsdp_ckpt.storage.store import AnyPath, store_of
 
 _BLOCK = 1 << 22
 _REMEDY = "The checkpoint is damaged or was edited: use another one."
 
 
-def as_path(place: str | os.PathLike[str] | AnyPath) -> AnyPath:
-    """A path from what a user gave: absolute where it is local."""
-    if isinstance(place, Path):
-        return place.absolute()
-    if isinstance(place, UPath):
-        return place
-    text = os.fspath(place).removeprefix("file://")
-    if "://" not in text:
-        return Path(text).absolute()
-    return UPath(text, use_listings_cache=False)  # other processes write there, too
-
-
-def is_local(path: AnyPath) -> bool:
-    """Whether it is a file system's, not an object store's."""
-    return isinstance(path, Path)
-
-
 def is_plain_file(path: AnyPath) -> bool:
     """A file that is there and is no link."""
-    return path.is_file() and not (isinstance(path, Path) and path.is_symlink())
+    return path.is_file() and not store_of(path).is_link()
+
+
+def hold(directory: AnyPath) -> AnyPath:
+    """The same directory, held on to where its store can: see `storage.held`.
+
+    Raises:
+        OSError: The storage refused.
+    """
+    return store_of(directory).hold()
 
 
 def size_of(path: AnyPath) -> int:
@@ -92,12 +70,10 @@ def check_file(directory: AnyPath, entry: FileEntry, listed_in: str = "") -> Any
 
 def _has_link(directory: AnyPath, name: str) -> bool:
     """Whether the file, or a folder on the way to it from the directory, is a link."""
-    if not isinstance(directory, Path):
-        return False
     path = directory
     for part in name.split("/"):
         path /= part
-        if path.is_symlink():
+        if store_of(path).is_link():
             return True
     return False
 
@@ -171,16 +147,9 @@ def blocks(path: AnyPath) -> Iterator[bytes]:
             yield block
 
 
-@contextmanager
-def opened(path: AnyPath) -> Iterator[IO[bytes]]:
+def opened(path: AnyPath) -> AbstractContextManager[IO[bytes]]:
     """The file for reading; a link is refused."""
-    if isinstance(path, Path):
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        with os.fdopen(descriptor, "rb") as file:
-            yield file
-    else:
-        with path.open("rb") as raw, io.BufferedReader(cast("io.RawIOBase", raw), _BLOCK) as buffered:
-            yield buffered  # fsspec's own readline takes no limit
+    return store_of(path).opened()
 
 
 def write_file(path: AnyPath, data: bytes) -> None:
@@ -189,40 +158,14 @@ def write_file(path: AnyPath, data: bytes) -> None:
     Raises:
         OSError: The storage refused.
     """
-    if not isinstance(path, Path):
-        path.write_bytes(data)
-        return
-    with path.open("xb") as file:
+    with closing(store_of(path).create()) as file:
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+        file.finish()
 
 
 def replace_file(path: AnyPath, data: bytes) -> None:
     """Replace a small file in one step; readers see the old content or the new."""
-    if not isinstance(path, Path):
-        path.write_bytes(data)
-        return
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.new")
-    try:
-        write_file(temporary, data)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Flush a directory's entries to disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # some network file systems cannot sync directories
-            raise
-    finally:
-        os.close(descriptor)
+    store_of(path).replace(data)
 
 
 def read_bounded(path: AnyPath, limit: int) -> bytes:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 from pathlib import Path, PosixPath
 
-from mbridge_fsdp_ckpt.storage.files import AnyPath
-
 
 class _Descriptor:
     """An open directory, closed when nothing refers to it any more."""
@@ -31,6 +29,17 @@ class HeldPath(PosixPath):
         super().__init__(*segments)
         self._held = held
 
+    @classmethod
+    def of(cls, directory: Path) -> Path:
+        """The same directory, held on to.
+
+        Raises:
+            OSError: The file system refused.
+        """
+        if isinstance(directory, cls) or not directory.is_dir():
+            return directory
+        return cls(directory, held=_Descriptor(directory))
+
     def with_segments(self, *segments: str | os.PathLike[str]) -> Path:  # type: ignore[override]
         """A path made of this one: held, too, if it lies below the directory."""
         path = Path(*(str(segment) for segment in segments))
@@ -39,16 +48,3 @@ class HeldPath(PosixPath):
     def __fspath__(self) -> str:
         relative = os.path.relpath(str(self), self._held.path)
         return f"/proc/self/fd/{self._held.number}/{relative}"
-
-
-def hold(directory: AnyPath) -> AnyPath:
-    """The same directory, held on to where it is a file system's.
-
-    In an object store nothing needs to be held: payload and tables have names of their own in each save.
-
-    Raises:
-        OSError: The storage refused.
-    """
-    if not isinstance(directory, Path) or isinstance(directory, HeldPath) or not directory.is_dir():
-        return directory
-    return HeldPath(directory, held=_Descriptor(directory))

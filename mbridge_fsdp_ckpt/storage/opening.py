@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, NotACheckpointError
-from mbridge_fsdp_ckpt.storage.files import AnyPath, what_is_there
+from mbridge_fsdp_ckpt.storage.files import hold, what_is_there
 from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, MANIFEST_NAME, TABLES
 from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
-from mbridge_fsdp_ckpt.storage.held import hold
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource
 from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
+from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 
 def open_checkpoint(directory: AnyPath) -> CheckpointSource:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from upath import UPath
 
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError
 from mbridge_fsdp_ckpt.storage.checksums import HASHED_AT_ONCE, Hasher
-from mbridge_fsdp_ckpt.storage.files import AnyPath
+from mbridge_fsdp_ckpt.storage.store import AnyPath, Ranges, store_of
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -46,11 +43,11 @@ class OpenFiles:
     """Payload files of one checkpoint.  Of more than `MAX_OPEN`, those used last stay open."""
 
     def __init__(self) -> None:
-        self._descriptors: OrderedDict[Path, int] = OrderedDict()
+        self._files: OrderedDict[AnyPath, Ranges] = OrderedDict()
 
     def __del__(self) -> None:
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
+        for file in self._files.values():
+            file.close()
 
     def read(
         self, path: AnyPath, offset: int, length: int, hasher: Hasher | None = None, scratch: Scratch | None = None
@@ -61,11 +58,6 @@ class OpenFiles:
             DamagedCheckpointError: The file ends too early, or is gone.
             OSError: The storage refused.
         """
-        if not isinstance(path, Path):
-            content = _stored_range(path, offset, length)
-            if hasher is not None:
-                hasher.update(content)
-            return np.frombuffer(bytearray(content), dtype=np.uint8)
         data = np.empty(length, dtype=np.uint8) if scratch is None else scratch.take(length)
         step = _READ_AT_ONCE if hasher is None else HASHED_AT_ONCE
         fill = self._range_of(path, offset, length)
@@ -86,9 +78,6 @@ class OpenFiles:
             OSError: The storage refused.
         """
         hasher = Hasher()
-        if not isinstance(path, Path):
-            hasher.update(_stored_range(path, offset, length))
-            return hasher.result()
         fill = self._range_of(path, offset, length)
         for start in range(0, length, HASHED_AT_ONCE):
             block = memoryview(scratch.take(min(HASHED_AT_ONCE, length - start)))
@@ -97,29 +86,30 @@ class OpenFiles:
             scratch.progress()
         return hasher.result()
 
-    def _range_of(self, path: Path, offset: int, length: int) -> Callable[[memoryview, int], None]:
+    def _range_of(self, path: AnyPath, offset: int, length: int) -> Callable[[memoryview, int], None]:
         """What fills memory with bytes of a range, from a place in it on."""
-        descriptor = self._descriptor(path)
+        with _gone_named(path):
+            read = self._file(path).begin(offset, length)
 
         def fill(memory: memoryview, start: int) -> None:
-            filled = 0
-            while filled < len(memory):
-                count = os.preadv(descriptor, [memory[filled:]], offset + start + filled)
-                if count == 0:
-                    _check_length(path, offset, length, start + filled)
-                filled += count
+            count = read(memory, start)
+            if count < len(memory):
+                raise DamagedCheckpointError(
+                    expected=f"{length} bytes from byte {offset}",
+                    found=f"{start + count} bytes",
+                    remedy="The file was truncated: use another checkpoint.",
+                    key=str(path),
+                )
 
-        os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_WILLNEED)  # hashed blocks are small for a disk
         return fill
 
-    def _descriptor(self, path: Path) -> int:
-        if path not in self._descriptors:
-            if len(self._descriptors) >= MAX_OPEN:
-                os.close(self._descriptors.popitem(last=False)[1])
-            with _gone_named(path):
-                self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        self._descriptors.move_to_end(path)
-        return self._descriptors[path]
+    def _file(self, path: AnyPath) -> Ranges:
+        if path not in self._files:
+            if len(self._files) >= MAX_OPEN:
+                self._files.popitem(last=False)[1].close()
+            self._files[path] = store_of(path).ranged()
+        self._files.move_to_end(path)
+        return self._files[path]
 
 
 @contextmanager
@@ -134,26 +124,3 @@ def _gone_named(path: AnyPath) -> Iterator[None]:
             remedy="Load again, and let no job save to a checkpoint, or prune it, that another one is loading.",
             key=str(path),
         ) from error
-
-
-def _stored_range(path: UPath, offset: int, length: int) -> bytes:
-    content = b""
-    with _gone_named(path):
-        if length and path.protocol != "msc":
-            content = path.fs.cat_file(path.path, start=offset, end=offset + length)
-        elif length:
-            with path.open("rb") as file:  # Multi-Storage Client's cat_file returns all of it
-                file.seek(offset)
-                content = bytes(file.read(length))
-    _check_length(path, offset, length, len(content))
-    return content
-
-
-def _check_length(path: AnyPath, offset: int, length: int, found: int) -> None:
-    if found != length:
-        raise DamagedCheckpointError(
-            expected=f"{length} bytes from byte {offset}",
-            found=f"{found} bytes",
-            remedy="The file was truncated: use another checkpoint.",
-            key=str(path),
-        )

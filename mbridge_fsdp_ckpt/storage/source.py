@@ -10,8 +10,8 @@ import torch
 
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry, Section
-from mbridge_fsdp_ckpt.storage.files import AnyPath
 from mbridge_fsdp_ckpt.storage.ranges import Scratch
+from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.errors import CheckpointError
 from mbridge_fsdp_ckpt.storage.commit import methods
 from mbridge_fsdp_ckpt.storage.commit.retention import iterations, prune, reading
-from mbridge_fsdp_ckpt.storage.files import as_path
+from mbridge_fsdp_ckpt.storage.store import as_path
 from mbridge_fsdp_ckpt.testing.models import Recipe
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
 from tests.core import cases, oracle

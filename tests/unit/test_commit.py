@@ -13,7 +13,7 @@ import pytest
 from mbridge_fsdp_ckpt.convert.destination import check_free
 from mbridge_fsdp_ckpt.errors import ConfigurationError, StorageError
 from mbridge_fsdp_ckpt.hosts.root import TRACKER, find_checkpoint
-from mbridge_fsdp_ckpt.storage import files
+from mbridge_fsdp_ckpt.storage import file_system, files
 from mbridge_fsdp_ckpt.storage.commit import lease, methods, removal, rename
 from mbridge_fsdp_ckpt.storage.format.names import MANIFEST_NAME
 
@@ -251,7 +251,7 @@ def test_a_commit_that_cannot_be_flushed_is_undone(
     staging = fill(rename.RenameCommit(target).directory, "new")
     if not exchanges:
         monkeypatch.setattr(rename, "_exchange", lambda one, other: False)
-    original = files.sync_directory
+    original = file_system.sync_directory
 
     def sync(directory: Path) -> None:
         if directory == target.parent:
@@ -441,10 +441,10 @@ def test_only_a_file_system_without_directory_syncs_may_fail_one(
 
     monkeypatch.setattr(os, "fsync", fsync)
     if harmless:
-        files.sync_directory(tmp_path)
+        file_system.sync_directory(tmp_path)
     else:
         with pytest.raises(OSError, match="refused"):
-            files.sync_directory(tmp_path)
+            file_system.sync_directory(tmp_path)
 
 
 def test_what_the_tracker_names_is_moved_back_where_a_save_died_between_its_renames(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,10 +15,11 @@ from torch.serialization import get_crc32_options
 
 from mbridge_fsdp_ckpt.plan.boxes import Box, Shape, whole
 from mbridge_fsdp_ckpt.storage.checksums import Hasher, checksum
-from mbridge_fsdp_ckpt.storage.files import AnyPath, file_checksum
+from mbridge_fsdp_ckpt.storage.files import file_checksum
 from mbridge_fsdp_ckpt.storage.format import payload
 from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter, host_bytes
 from mbridge_fsdp_ckpt.storage.format.table import Chunk
+from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 DTYPES = [
     torch.float32,
@@ -175,9 +177,9 @@ def test_a_disk_that_refuses_is_an_os_error_at_every_write(tmp_path: Path) -> No
 
 def _error_at(write: int, path: Path) -> OSError | None:
     """What a disk that refuses this write, from 0, does to a chunk; None where there were fewer writes."""
-    tensor, writer = torch.arange(6.0), PayloadWriter(path)
-    writer._file.close()
-    writer._file = disk = FullDisk(path, "wb")
+    tensor, disk = torch.arange(6.0), FullDisk(path, "wb")
+    with patch.object(Path, "open", lambda path, mode: disk):
+        writer = PayloadWriter(path)
     disk.left = write
     try:
         writer.add("weight", tensor, whole(tensor.shape))

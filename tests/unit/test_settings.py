@@ -9,7 +9,7 @@ import pytest
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.loading import budget
 from mbridge_fsdp_ckpt.settings import AUTO_DCP_CHUNKS, Settings
-from mbridge_fsdp_ckpt.storage.files import as_path
+from mbridge_fsdp_ckpt.storage.store import as_path
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,11 @@ from mbridge_fsdp_ckpt.convert.description import Record
 from mbridge_fsdp_ckpt.convert.from_stock import read_train_state
 from mbridge_fsdp_ckpt.convert.torch_dist.reader import COMMON
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, UnsupportedStateError, brief
-from mbridge_fsdp_ckpt.storage.files import AnyPath, is_plain_file, read_bounded
+from mbridge_fsdp_ckpt.storage.files import is_plain_file, read_bounded
 from mbridge_fsdp_ckpt.storage.format.values import encode
 from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
 from mbridge_fsdp_ckpt.storage.stock.unpickler import REMEDY, load_record
+from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 _COMMON_KEY = "common_state/shard_0_1"
 _MAX_COMMON_BYTES = 1 << 30

@@ -14,9 +14,9 @@ import torch
 
 from mbridge_fsdp_ckpt.convert.torch_dist.links import Link
 from mbridge_fsdp_ckpt.plan.boxes import Box, Shape
-from mbridge_fsdp_ckpt.storage.files import AnyPath
 from mbridge_fsdp_ckpt.storage.source import StoredChunk
 from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
+from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 _NOWHERE = Box((), ())
 METADATA, COMMON = "metadata.json", "common.pt"

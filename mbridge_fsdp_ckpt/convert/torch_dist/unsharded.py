@@ -17,8 +17,8 @@ from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.families.naming import is_expert_name
 from mbridge_fsdp_ckpt.live.holdings import Planned
 from mbridge_fsdp_ckpt.live.megatron_fsdp import local_shard, storage_of
-from mbridge_fsdp_ckpt.storage.files import AnyPath
 from mbridge_fsdp_ckpt.storage.format.values import encode
+from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 _IDENTIFYING = ("wd_mult", "lr_mult", "is_decoupled_lr")
 _BY_SCHEDULE = ("max_lr", "min_lr")

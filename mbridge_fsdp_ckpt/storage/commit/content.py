@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from mbridge_fsdp_ckpt.storage.entries import ExtraEntry
-from mbridge_fsdp_ckpt.storage.files import AnyPath
+from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-from mbridge_fsdp_ckpt.storage.files import AnyPath
+from mbridge_fsdp_ckpt.storage.store import AnyPath, store_of
 
 STALE_S = 3600.0
 """Seconds without a sign of life after which a job is taken for dead."""
@@ -28,10 +26,7 @@ def is_stale(place: AnyPath) -> bool:
 def renew(place: AnyPath) -> None:
     """Give a sign of life.  That it could not be given fails nobody: another hour has to pass before it matters."""
     try:
-        if isinstance(place, Path):
-            os.utime(place)
-        else:
-            place.touch()
+        store_of(place).touch()
     except OSError as error:
         _log.debug("%s was not renewed: %s", place, error)
 

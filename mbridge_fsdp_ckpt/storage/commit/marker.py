@@ -19,8 +19,9 @@ from tempfile import TemporaryDirectory
 
 from mbridge_fsdp_ckpt.storage.commit import removal
 from mbridge_fsdp_ckpt.storage.commit.content import Content
-from mbridge_fsdp_ckpt.storage.files import AnyPath, replace_file
+from mbridge_fsdp_ckpt.storage.files import replace_file
 from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, MANIFEST_NAME, suffix_of, token
+from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 _log = logging.getLogger(__name__)
 

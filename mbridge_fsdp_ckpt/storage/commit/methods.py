@@ -6,24 +6,22 @@ these functions on a checkpoint.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from mbridge_fsdp_ckpt.settings import CommitMethod
 from mbridge_fsdp_ckpt.storage.commit import marker, rename
 from mbridge_fsdp_ckpt.storage.commit.content import Commit
-from mbridge_fsdp_ckpt.storage.files import AnyPath
+from mbridge_fsdp_ckpt.storage.store import AnyPath, store_of
 
 
 def begin(target: AnyPath, method: CommitMethod = "auto") -> Commit:
     """Begin a commit: by rename where the target is on a file system, unless the method says otherwise."""
-    if isinstance(target, Path) and method != "marker":
-        return rename.RenameCommit(target)
-    return marker.MarkerCommit(target)
+    local = store_of(target).local
+    return marker.MarkerCommit(target) if local is None or method == "marker" else rename.RenameCommit(local)
 
 
-def is_put_aside(target: AnyPath) -> bool:
-    """Whether `recover` would find an old checkpoint."""
-    return isinstance(target, Path) and target.name in rename.put_aside(target.parent)
+def put_aside(root: AnyPath) -> dict[str, AnyPath]:
+    """By their targets' names, the old checkpoints below a root that `recover` would find."""
+    local = store_of(root).local
+    return {} if local is None else {**rename.put_aside(local)}
 
 
 def condemn_leftovers(target: AnyPath, method: CommitMethod = "auto") -> list[AnyPath]:
@@ -31,23 +29,27 @@ def condemn_leftovers(target: AnyPath, method: CommitMethod = "auto") -> list[An
 
     Directories get a name that says so.  Nothing is deleted yet.
     """
-    found = rename.condemn_leftovers(target) if isinstance(target, Path) else []
-    return found if isinstance(target, Path) and method != "marker" else [*found, *marker.dead_objects(target)]
+    local = store_of(target).local
+    found = [] if local is None else rename.condemn_leftovers(local)
+    return [*found, *marker.dead_objects(target)] if local is None or method == "marker" else found
 
 
 def recover(target: AnyPath) -> bool:
     """Undo a commit that died between its two renames; True where the old checkpoint was moved back."""
-    return isinstance(target, Path) and rename.recover(target)
+    local = store_of(target).local
+    return local is not None and rename.recover(local)
 
 
 def leftovers(root: AnyPath) -> list[AnyPath]:
     """What dead saves and removals left behind below a root, whosever it is."""
-    return [*(rename.leftovers(root) if isinstance(root, Path) else []), *marker.leftovers(root)]
+    local = store_of(root).local
+    return [*([] if local is None else rename.leftovers(local)), *marker.leftovers(root)]
 
 
 def remove(directory: AnyPath) -> None:
     """Delete a checkpoint so that no half of it can be taken for one."""
-    if isinstance(directory, Path):
-        rename.remove(directory)
-    else:
+    local = store_of(directory).local
+    if local is None:
         marker.remove(directory)
+    else:
+        rename.remove(local)

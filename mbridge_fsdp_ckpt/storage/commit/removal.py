@@ -14,9 +14,8 @@ import shutil
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
-from mbridge_fsdp_ckpt.storage.files import AnyPath
+from mbridge_fsdp_ckpt.storage.store import AnyPath, store_of
 
 EXIT_S = 5.0
 """Seconds that the end of the process waits for what is left to do."""
@@ -66,8 +65,9 @@ def delete(path: AnyPath) -> bool:
     """
     failures: list[BaseException] = []
     try:
-        if isinstance(path, Path) and path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, onexc=lambda function, place, error: failures.append(error))
+        local = store_of(path).local
+        if local is not None and local.is_dir() and not local.is_symlink():
+            shutil.rmtree(local, onexc=lambda function, place, error: failures.append(error))
         else:
             path.unlink(missing_ok=True)
     except OSError as error:

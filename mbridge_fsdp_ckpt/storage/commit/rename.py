@@ -29,9 +29,11 @@ from mbridge_fsdp_ckpt.errors import StorageError
 from mbridge_fsdp_ckpt.storage.commit import lease, removal
 from mbridge_fsdp_ckpt.storage.commit.content import Content
 from mbridge_fsdp_ckpt.storage.entries import ExtraEntry
-from mbridge_fsdp_ckpt.storage.files import TEMPORARY, AnyPath, file_checksum, size_of, sync_directory, write_file
+from mbridge_fsdp_ckpt.storage.file_system import TEMPORARY, sync_directory
+from mbridge_fsdp_ckpt.storage.files import file_checksum, size_of, write_file
 from mbridge_fsdp_ckpt.storage.format.head import has_head, has_readable_head
 from mbridge_fsdp_ckpt.storage.format.names import DELETED, MANIFEST_NAME, REPLACED, STAGING, beside, target_of
+from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 _log = logging.getLogger(__name__)
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2

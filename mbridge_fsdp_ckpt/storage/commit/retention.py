@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from mbridge_fsdp_ckpt.storage.commit import methods, removal
 from mbridge_fsdp_ckpt.storage.commit.lease import is_stale, renewing
-from mbridge_fsdp_ckpt.storage.files import AnyPath
 from mbridge_fsdp_ckpt.storage.format.head import has_readable_head
 from mbridge_fsdp_ckpt.storage.format.names import READING, beside, iteration_of
+from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 _log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ def reading(directory: AnyPath, *, enabled: bool = True) -> Iterator[Callable[[]
     """
     lease = directory.parent / beside(READING, directory.name)
     try:
-        if enabled and (directory.exists() or methods.is_put_aside(directory)):
+        if enabled and (directory.exists() or directory.name in methods.put_aside(directory.parent)):
             lease.touch()
         else:
             enabled = False

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mbridge_fsdp_ckpt.storage.files import AnyPath
 from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, MANIFEST_NAME
+from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 
 def has_head(directory: AnyPath) -> bool:

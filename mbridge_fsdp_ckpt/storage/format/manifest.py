@@ -9,16 +9,10 @@ from pydantic import BaseModel, ValidationError
 
 from mbridge_fsdp_ckpt.errors import NotACheckpointError, UnsupportedVersionError
 from mbridge_fsdp_ckpt.storage.checksums import checksum
-from mbridge_fsdp_ckpt.storage.files import (
-    AnyPath,
-    is_plain_file,
-    malformed,
-    parse_json,
-    read_bounded,
-    what_is_there,
-)
+from mbridge_fsdp_ckpt.storage.files import is_plain_file, malformed, parse_json, read_bounded, what_is_there
 from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, MANIFEST_NAME
 from mbridge_fsdp_ckpt.storage.format.schema import VERSION, Manifest
+from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 MAX_MANIFEST_BYTES = 1 << 28
 

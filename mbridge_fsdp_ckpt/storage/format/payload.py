@@ -7,7 +7,6 @@ copied on the host: a device shard passes through one buffer of the chunk's size
 
 from __future__ import annotations
 
-import os
 from collections.abc import Buffer, Callable, Iterator
 from contextlib import contextmanager
 from typing import IO, Any, cast
@@ -20,9 +19,8 @@ from mbridge_fsdp_ckpt.errors import InternalError
 from mbridge_fsdp_ckpt.plan.boxes import Box, Shape
 from mbridge_fsdp_ckpt.storage.checksums import HASHED_AT_ONCE, Hasher
 from mbridge_fsdp_ckpt.storage.entries import FileEntry
-from mbridge_fsdp_ckpt.storage.files import AnyPath, is_local
 from mbridge_fsdp_ckpt.storage.format.table import Chunk, Scalar
-from mbridge_fsdp_ckpt.storage.writeback import WriteBack
+from mbridge_fsdp_ckpt.storage.store import AnyPath, store_of
 
 
 class PayloadWriter:
@@ -39,8 +37,7 @@ class PayloadWriter:
 
     def __init__(self, path: AnyPath, file_index: int = 0, progress: Callable[[], None] = lambda: None) -> None:
         self.path, self._file_index, self._progress = path, file_index, progress
-        self._file: IO[bytes] = path.open("xb" if is_local(path) else "wb")
-        self._write_back = WriteBack(self._file.fileno()) if is_local(path) else None
+        self._file = store_of(path).create()
         self._hasher, self._record = Hasher(), Hasher()
         self._position = 0
         self._awaited, self._found = (0, 0), -1
@@ -72,8 +69,6 @@ class PayloadWriter:
             self._hasher.update(block)
             self._record.update(block)
             self._position += block.nbytes
-            if self._write_back is not None:
-                self._write_back.reached(self._position)
             self._progress()
         return view.nbytes
 
@@ -133,10 +128,7 @@ class PayloadWriter:
 
     def close(self) -> FileEntry:
         """Flush to disk; returns the file's entry for the table."""
-        self._file.flush()
-        if is_local(self.path):
-            os.fsync(self._file.fileno())
-        self._file.close()
+        self._file.finish()
         return FileEntry(name=self.path.name, size=self._position, checksum=self._hasher.result())
 
     def abort(self) -> None:

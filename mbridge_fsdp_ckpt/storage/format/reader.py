@@ -14,20 +14,15 @@ from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.storage.checksums import Hasher
-from mbridge_fsdp_ckpt.storage.files import (
-    AnyPath,
-    check_content,
-    check_file,
-    malformed,
-)
+from mbridge_fsdp_ckpt.storage.files import check_content, check_file, hold, malformed
 from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
 from mbridge_fsdp_ckpt.storage.format.names import MANIFEST_NAME
 from mbridge_fsdp_ckpt.storage.format.schema import TableHeader
 from mbridge_fsdp_ckpt.storage.format.table import Scalar, read_table, read_table_header
 from mbridge_fsdp_ckpt.storage.format.values import decode
-from mbridge_fsdp_ckpt.storage.held import hold
 from mbridge_fsdp_ckpt.storage.ranges import Bytes, OpenFiles, Scratch
 from mbridge_fsdp_ckpt.storage.source import RankRecord, StoredChunk
+from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 
 class SafeSource:

@@ -16,9 +16,10 @@ from typing import IO, Any
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
 from mbridge_fsdp_ckpt.plan.keys import MAX_INT, KeyEntry
-from mbridge_fsdp_ckpt.storage.files import AnyPath, malformed, opened, parse_json
+from mbridge_fsdp_ckpt.storage.files import malformed, opened, parse_json
 from mbridge_fsdp_ckpt.storage.format.manifest import validated
 from mbridge_fsdp_ckpt.storage.format.schema import TableHeader
+from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 CHUNK_FIELDS = ("key", "file", "offset", "length", "box_offset", "box_size", "checksum", "frame_offset", "frame_length")
 SCALAR_FIELDS = ("key", "elements")

@@ -19,18 +19,12 @@ from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_name
 from mbridge_fsdp_ckpt.plan.keys import MODEL_PREFIX, STATE_PREFIX, KeyEntry, Kind, Section
 from mbridge_fsdp_ckpt.storage.entries import FileEntry
-from mbridge_fsdp_ckpt.storage.files import (
-    AnyPath,
-    check_file,
-    file_checksum,
-    is_plain_file,
-    size_of,
-)
+from mbridge_fsdp_ckpt.storage.files import check_file, file_checksum, hold, is_plain_file, size_of
 from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA
-from mbridge_fsdp_ckpt.storage.held import hold
 from mbridge_fsdp_ckpt.storage.ranges import Bytes, OpenFiles, Scratch
 from mbridge_fsdp_ckpt.storage.source import RankRecord, StoredChunk
 from mbridge_fsdp_ckpt.storage.stock.unpickler import REMEDY, load_record, malformed, read_metadata
+from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 _GROUPS = "optimizer.param_to_group_meta."
 

@@ -21,8 +21,9 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
 from mbridge_fsdp_ckpt.errors import ManifestError
-from mbridge_fsdp_ckpt.storage.files import AnyPath, is_plain_file, opened, size_of
+from mbridge_fsdp_ckpt.storage.files import is_plain_file, opened, size_of
 from mbridge_fsdp_ckpt.storage.ranges import Bytes
+from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 _MAX_METADATA_BYTES = 1 << 32
 _MEMO_WRITES = {"PUT", "BINPUT", "LONG_BINPUT"}

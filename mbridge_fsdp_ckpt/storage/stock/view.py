@@ -31,11 +31,12 @@ from mbridge_fsdp_ckpt.plan.boxes import Box, whole
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry, name_and_slot
 from mbridge_fsdp_ckpt.storage.entries import FileEntry
-from mbridge_fsdp_ckpt.storage.files import AnyPath, replace_file
+from mbridge_fsdp_ckpt.storage.files import replace_file
 from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, payload_name
 from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter
 from mbridge_fsdp_ckpt.storage.format.table import Chunk, Scalar, read_table, read_table_header
 from mbridge_fsdp_ckpt.storage.format.values import decode
+from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 _log = logging.getLogger(__name__)
 

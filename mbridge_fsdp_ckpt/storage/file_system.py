@@ -1,0 +1,142 @@
+"""A place in a file system: opened without following links, flushed to disk, replaced in one step."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from mbridge_fsdp_ckpt.storage.held import HeldPath
+from mbridge_fsdp_ckpt.storage.writeback import WriteBack
+
+TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}\.new")
+"""Name of a file that is about to replace another."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileSystem:
+    """See `store.Store`.
+
+    Args:
+        path: The place.
+    """
+
+    path: Path
+
+    @property
+    def local(self) -> Path:
+        """See `store.Store`."""
+        return self.path
+
+    def hold(self) -> Path:
+        """See `store.Store`."""
+        return HeldPath.of(self.path)
+
+    def touch(self) -> None:
+        """See `store.Store`."""
+        os.utime(self.path)
+
+    def is_link(self) -> bool:
+        """See `store.Store`."""
+        return self.path.is_symlink()
+
+    @contextmanager
+    def opened(self) -> Iterator[IO[bytes]]:
+        """See `store.Store`."""
+        with os.fdopen(_open(self.path), "rb") as file:
+            yield file
+
+    def ranged(self) -> _OpenFile:
+        """See `store.Store`."""
+        return _OpenFile(_open(self.path))
+
+    def create(self) -> _GrowingFile:
+        """See `store.Store`."""
+        return _GrowingFile(self.path)
+
+    def replace(self, data: bytes) -> None:
+        """See `store.Store`."""
+        temporary = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex[:12]}.new")
+        try:
+            with closing(FileSystem(temporary).create()) as file:
+                file.write(data)
+                file.finish()
+            temporary.replace(self.path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        sync_directory(self.path.parent)
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
+class _OpenFile:
+    """See `store.Ranges`."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def begin(self, offset: int, length: int) -> Callable[[memoryview, int], int]:
+        """See `store.Ranges`."""
+        descriptor = self._descriptor
+
+        def fill(memory: memoryview, start: int) -> int:
+            filled = 0
+            while filled < len(memory):
+                count = os.preadv(descriptor, [memory[filled:]], offset + start + filled)
+                if count == 0:
+                    break
+                filled += count
+            return filled
+
+        os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_WILLNEED)  # hashed blocks are small for a disk
+        return fill
+
+    def close(self) -> None:
+        """See `store.Ranges`."""
+        os.close(self._descriptor)
+
+
+class _GrowingFile:
+    """See `store.Growing`."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("xb")
+        self._write_back = WriteBack(self._file.fileno())
+        self._position = 0
+
+    def write(self, block: bytes | memoryview) -> None:
+        """See `store.Growing`."""
+        self._file.write(block)
+        self._position += len(block)
+        self._write_back.reached(self._position)
+
+    def finish(self) -> None:
+        """See `store.Growing`."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def close(self) -> None:
+        """See `store.Growing`."""
+        self._file.close()
+
+
+def sync_directory(path: Path) -> None:
+    """Flush a directory's entries to disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems cannot sync directories
+            raise
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,95 @@
+"""Where files lie: one protocol over file systems and object stores, and the one place that tells them apart.
+
+A path is a `pathlib.Path`, or a `upath.UPath` of what fsspec reaches (`s3://...`, `msc://profile/...`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import IO, Protocol
+
+from upath import UPath
+
+from mbridge_fsdp_ckpt.storage.file_system import FileSystem
+from mbridge_fsdp_ckpt.storage.object_store import ObjectStore
+
+AnyPath = Path | UPath
+
+
+class Ranges(Protocol):
+    """A file that ranges are read from."""
+
+    def begin(self, offset: int, length: int) -> Callable[[memoryview, int], int]:
+        """Begin to read a range.
+
+        Returns:
+            What fills memory with bytes of the range, from a place in it on; it returns how many there were.
+        """
+
+    def close(self) -> None:
+        """Nothing more is read."""
+
+
+class Growing(Protocol):
+    """A new file that is only appended to."""
+
+    def write(self, block: bytes | memoryview) -> None:
+        """Append."""
+
+    def finish(self) -> None:
+        """See to it that all of it is stored for good, and close it."""
+
+    def close(self) -> None:
+        """Close it without a word, if it is still open."""
+
+
+class Store(Protocol):
+    """A place, as far as file systems and object stores differ.  All of it may raise `OSError`."""
+
+    @property
+    def local(self) -> Path | None:
+        """Its path in a file system, where directories can be renamed and locked; None in an object store."""
+
+    def hold(self) -> AnyPath:
+        """The same directory, held on to: what takes its place meanwhile is not read."""
+
+    def touch(self) -> None:
+        """Set its time to now."""
+
+    def is_link(self) -> bool:
+        """Whether it leads elsewhere."""
+
+    def opened(self) -> AbstractContextManager[IO[bytes]]:
+        """The file for reading; a link is refused."""
+
+    def ranged(self) -> Ranges:
+        """The file for reading ranges of it; a link is refused."""
+
+    def create(self) -> Growing:
+        """A new file; where it can be told, one that exists already is refused."""
+
+    def replace(self, data: bytes) -> None:
+        """Put a small file in its place in one step; readers see the old content or the new."""
+
+
+def store_of(path: AnyPath) -> Store:
+    """The place, as its kind handles it."""
+    return FileSystem(path) if isinstance(path, Path) else ObjectStore(path)
+
+
+def as_path(place: str | os.PathLike[str] | AnyPath) -> AnyPath:
+    """A path from what a user gave: absolute where it is local."""
+    if isinstance(place, Path | UPath):
+        return place.absolute()
+    text = os.fspath(place).removeprefix("file://")
+    if "://" not in text:
+        return Path(text).absolute()
+    return UPath(text, use_listings_cache=False)  # other processes write there, too
+
+
+def is_local(path: AnyPath) -> bool:
+    """Whether it is a file system's, not an object store's."""
+    return store_of(path).local is not None

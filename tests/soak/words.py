@@ -1,0 +1,134 @@
+"""The matrices in words, for docs/soak.md: what is attacked, and why what may be accepted is harmless."""
+
+from __future__ import annotations
+
+MATRICES = {
+    "damage": (
+        "Damaged files",
+        "One file of a good checkpoint is damaged, then two ranks load it. A case passes if all ranks raise the same "
+        "named error and neither model nor optimizer has changed.",
+    ),
+    "hostile": (
+        "Forged checkpoints",
+        "Somebody makes a checkpoint to do harm, with every checksum right, and a process opens and reads all of it. "
+        "A case passes if no code of theirs runs, no file outside is opened, memory and time stay in their limits, and "
+        "the reader ends with a named error. What is accepted is listed with the reason why it is harmless.",
+    ),
+    "disk": (
+        "Failing storage",
+        "One call of one rank's storage fails during a save: each kind of call, on each rank. A case passes if all "
+        "ranks raise the same error, the last checkpoint is still there and whole, and the next save leaves nothing of "
+        "the failed one.",
+    ),
+    "slow": (
+        "Slow storage",
+        "One call of one rank's storage takes 2.5 times the time limit. A case passes if nobody notices.",
+    ),
+    "kill_steps": (
+        "Killed at each step",
+        "One of two ranks is killed just before and just after each step of a save, into a new directory and over an "
+        "older checkpoint, on file systems with and without an exchange of directories. A case passes if a resume "
+        "finds the older or the newer checkpoint, bit for bit.",
+    ),
+    "kill_moments": (
+        "Killed at any moment",
+        "The same, at a random moment.",
+    ),
+    "plans": (
+        "Damaged plans",
+        "Random plans of random jobs are damaged, and elements are counted. A case passes if what the first meeting "
+        "lets through still writes every element exactly once. Some jobs are wrong before any damage: nobody writes a "
+        "tensor that only some ranks hold.",
+    ),
+}
+"""By file name, in the order of the page: a title, and what was done."""
+
+ATTACKED = {
+    "bit flipped": "one bit of a file flipped",
+    "bytes appended": "bytes appended to a file",
+    "manifest edited": "one value of the manifest edited, the checksum left",
+    "missing": "a file deleted",
+    "of another save": "a file replaced by that of another save",
+    "swapped": "two files swapped",
+    "table row edited": "one value of a table edited, the checksum left",
+    "truncated": "a file cut short",
+    "JSON": "JSON: duplicate fields, NaN, huge numbers, deep nesting, a gigabyte of text",
+    "boxes and shapes": "boxes that lie outside, overlap, or overflow; absurd shapes",
+    "claims of a pickle": "stock pickles that announce gigabytes",
+    "code in .metadata": "calls of functions in stock's `.metadata`",
+    "code in records": "pickled calls in a record, in `.metadata` beside a manifest, in place of a manifest",
+    "code in stock records": "calls of functions in stock's tensors and values",
+    "dtypes": "names that are no dtype, and every dtype that torch has",
+    "file names": "file names that lead out of the directory",
+    "links and special files": "links, pipes and folders in place of files",
+    "numbers in rows": "wrong numbers in the rows of a table",
+    "numbers in tables": "wrong bytes for a number that stands in a table",
+    "pickles that grow": "stock pickles of a few bytes that grow without end",
+    "stock file names": "stock file names that lead out of the directory",
+    "stock files": "links, pipes and folders in place of stock's files",
+    "stock metadata": "stock metadata with values of wrong types and sizes",
+    "structure": "tables, ranks and keys twice or absent; another version",
+    "tracker": "a tracker file that leads elsewhere, or is huge",
+    "typed values": "typed values whose shape, size or encoding lies",
+    "types, header": "a value of another type in each field of a table's header",
+    "types, manifest": "a value of another type in each field of the manifest",
+    "untouched": "nothing, as a check of the checks",
+    "EDQUOT": "quota exceeded (EDQUOT)",
+    "EIO": "input/output error (EIO)",
+    "ENOSPC": "no space left (ENOSPC)",
+    "EROFS": "read-only file system (EROFS)",
+}
+"""Kinds of cases."""
+
+HARMLESS = {
+    "JSON": "fields that readers do not know are ignored; an infinite number and deep lists are data that a "
+    "value may hold; what is large is bounded by the file's own size",
+    "boxes and shapes": "a tensor without elements needs no chunk",
+    "code in records": "elements are read as raw bytes, and `.metadata` is not read where there is a manifest",
+    "dtypes": "a dtype that torch has, with elements as long as recorded, is a dtype",
+    "stock metadata": "what is no tensor, or no value, is not read: a load then misses its key",
+    "structure": "a newer minor version may add fields; the same plain file may be listed twice; the "
+    "manifest's keys count",
+    "typed values": "as many bytes as recorded, and nothing that a load compares",
+    "types, header": "the other value is of the field's type: text for text, a list for a list",
+    "types, manifest": "the other value is of the field's type: text for text, a list for a list",
+    "untouched": "a good checkpoint is to be accepted",
+}
+"""Kinds of hostile cases of which some are accepted: why."""
+
+COUNTED = "every element was counted, and is still written once"
+"""Why a damaged plan may pass."""
+
+SCENARIOS = {
+    "fresh save": "a save into a new directory",
+    "overwriting save": "a save over an older checkpoint",
+    "overwriting save without exchange": "the same, where two directories cannot be exchanged",
+    "overwriting save by marker": "the same, where the manifest is the marker",
+    "load": "a load",
+}
+"""What storage was slow in."""
+
+STEPS = {
+    "prepare": "planning",
+    "Agreement.meet": "a meeting",
+    "Job.judge_plans": "rank 0 judges the plans",
+    "condemn_leftovers": "leftovers are renamed",
+    "begin": "the staging directory is made",
+    "write": "writing all chunks and the table",
+    "PayloadWriter.add": "writing one chunk",
+    "PayloadWriter.close": "closing the payload file",
+    "write_file": "writing a table, or the head",
+    "os.fsync": "flushing a file",
+    "Job.judge_written": "rank 0 checks and commits",
+    "write_dcp_view": "writing stock's view",
+    "Agreement.seal": "the seal before the rename",
+    "put_in_place": "putting the checkpoint in its place",
+    "sync_directory": "flushing a directory",
+    "_exchange": "exchanging two directories",
+    "Path.rename": "a rename",
+    "Path.replace": "replacing the tracker, or `.metadata`",
+    "shutil.rmtree": "deleting what is not needed any more",
+    "Agreement.end": "the last word",
+    "Job.clean_up": "tidying up",
+}
+"""Steps of a save by the function that takes them; one without words goes by its own name."""

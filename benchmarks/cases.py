@@ -149,12 +149,12 @@ def leave() -> None:
 def _check_checkpoint(root: Path, step: int) -> int:
     """Read all of it; the number of its keys."""
     source = open_checkpoint(root / f"iter_{step:07d}")
-    for key, chunks in source.chunks(source.keys).items():
+    for key, chunks in source.chunks(source.head.keys).items():
         stored = sum(source.read(chunk).numel() for chunk in chunks)
-        expected = math.prod(source.keys[key].shape)
+        expected = math.prod(source.head.keys[key].shape)
         if stored != expected:
             raise RuntimeError(f"{root} holds {stored} of {expected} elements of {key}")
-    return len(source.keys)
+    return len(source.head.keys)
 
 
 def _check_losses(measured: Measured, step: int) -> None:

@@ -176,8 +176,8 @@ def _load(
 
     def prepare() -> _Prepared:
         found = opened.prepare(source, model, optimizer, include, settings, agreement, with_state=with_state)
-        read = found.source
-        loaded = Loaded(read.values, read.topology, *opened.records_of(found), skipped=tuple(found.skipped))
+        values, topology = found.source.head.values, opened.topology_of(found.source)
+        loaded = Loaded(values, topology, *opened.records_of(found), skipped=tuple(found.skipped))
         put_in_place = accept(loaded) if accept is not None else _nothing
         return _Prepared(fill.stage(found, read_budget(settings, source), agreement), loaded, put_in_place)
 

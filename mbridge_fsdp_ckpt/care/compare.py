@@ -17,12 +17,10 @@ import torch
 from mbridge_fsdp_ckpt.errors import ManifestError
 from mbridge_fsdp_ckpt.plan.boxes import Box, whole
 from mbridge_fsdp_ckpt.plan.tiling import tiling_defect
-from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
-from mbridge_fsdp_ckpt.storage.format.schema import TableHeader
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource, StoredChunk
 
 _ELEMENTS = 1 << 22  # compared at a time
-_ROWS = 500_000  # chunks known at a time, a few hundred bytes each
+_TABLES_SIZE = 1 << 26  # bytes of chunk tables known at a time; in memory a chunk takes twice what its row does
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Progress = Callable[[int], None]
@@ -108,19 +106,9 @@ def _before(one: Box, other: Box) -> bool:
 
 def batches(a: CheckpointSource, b: CheckpointSource, keys: list[str]) -> Iterator[list[str]]:
     """Keys in groups whose chunks fit into memory: each group is one pass over all tables."""
-    rows = max(_rows(a), _rows(b))
-    count = max(1, len(keys) * _ROWS // max(rows, 1))
+    size = max(a.head.tables_size, b.head.tables_size)
+    count = max(1, len(keys) * _TABLES_SIZE // max(size, 1))
     yield from (keys[start : start + count] for start in range(0, len(keys), count))
-
-
-def _rows(source: CheckpointSource) -> int:
-    return sum(header.chunks for header in table_headers(source))
-
-
-def table_headers(source: CheckpointSource) -> Iterator[TableHeader]:
-    """The heads of its tables; stock has none."""
-    if isinstance(source, SafeSource):
-        yield from source.headers
 
 
 class _OneChunk:
@@ -141,12 +129,12 @@ class _OneChunk:
 
 def _tiling(key: str, side: Side) -> list[StoredChunk]:
     """The chunks, sorted; they cover their key."""
-    defect = tiling_defect(whole(side.source.keys[key].shape), (chunk.box for chunk in side.chunks))
+    defect = tiling_defect(whole(side.source.head.keys[key].shape), (chunk.box for chunk in side.chunks))
     if defect:
         raise ManifestError(
             expected="chunks that cover the tensor once",
             found=defect,
-            remedy=f"Run verify on {side.source.identity.split()[0]}.",
+            remedy=f"Run verify on {side.source.head.directory.name}.",
             key=key,
         )
     return sorted(side.chunks, key=lambda chunk: chunk.box.offset)

@@ -75,8 +75,8 @@ class Tiling:
 
 def stock_findings(source: CheckpointSource) -> Iterator[Finding]:
     """What can be seen of a stock checkpoint: places, sizes, tiling.  It has no checksums."""
-    for key in source.keys:
-        tiling = Tiling({key: source.keys[key]})
+    for key, entry in source.head.keys.items():
+        tiling = Tiling({key: entry})
         try:
             for chunk in source.chunks([key])[key]:
                 tiling.add(key, chunk.box)

@@ -148,7 +148,7 @@ def unreadable(directory: AnyPath) -> str:
                 return f"{finding.file}: expected {finding.expected}, found {finding.found}"
             return ""
         source = open_checkpoint(directory)
-        source.chunks(source.keys)
+        source.chunks(source.head.keys)
     except CheckpointError as error:
         return f"expected {error.expected}, found {error.found}"
     return ""

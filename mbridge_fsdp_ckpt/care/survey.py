@@ -15,13 +15,11 @@ from mbridge_fsdp_ckpt.storage.format.names import (
     DCP_METADATA,
     FORMAT_NAME,
     MANIFEST_NAME,
-    STOCK_FORMAT,
     rank_of_payload,
 )
 from mbridge_fsdp_ckpt.storage.format.schema import Manifest
 from mbridge_fsdp_ckpt.storage.format.table import Chunk, read_table, read_table_header
 from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
-from mbridge_fsdp_ckpt.storage.source import CheckpointSource
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 Visit = Callable[[str, int, Box], None]
@@ -96,8 +94,8 @@ def survey(directory: AnyPath) -> Survey:
             keys=dict(head.keys),
             stock_view=stock_view,
         )
-    source = open_checkpoint(directory)
-    return Survey(str(directory), STOCK_FORMAT, (), {}, {}, source.sections, dict(source.keys), stock_view)
+    stock = open_checkpoint(directory).head
+    return Survey(str(directory), stock.format, (), {}, {}, stock.sections, dict(stock.keys), stock_view)
 
 
 def visit_chunks(directory: AnyPath, found: Survey, visit: Visit = lambda key, rank, box: None) -> None:
@@ -130,7 +128,7 @@ def _safe_chunks(directory: AnyPath, found: Survey) -> Iterator[tuple[str, int, 
 
 
 def _stock_chunks(directory: AnyPath, found: Survey) -> Iterator[tuple[str, int, Box, str]]:
-    source: CheckpointSource = open_checkpoint(directory)
+    source = open_checkpoint(directory)
     for key in found.keys:
         for chunk in source.chunks([key])[key]:
             yield key, rank_of_payload(chunk.path.name, unknown=-1), chunk.box, chunk.path.name

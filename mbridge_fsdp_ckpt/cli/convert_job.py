@@ -25,7 +25,6 @@ from mbridge_fsdp_ckpt.storage.commit import methods, removal
 from mbridge_fsdp_ckpt.storage.commit.content import Commit
 from mbridge_fsdp_ckpt.storage.commit.retention import reading
 from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, MANIFEST_NAME, STOCK_FORMAT
-from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
 from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource
 from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
@@ -106,10 +105,9 @@ def job_of(source: str, destination: str, written: str, read: str = "") -> Itera
 
             assert isinstance(opened, DcpSource)
             common = read_common(opened)
-        values = opened.values if common is None else common.values
+        values = opened.head.values if common is None else common.values
         target = open_destination(destination, directory, values.get("iteration"))
-        found = FORMAT_NAME if isinstance(opened, SafeSource) else read or STOCK_FORMAT
-        report = Report(str(directory), found, str(target), written, len(opened.keys))
+        report = Report(str(directory), read or opened.head.format, str(target), written, len(opened.head.keys))
         missing = [path for path in (target.parent, *target.parent.parents) if not path.exists()]
         try:
             yield Job(directory, opened, target, report, alive, common)
@@ -201,13 +199,11 @@ def last_call(job: Job) -> Callable[[], None]:
 
 def added_files(job: Job) -> Callable[[Path], None]:
     """What puts run files into a directory, the format's name in the run configuration changed."""
-    directory = job.source.directory
+    directory = job.source.head.directory
     names = other_files(directory)
     if job.report.read == TORCH_DIST:  # Bridge takes a directory that has them for one in that format
         names = [name for name in names if name not in (METADATA, COMMON)]
-    listed = {}
-    if isinstance(job.source, SafeSource):
-        listed = {entry.name: entry for entry in job.source.manifest.files}
+    listed = {entry.name: entry for entry in job.source.head.files}
     unlisted = [name for name in names if name not in listed]
     if listed and unlisted:
         job.report.notes.append(f"carried over without a checksum to verify: {', '.join(unlisted[:5])}")

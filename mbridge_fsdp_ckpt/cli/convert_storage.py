@@ -53,7 +53,7 @@ def from_stock(source: Source, destination: Destination, as_json: Json = False) 
                 found=f"{job.directory}, which is in the format {FORMAT_NAME}",
                 remedy="To change the number of its files, use reshard; for the other way, to-stock.",
             )
-        chunks = job.source.chunks(job.source.keys)
+        chunks = job.source.chunks(job.source.head.keys)
         ranks = {rank_of_payload(chunk.path.name) for held in chunks.values() for chunk in held if chunk.box.volume}
         write_safe(job, describe_stock(job.source), _as_they_are, sorted(ranks))
     show(job.report, as_json)

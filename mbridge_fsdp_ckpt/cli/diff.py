@@ -19,13 +19,11 @@ from mbridge_fsdp_ckpt.care.compare import (
     compare_key,
     flattened,
     same_value,
-    table_headers,
 )
 from mbridge_fsdp_ckpt.cli.console import EXIT_CODES, Json, app, print_json, progress_bar, say
 from mbridge_fsdp_ckpt.hosts.root import find_checkpoint
-from mbridge_fsdp_ckpt.plan.keys import KeyEntry, name_and_slot
+from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.storage.commit.retention import reading
-from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
 from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource
 from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path
@@ -94,7 +92,7 @@ def _differences(places: list[AnyPath], tolerance: Tolerance, pattern: str, valu
         return found
     _compare_values(one, other, pattern, found)
     with progress_bar() as bar:
-        bar.begin("comparing", sum(one.keys[name].nbytes for name in same))
+        bar.begin("comparing", sum(one.head.keys[name].nbytes for name in same))
 
         def progress(count: int) -> None:
             beat()
@@ -106,11 +104,11 @@ def _differences(places: list[AnyPath], tolerance: Tolerance, pattern: str, valu
 
 def _compare_keys(a: CheckpointSource, b: CheckpointSource, pattern: str, found: Differences) -> list[str]:
     """Fills in what differs in structure; returns the keys that don't."""
-    ours, theirs = ({key for key in source.keys if fnmatchcase(key, pattern)} for source in (a, b))
+    ours, theirs = ({key for key in source.head.keys if fnmatchcase(key, pattern)} for source in (a, b))
     found.only_in_a, found.only_in_b = sorted(ours - theirs), sorted(theirs - ours)
     same = []
     for key in sorted(ours & theirs):
-        left, right = a.keys[key], b.keys[key]
+        left, right = a.head.keys[key], b.head.keys[key]
         if (left.dtype, left.shape) == (right.dtype, right.shape):
             same.append(key)
         else:
@@ -140,33 +138,19 @@ def _compare_tensors(
 
 
 def _compare_values(a: CheckpointSource, b: CheckpointSource, pattern: str, found: Differences) -> None:
-    ours, theirs = dict(a.values), dict(b.values)
-    if isinstance(a, SafeSource) is not isinstance(b, SafeSource):
+    ours, theirs = dict(a.head.values), dict(b.head.values)
+    if a.head.format != b.head.format:
         apart = sorted(ours.keys() ^ theirs.keys())
         if apart:
             found.notes.append(f"values that one of the formats does not have were not compared: {', '.join(apart)}")
         ours, theirs = ({name: side[name] for name in side if name not in apart} for side in (ours, theirs))
-    names = _group_names(a) | _group_names(b)
-    left = flattened(ours, "values") | flattened(a.hyperparameters(names), "hyperparameters")
-    right = flattened(theirs, "values") | flattened(b.hyperparameters(names), "hyperparameters")
+    left = flattened(ours, "values") | flattened(a.hyperparameters(), "hyperparameters")
+    right = flattened(theirs, "values") | flattened(b.hyperparameters(), "hyperparameters")
     for name in sorted(left.keys() | right.keys()):
         if not fnmatchcase(name, pattern):
             continue
         if name not in left or name not in right or not same_value(left[name], right[name]):
             found.values[name] = _text(left, name), _text(right, name)
-
-
-def _group_names(source: CheckpointSource) -> set[str]:
-    """Names that may have hyperparameters: those that the tables give, or what state keys begin with."""
-    if isinstance(source, SafeSource):
-        groups = (group for header in table_headers(source) for group in header.parameter_groups)
-        return {name for group in groups for name in group.parameters}
-    found = set()
-    for key in source.keys:
-        if slot_key := name_and_slot(key):
-            name, _ = slot_key
-            found |= {name, name.rpartition(".")[0], name.rpartition("_")[0]}  # a component's parameter
-    return found
 
 
 def _text(values: Mapping[str, Any], name: str) -> str:

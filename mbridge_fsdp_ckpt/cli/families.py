@@ -54,7 +54,7 @@ def _show_installed(found: list[dict[str, Any]], as_json: bool) -> None:
 def _claimed(source: CheckpointSource) -> dict[str, dict[str, list[str]]]:
     """For each family, its parameters with their components; parameters that are whole count for none."""
     found: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for key, entry in source.keys.items():
+    for key, entry in source.head.keys.items():
         if entry.family is not None and key.startswith(MODEL_PREFIX):
             parameter = re.sub(rf"[._]{re.escape(entry.component)}$", "", key.removeprefix(MODEL_PREFIX))
             found[entry.family][parameter].append(entry.component)

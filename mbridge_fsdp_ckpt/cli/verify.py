@@ -105,7 +105,7 @@ def _audit(directory: AnyPath, report: Report, plan: Plan) -> Iterator[Finding]:
 def _stock(directory: AnyPath, report: Report) -> Iterator[Finding]:
     report.notes.append(STOCK_NOTE)
     source = open_checkpoint(directory)
-    report.checked = {"keys": len(source.keys)}
+    report.checked = {"keys": len(source.head.keys)}
     yield from stock_findings(source)
 
 

@@ -50,9 +50,9 @@ def describe_stock(source: DcpSource) -> Description:
     }
     lost = [*unread, *_lost(source, hyperparameters)]
     return Description(
-        keys=source.keys,
-        sections=source.sections,
-        topology=topology_of(source.directory, [*records.values()]),
+        keys=source.head.keys,
+        sections=source.head.sections,
+        topology=topology_of(source.head.directory, [*records.values()]),
         values=encode(values, "values"),
         records=records,
         groups=groups.result(),
@@ -71,7 +71,7 @@ def _note(lost: list[str]) -> tuple[str, ...]:
 
 def _refuse_pickled_slots(source: DcpSource) -> None:
     for key in source.entries:
-        if key.startswith(f"{_OPTIMIZER}.state.") and key not in source.keys:
+        if key.startswith(f"{_OPTIMIZER}.state.") and key not in source.head.keys:
             raise UnsupportedStateError(
                 expected="optimizer state that is tensors",
                 found="a pickled object",
@@ -87,7 +87,7 @@ def _hyperparameters(source: DcpSource) -> dict[str, dict[str, Any]]:
 
 def _values(source: DcpSource) -> tuple[dict[str, Any], list[str]]:
     """Non-tensor state that belongs to no rank, and the names of what is no plain data."""
-    values, unread = dict(source.values), []
+    values, unread = dict(source.head.values), []
     roots = {str(path[0]) for path in source.entries.values() if path}
     for root in sorted(roots - {_MODEL, _OPTIMIZER, _RANDOM, *values}):
         try:
@@ -97,7 +97,7 @@ def _values(source: DcpSource) -> tuple[dict[str, Any], list[str]]:
             unread.append(root)
         else:
             values |= found
-    train_state = source.directory / TRAIN_STATE
+    train_state = source.head.directory / TRAIN_STATE
     if is_plain_file(train_state):
         values[PROGRESS] = read_train_state(train_state)
     return values, unread
@@ -124,7 +124,7 @@ def read_train_state(path: AnyPath) -> Any:
 def _lost(source: DcpSource, hyperparameters: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """Entries of model and optimizer that are neither tensors nor hyperparameters that were read."""
     for key, path in source.entries.items():
-        if key in source.keys or (path and path[0] not in (_MODEL, _OPTIMIZER)):
+        if key in source.head.keys or (path and path[0] not in (_MODEL, _OPTIMIZER)):
             continue
         is_hyperparameter = len(path) > 3 and path[:2] == (_OPTIMIZER, _GROUP_META)
         if not is_hyperparameter or path[3] not in hyperparameters.get(str(path[2]), {}):

@@ -159,7 +159,7 @@ class _Filling:
             InternalError: Some were left as they were.
         """
         for key, places in self._targets.items():
-            saved = whole(self._opened.source.keys[key].shape)
+            saved = whole(self._opened.source.head.keys[key].shape)
             for number, destination in enumerate(places):
                 common = destination.box.intersect(saved)
                 wanted = 0 if common is None else common.volume

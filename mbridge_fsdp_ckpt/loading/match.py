@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections import defaultdict
 from collections.abc import Iterable
+from functools import cached_property
 
 import torch
 
@@ -43,7 +44,7 @@ class Match:
         name = plan.layout.optimizer_name
         found = [slots.get(plan.state_name(component), {}) for component in plan.components]
         kinds = {slot: entry for component in found for slot, entry in component.items()}
-        if not kinds and plan.pieces and name not in self._source.stateless:
+        if not kinds and plan.pieces and name not in self._stateless:
             self._absent(f"{STATE_PREFIX}{name}.*")
         for slot, entry in kinds.items():
             for component in plan.components:
@@ -51,15 +52,19 @@ class Match:
                 dtype = dtype_from_name(entry.dtype)
                 self._key(plan.slot_key(component, slot), shape, dtype, entry.kind, plan, component)
 
+    @cached_property
+    def _stateless(self) -> frozenset[str]:
+        return frozenset(name for record in self._source.ranks() for name in record.stateless)
+
     def section(self, name: str) -> None:
         """A whole section that must be there."""
-        if name not in self._source.sections:
+        if name not in self._source.head.sections:
             self._absent(f"{name}.*")
 
     def _key(
         self, key: str, shape: Shape, dtype: torch.dtype, kind: Kind, plan: ParameterPlan, component: Component
     ) -> None:
-        entry = self._source.keys.get(key)
+        entry = self._source.head.keys.get(key)
         if entry is None:
             self._absent(key)
             return
@@ -103,7 +108,7 @@ class Match:
             return
         found = []
         if self._missing:
-            found.append(f"{len(self._missing)} missing: {listed(self._missing, self._source.keys)}")
+            found.append(f"{len(self._missing)} missing: {listed(self._missing, self._source.head.keys)}")
         if self._unlike:
             found.append(f"{len(self._unlike)} unlike: {listed(self._unlike)}")
         raise KeyMismatchError(
@@ -132,7 +137,7 @@ def listed(names: list[str], known: Iterable[str] = ()) -> str:
 def slots_by_name(source: CheckpointSource) -> dict[str, dict[str, KeyEntry]]:
     """Saved slots by optimizer name with component suffix."""
     found: dict[str, dict[str, KeyEntry]] = defaultdict(dict)
-    for key, entry in source.keys.items():
+    for key, entry in source.head.keys.items():
         if slot_key := name_and_slot(key):
             name, slot = slot_key
             found[name][slot] = entry

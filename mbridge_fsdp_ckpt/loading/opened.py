@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,8 +24,8 @@ from mbridge_fsdp_ckpt.plan.keys import MODEL_PREFIX, STATE_PREFIX, KeyEntry
 from mbridge_fsdp_ckpt.plan.pieces import ParameterPlan, Piece
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.commit.methods import recover
-from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
-from mbridge_fsdp_ckpt.storage.source import CheckpointSource, RankRecord, StoredChunk
+from mbridge_fsdp_ckpt.storage.opening import check_other_files, open_checkpoint
+from mbridge_fsdp_ckpt.storage.source import CheckpointSource, RankRecord, StoredChunk, sizes_of
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 from mbridge_fsdp_ckpt.versions import require
 
@@ -100,14 +100,14 @@ def prepare(
     opened.needed, opened.chunks = match.needed, source.chunks(sorted(match.needed))
     check_coverage(opened.needed, opened.chunks)
     if agreement.rank == 0:
-        source.check_files(content=opened.verified, progress=agreement.beat)
+        check_other_files(source.head, content=opened.verified, progress=agreement.beat)
     return opened
 
 
 def _check_families(source: CheckpointSource, settings: Settings) -> None:
     split = {
         entry.family: key
-        for key, entry in source.keys.items()
+        for key, entry in source.head.keys.items()
         if entry.family is not None and not settings.may_be_unexpected(key)
     }
     default_registry().check_installed(split)
@@ -142,7 +142,7 @@ def _same(one: Any, other: Any) -> bool:
 def announce(opened: Opened) -> dict[str, Any]:
     """The bounded message for the agreement: which checkpoint, and a sketch of the keys that this rank asked for."""
     asked = ((key, sketches.key_word(key) * sketches.share_of_one(piece.replica)) for key, piece in _declared(opened))
-    return {"checkpoint": opened.source.identity, "asked": sketches.in_buckets(asked)}
+    return {"checkpoint": opened.source.head.identity, "asked": sketches.in_buckets(asked)}
 
 
 def _declared(opened: Opened) -> list[tuple[str, Piece]]:
@@ -185,13 +185,13 @@ def judge(opened: Any, settings: Settings) -> Callable[[list[Any]], dict[str, An
 def _offered(opened: Opened, settings: Settings) -> list[str]:
     """Keys of the checkpoint that somebody has to ask for."""
     include = opened.include or (lambda key: True)
-    model = [k for k in opened.source.keys if k.startswith(MODEL_PREFIX) and include(k.removeprefix(MODEL_PREFIX))]
-    state = [key for key in opened.source.keys if key.startswith(STATE_PREFIX)] if opened.with_state else []
+    model = [k for k in opened.source.head.keys if k.startswith(MODEL_PREFIX) and include(k.removeprefix(MODEL_PREFIX))]
+    state = [key for key in opened.source.head.keys if key.startswith(STATE_PREFIX)] if opened.with_state else []
     return [key for key in model + state if not settings.may_be_unexpected(key)]
 
 
 def _unread_by_choice(opened: Opened, settings: Settings) -> list[str]:
-    return sorted(key for key in opened.source.keys if settings.may_be_unexpected(key))[:NAMED]
+    return sorted(key for key in opened.source.head.keys if settings.may_be_unexpected(key))[:NAMED]
 
 
 def disputed(opened: Opened, buckets: list[int]) -> dict[str, Any]:
@@ -239,3 +239,8 @@ def records_of(opened: Opened) -> tuple[RankRecord | None, tuple[RankRecord, ...
     )
     exact = [record for record in near if dict(record.coordinates) == place]
     return (exact[0] if exact else None), near
+
+
+def topology_of(source: CheckpointSource) -> Mapping[str, int | str]:
+    """The saving job's sizes; of stock, which does not say them, those that its ranks' places tell."""
+    return source.head.topology or sizes_of(record.coordinates for record in source.ranks())

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.plan.pieces import ParameterPlan
 from mbridge_fsdp_ckpt.storage.ranges import Scratch
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource, RankRecord, StoredChunk
@@ -22,7 +21,7 @@ def under_new_names(source: CheckpointSource, plans: Iterable[ParameterPlan]) ->
     Megatron-Core 0.19 saves `mtp.layers.0.mtp_model_layer.*` in `fsdp_dtensor`; in `torch_dist`, and in newer
     releases, it is `transformer_layer` (Megatron-LM pull request 6271).  Only hybrid models keep the older name.
     """
-    old_of = {key.replace(_OLD, _NEW): key for key in source.keys if _OLD in key}
+    old_of = {key.replace(_OLD, _NEW): key for key in source.head.keys if _OLD in key}
     if not old_of or any(_OLD in plan.layout.key for plan in plans):
         return source
     return _Renamed(source, old_of)
@@ -38,22 +37,10 @@ class _Renamed:
 
     def __init__(self, source: CheckpointSource, old_of: Mapping[str, str]) -> None:
         self._source, self._old_of = source, old_of
+        keys = source.head.keys
         hidden = set(old_of.values())
-        self.directory, self.identity = source.directory, source.identity
-        self.keys: Mapping[str, KeyEntry] = {
-            **{key: entry for key, entry in source.keys.items() if key not in hidden},
-            **{new: source.keys[old] for new, old in old_of.items()},
-        }
-        self.sections = source.sections
-        self.topology = source.topology
-        self.values = source.values
-        self.stateless = frozenset(name.replace(_OLD, _NEW) for name in source.stateless)
-
-    def hyperparameters(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-        """See `CheckpointSource`."""
-        old_of = {name: name.replace(_NEW, _OLD) for name in names}
-        found = self._source.hyperparameters({*old_of, *old_of.values()})
-        return {name: found.get(name) or found[old] for name, old in old_of.items() if name in found or old in found}
+        kept = {key: entry for key, entry in keys.items() if key not in hidden}
+        self.head = replace(source.head, keys={**kept, **{new: keys[old] for new, old in old_of.items()}})
 
     def chunks(self, keys: Iterable[str]) -> dict[str, list[StoredChunk]]:
         """See `CheckpointSource`."""
@@ -69,13 +56,16 @@ class _Renamed:
         """See `CheckpointSource`."""
         self._source.verify(replace(chunk, key=self._old(chunk.key)), scratch)
 
-    def check_files(self, *, content: bool, progress: Callable[[], None] = lambda: None) -> None:
-        """See `CheckpointSource`."""
-        self._source.check_files(content=content, progress=progress)
+    def hyperparameters(self, names: Iterable[str] | None = None) -> dict[str, dict[str, Any]]:
+        """See `CheckpointSource`; what was saved under a new name counts for more."""
+        asked = None if names is None else {both for name in names for both in (name, name.replace(_NEW, _OLD))}
+        found = self._source.hyperparameters(asked)
+        return {name.replace(_OLD, _NEW): values for name, values in found.items()} | found
 
     def ranks(self) -> Iterator[RankRecord]:
         """See `CheckpointSource`."""
-        return self._source.ranks()
+        for record in self._source.ranks():
+            yield replace(record, stateless=tuple(name.replace(_OLD, _NEW) for name in record.stateless))
 
     def _old(self, key: str) -> str:
         return self._old_of.get(key, key)

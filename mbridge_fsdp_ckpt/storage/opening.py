@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, NotACheckpointError
-from mbridge_fsdp_ckpt.storage.files import hold, what_is_there
+from mbridge_fsdp_ckpt.storage.files import check_content, check_file, hold, what_is_there
 from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, MANIFEST_NAME, TABLES
 from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
-from mbridge_fsdp_ckpt.storage.source import CheckpointSource
+from mbridge_fsdp_ckpt.storage.source import CheckpointSource, Head
 from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
@@ -42,3 +44,21 @@ def _check_written_by_stock(directory: AnyPath) -> None:
             remedy="The save that wrote them did not end, or the manifest was deleted: use another checkpoint.",
             key=str(directory / MANIFEST_NAME),
         )
+
+
+def check_other_files(head: Head, *, content: bool, progress: Callable[[], None] = lambda: None) -> None:
+    """Check the files beside payload and tables, as far as the format lists them.
+
+    Args:
+        head: Of an opened checkpoint.
+        content: Whether to read them, too; else their sizes alone.
+        progress: Called now and then while content is read.
+
+    Raises:
+        DamagedCheckpointError: One is missing, or not what was written.
+    """
+    for entry in head.files:
+        if content:
+            check_content(head.directory, entry, progress, MANIFEST_NAME)
+        else:
+            check_file(head.directory, entry, MANIFEST_NAME)

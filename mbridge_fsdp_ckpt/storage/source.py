@@ -1,15 +1,16 @@
-"""What a load reads from: one narrow interface over this format and stock `fsdp_dtensor`."""
+"""What an opened checkpoint is, in this format or stock's: a head, and five things that can be asked of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry, Section
+from mbridge_fsdp_ckpt.storage.entries import ExtraEntry
 from mbridge_fsdp_ckpt.storage.ranges import Scratch
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
@@ -47,61 +48,102 @@ class RankRecord:
         coordinates: Its place: tensor, pipeline, expert, data, ...
         values: Its own values, RNG states first of all.
         extra_state: FP8 scaling state of modules.
+        stateless: Optimizer parameters that it saved without state.
     """
 
     coordinates: Mapping[str, int]
     values: Any
     extra_state: Any = None
+    stateless: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What a checkpoint says of itself as a whole; checked, and made once, when it is opened.
+
+    Args:
+        directory: Where it lies, held on to: what takes its place meanwhile is not read.
+        identity: What tells it from another: its name and its head's checksum.
+        format: `FORMAT_NAME` or `STOCK_FORMAT`.
+        sections: What was saved: "model", "optimizer".
+        keys: Every tensor of model and optimizer.
+        values: Non-tensor state that belongs to no rank.
+        topology: The saving job's sizes; empty where only its ranks' places tell them, see `sizes_of`.
+        files: Files beside payload and tables, with their checksums; stock lists none.
+        tables_size: Bytes of chunk tables, all of which a call of `chunks` goes through; 0 where it goes through none.
+    """
+
+    directory: AnyPath
+    identity: str
+    format: str
+    sections: tuple[Section, ...]
+    keys: Mapping[str, KeyEntry]
+    values: Mapping[str, Any]
+    topology: Mapping[str, int | str] = field(default_factory=dict)
+    files: tuple[ExtraEntry, ...] = ()
+    tables_size: int = 0
 
 
 class CheckpointSource(Protocol):
-    """An opened checkpoint, its structure checked."""
+    """An opened checkpoint: its head is checked, of the rest no more is read than a call asks for.
+
+    What a method cannot read is a `CheckpointError` that names the file: `ManifestError` where the file contradicts the
+    format, `DamagedCheckpointError` where it is not there or not what was written.  A storage that refuses is an
+    `OSError`.
+    """
 
     @property
-    def directory(self) -> AnyPath:
-        """Where it lies, held on to: what takes its place meanwhile is not read."""
-
-    @property
-    def identity(self) -> str:
-        """What tells this checkpoint from another: its name and its head's checksum."""
-
-    @property
-    def keys(self) -> Mapping[str, KeyEntry]:
-        """Every tensor of model and optimizer."""
-
-    @property
-    def sections(self) -> tuple[Section, ...]:
-        """What was saved: "model", "optimizer"."""
-
-    @property
-    def topology(self) -> Mapping[str, int | str]:
-        """The saving job's sizes."""
-
-    @property
-    def values(self) -> Mapping[str, Any]:
-        """Non-tensor state."""
-
-    @property
-    def stateless(self) -> frozenset[str]:
-        """Optimizer parameters that were saved without state."""
-
-    def hyperparameters(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-        """Saved hyperparameters of each named optimizer parameter that has some."""
+    def head(self) -> Head:
+        """What it says of itself as a whole."""
 
     def chunks(self, keys: Iterable[str]) -> dict[str, list[StoredChunk]]:
-        """Where the keys lie; every file checked to be there at its full size."""
+        """Where keys lie.
+
+        Args:
+            keys: Keys of the head.
+
+        Returns:
+            For each key its chunks, in no order; every box is inside its key, every file is there at its full size.
+            Whether the boxes cover the key is not checked.
+
+        Raises:
+            ManifestError: The tables contradict the head, or themselves.
+            DamagedCheckpointError: A file of a key that was asked for is missing, or of another size.
+        """
 
     def read(self, chunk: StoredChunk, *, verify: bool = True, scratch: Scratch | None = None) -> torch.Tensor:
-        """A chunk's elements on the host, shaped like its box; damaged bytes raise, unless they go unverified.
+        """A chunk's elements on the host, shaped like its box, in the dtype of its key.
 
-        They may lie in the scratch memory, and are gone when it is used again.
+        Args:
+            chunk: From `chunks`.
+            verify: Whether to compare the record's checksum, where the format has one.
+            scratch: Where they may lie; they are gone when it is used again.
+
+        Raises:
+            DamagedCheckpointError: The file is gone or too short, or the bytes are not those that were written.
         """
 
     def verify(self, chunk: StoredChunk, scratch: Scratch) -> None:
-        """Raise what `read` would, and keep nothing."""
+        """Raise what `read` would, and keep nothing.
 
-    def check_files(self, *, content: bool, progress: Callable[[], None] = lambda: None) -> None:
-        """Check the files beside payload and tables, as far as the format lists them: sizes, and content if asked."""
+        Args:
+            chunk: From `chunks`.
+            scratch: Memory that the bytes pass through, where they need any.
+        """
+
+    def hyperparameters(self, names: Iterable[str] | None = None) -> dict[str, dict[str, Any]]:
+        """Saved hyperparameters by optimizer parameter, for those that have some.
+
+        Args:
+            names: The parameters that are of interest, by the optimizer's name; None means all.
+        """
 
     def ranks(self) -> Iterator[RankRecord]:
-        """The saving ranks."""
+        """What each saving rank said of itself; of stock, one record for each (pipeline, tensor) place."""
+
+
+def sizes_of(places: Iterable[Mapping[str, int]]) -> dict[str, int | str]:
+    """Sizes of a job, as far as the places of its ranks tell them."""
+    known = list(places)
+    found = {axis: [place[axis] for place in known if axis in place] for axis in ("pipeline", "tensor")}
+    return {axis: 1 + max(numbers) for axis, numbers in found.items() if numbers}

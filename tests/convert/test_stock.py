@@ -89,8 +89,8 @@ def test_a_converted_stock_checkpoint_says_what_job_it_was(stock_run: Trained, t
         "strategy": "optim_grads_params",
     }
     source = SafeSource(tmp_path / "iter_0000002")
-    assert source.values["iteration"] == 2
-    assert int(source.values["train_state"]["step"]) == 2
+    assert source.head.values["iteration"] == 2
+    assert int(source.head.values["train_state"]["step"]) == 2
     places = {tuple(record.values["rng_state"]) for record in source.ranks()}
     assert places == {("(0, 0)",), ("(0, 1)",)}
     for name in ("train_state.pt", "run_config.yaml"):
@@ -166,16 +166,16 @@ def test_what_stock_wrote_comes_along(stock: Path, tmp_path: Path) -> None:
     found = data("from-stock", tmp_path / "old", tmp_path / "new" / "iter_0000010")
     assert found["notes"] == []
     source = SafeSource(tmp_path / "new" / "iter_0000010")
-    assert source.values == {
+    assert source.head.values == {
         "checkpoint_version": 3.0,
         "iteration": 10,
         "opt_param_scheduler": {"max_lr": 1e-4},
         "train_state": {"step": torch.tensor(10)},
     }
-    assert source.sections == ("model", "optimizer")
+    assert source.head.sections == ("model", "optimizer")
     assert source.hyperparameters([made.STOCK_NAME]) == {made.STOCK_NAME: {"lr": 0.1, "betas": (0.9, 0.95)}}
-    assert source.keys[f"optimizer.state.{made.STOCK_NAME}.step"].kind == "tensor"
-    assert source.topology == {"tensor": 1, "pipeline": 1, "expert": 4, "strategy": "optim_grads_params"}
+    assert source.head.keys[f"optimizer.state.{made.STOCK_NAME}.step"].kind == "tensor"
+    assert source.head.topology == {"tensor": 1, "pipeline": 1, "expert": 4, "strategy": "optim_grads_params"}
     assert [list(record.values) for record in source.ranks()] == [["rng_state"]]
     after = tmp_path / "new" / "iter_0000010"
     assert (after / "tokenizer" / "vocab.txt").read_text() == "a\nb\n"
@@ -187,7 +187,7 @@ def test_what_stock_wrote_comes_along(stock: Path, tmp_path: Path) -> None:
 def test_other_state_comes_along_too(tmp_path: Path) -> None:
     made.save_stock(tmp_path / "old", rerun_state_machine={"mode": "off", "counts": [1, 2]})
     data("from-stock", tmp_path / "old", tmp_path / "new")
-    assert SafeSource(tmp_path / "new").values["rerun_state_machine"] == {"mode": "off", "counts": [1, 2]}
+    assert SafeSource(tmp_path / "new").head.values["rerun_state_machine"] == {"mode": "off", "counts": [1, 2]}
 
 
 def test_what_is_no_data_is_left_out_by_name(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_without_run_files_it_can_be_converted_as_well(tmp_path: Path) -> None:
     for name in ("run_config.yaml", "train_state.pt"):
         (old / name).unlink()
     data("from-stock", old, tmp_path / "new")
-    assert SafeSource(tmp_path / "new").topology == {"tensor": 1, "pipeline": 1}
+    assert SafeSource(tmp_path / "new").head.topology == {"tensor": 1, "pipeline": 1}
 
 
 @pytest.mark.parametrize("content", ["a: [", "- 1\n", "checkpoint: 3\n", "checkpoint: {save: x}\n", "\x00"])

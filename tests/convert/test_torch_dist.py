@@ -130,7 +130,7 @@ def test_training_goes_on_under_megatron_fsdp(name: str, bridge_ranks: RankPool,
     assert test_cli.data("verify", after)["intact"]
     assert not {"metadata.json", "common.pt"} & set(left(after))
     source = SafeSource(after)
-    assert source.values["opt_param_scheduler"]["num_steps"] == 16
+    assert source.head.values["opt_param_scheduler"]["num_steps"] == 16
     [first, _] = bridge_ranks.run(
         training.train, run.on(directory=str(tmp_path / "new"), iterations=4, format="fsdp_dtensor_safe"), ranks=2
     )
@@ -149,7 +149,7 @@ def test_stacked_layers_and_weights_alone(bridge_ranks: RankPool, tmp_path: Path
     assert oracle.on_disk(after) == {
         key: oracle.digest(tensor) for key, tensor in runs.expected(tmp_path / "old" / "iter_0000002").items()
     }
-    assert SafeSource(after).sections == ("model",)
+    assert SafeSource(after).head.sections == ("model",)
 
 
 # --- what Bridge imported ---
@@ -171,8 +171,8 @@ def test_real_models(name: str, bridge_ranks: RankPool, tmp_path: Path) -> None:
     assert report["notes"] == ["the checkpoint has no optimizer state: weights only"]
     imported = next((tmp_path / "imported").glob("iter_*"))
     assert oracle.on_disk(after) == oracle.on_disk(imported)
-    assert {k: (e.family, e.component) for k, e in SafeSource(after).keys.items()} == {
-        k: (e.family, e.component) for k, e in SafeSource(imported).keys.items()
+    assert {k: (e.family, e.component) for k, e in SafeSource(after).head.keys.items()} == {
+        k: (e.family, e.component) for k, e in SafeSource(imported).head.keys.items()
     }
 
 
@@ -248,7 +248,7 @@ def test_older_releases_kept_values_in_a_file_of_their_own(
     shutil.copytree(imported / "iter_0000000", old)
     torch.save({"checkpoint_version": 2.5, "iteration": 0}, old / "common.pt")
     bridge_ranks.run(runs.convert, str(old), str(after), ranks=1)
-    values = SafeSource(after).values
+    values = SafeSource(after).head.values
     assert (values["checkpoint_version"], values["iteration"]) == (2.5, 0)
     assert {path.name for path in old.iterdir()} >= {"common.pt", "metadata.json", "run_config.yaml"}
     assert not {"common.pt", "metadata.json"} & set(left(after))

@@ -24,7 +24,8 @@ from mbridge_fsdp_ckpt.errors import CheckpointError
 from mbridge_fsdp_ckpt.hosts.root import find_checkpoint
 from mbridge_fsdp_ckpt.loading.match import check_coverage
 from mbridge_fsdp_ckpt.plan.boxes import whole
-from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
+from mbridge_fsdp_ckpt.storage.opening import check_other_files, open_checkpoint
+from mbridge_fsdp_ckpt.storage.source import sizes_of
 from tests.unit import handmade
 
 ADDRESS_SPACE = 3 << 29  # 1.5 GiB more than the imports had mapped
@@ -88,14 +89,13 @@ class Seen:
 def open_everything(directory: Path) -> None:
     """All that the reader offers."""
     source = open_checkpoint(find_checkpoint(directory))
-    _ = source.identity, source.sections, source.topology, source.values, source.stateless
     source.hyperparameters([handmade.NAME, "weight"])
-    list(source.ranks())
-    for key, chunks in source.chunks(list(source.keys)).items():
-        check_coverage({key: [whole(source.keys[key].shape)]}, {key: chunks})
+    sizes_of(record.coordinates for record in source.ranks())
+    for key, chunks in source.chunks(list(source.head.keys)).items():
+        check_coverage({key: [whole(source.head.keys[key].shape)]}, {key: chunks})
         for chunk in chunks:
             source.read(chunk)
-    source.check_files(content=True)
+    check_other_files(source.head, content=True)
 
 
 def _led_to(path: str, flags: int) -> str:

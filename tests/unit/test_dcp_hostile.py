@@ -49,7 +49,7 @@ def write(directory: Path, state: dict[str, Any]) -> Path:
 def read_all(directory: Path) -> None:
     """Everything that a load would read."""
     source = open_checkpoint(directory)
-    for chunks in source.chunks(source.keys).values():
+    for chunks in source.chunks(source.head.keys).values():
         for chunk in chunks:
             source.read(chunk)
     source.hyperparameters(["weight"])

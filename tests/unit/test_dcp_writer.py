@@ -66,11 +66,11 @@ def test_the_view_describes_chunks_as_torch_would(directory: Path) -> None:
 
 def test_the_view_reads_like_stock_through_the_safe_reader(directory: Path) -> None:
     source = DcpSource(directory)
-    assert {key: (entry.dtype, entry.shape) for key, entry in source.keys.items()} == {
+    assert {key: (entry.dtype, entry.shape) for key, entry in source.head.keys.items()} == {
         key: (entry.dtype, entry.shape) for key, entry in KEYS.items()
     }
     assert source.hyperparameters([NAME]) == {NAME: HYPERPARAMETERS}
-    assert source.values == VALUES
+    assert source.head.values == VALUES
 
 
 def test_equal_values_are_written_once(directory: Path) -> None:

@@ -76,7 +76,7 @@ def test_a_checkpoint_that_steps_aside_once_it_is_checked_is_read_on(directory: 
     step_aside(directory, make)
     assert same(read(source, chunks), TENSORS)
     other = open_checkpoint(directory)
-    assert other.identity != source.identity
+    assert other.head.identity != source.head.identity
     assert same(read(other, other.chunks(KEYS)), OTHERS)
 
 

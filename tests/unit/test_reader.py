@@ -30,7 +30,7 @@ def directory(tmp_path: Path) -> Path:
 
 def assemble(source: CheckpointSource, key: str) -> torch.Tensor:
     """A whole tensor from its chunks."""
-    whole = torch.full(source.keys[key].shape, 99).to(getattr(torch, source.keys[key].dtype))
+    whole = torch.full(source.head.keys[key].shape, 99).to(getattr(torch, source.head.keys[key].dtype))
     for chunk in source.chunks([key])[key]:
         whole[tuple(slice(o, o + s) for o, s in zip(chunk.box.offset, chunk.box.size, strict=True))] = source.read(
             chunk
@@ -41,10 +41,10 @@ def assemble(source: CheckpointSource, key: str) -> torch.Tensor:
 def test_the_head_is_open_to_all(directory: Path) -> None:
     source = open_checkpoint(directory)
     assert isinstance(source, SafeSource)
-    assert source.keys == KEYS
-    assert source.values == VALUES
-    assert (source.sections, source.topology) == (("model", "optimizer"), {"world": 2, "tensor": 2})
-    assert source.stateless == {"module.module.frozen0", "module.module.frozen1"}
+    assert source.head.keys == KEYS
+    assert source.head.values == VALUES
+    assert (source.head.sections, source.head.topology) == (("model", "optimizer"), {"world": 2, "tensor": 2})
+    assert [r.stateless for r in source.ranks()] == [("module.module.frozen0",), ("module.module.frozen1",)]
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -74,12 +74,12 @@ def test_each_rank_has_a_record(directory: Path) -> None:
 
 
 def test_another_checkpoint_has_another_identity(directory: Path, tmp_path: Path) -> None:
-    identity = open_checkpoint(directory).identity
-    assert open_checkpoint(directory).identity == identity
+    identity = open_checkpoint(directory).head.identity
+    assert open_checkpoint(directory).head.identity == identity
     (directory / payload(0)).unlink()
     (directory / table(0)).unlink()
     handmade.write_head(directory, [handmade.make_rank(directory, 0)])
-    assert open_checkpoint(directory).identity != identity
+    assert open_checkpoint(directory).head.identity != identity
 
 
 def test_payload_is_read_without_unpickling(directory: Path) -> None:

@@ -76,7 +76,7 @@ def test_ranks_that_tile_make_a_checkpoint(target: Path) -> None:
     source = open_checkpoint(target)
     chunks = source.chunks(["model.weight"])["model.weight"]
     assert torch.equal(torch.cat([source.read(chunk) for chunk in chunks]), torch.arange(12.0).reshape(4, 3))
-    assert source.values == {"iteration": 10}
+    assert source.head.values == {"iteration": 10}
     assert [path.name for path in target.parent.iterdir()] == ["iter_0000010"]
 
 
@@ -165,7 +165,7 @@ def test_a_tensor_that_one_rank_holds_is_saved_if_it_is_to_write_it(target: Path
     ranks = [prepared(holdings(0, 12, replica=(r, 2)) if r == holder else []) for r in range(2)]
     if on_writer:
         save(target, ranks)
-        assert list(open_checkpoint(target).keys) == ["model.weight"]
+        assert list(open_checkpoint(target).head.keys) == ["model.weight"]
     else:
         with pytest.raises(PlanDisagreementError, match=f"model.weight: no rank writes it: rank {holder} hold it"):
             save(target, ranks)
@@ -197,7 +197,7 @@ def test_what_fails_after_the_commit_says_that_the_checkpoint_stands(target: Pat
             save(target, [prepared(holdings(0, 12))], after_commit=fail)
         assert type(caught.value).__name__ == name
         assert (caught.value.rank, str(target) in str(caught.value)) == (0, True)
-        assert open_checkpoint(target).values == {"iteration": 10}
+        assert open_checkpoint(target).head.values == {"iteration": 10}
         assert removal.wait(30.0)
         assert [path.name for path in target.parent.iterdir()] == ["iter_0000010"]
         assert seen == [True] * number, "in its place when it is followed up"

@@ -63,11 +63,11 @@ def read_common(source: DcpSource) -> Common:
     Raises:
         DamagedCheckpointError: It is no data, or not there.
     """
-    path = source.directory / COMMON
+    path = source.head.directory / COMMON
     found = _load_common(path) if is_plain_file(path) else source.read_object(_COMMON_KEY)
     state = found[0] if isinstance(found, list) and found else found
     if not isinstance(state, dict):
-        raise _no_common(source.directory, type(state).__name__)
+        raise _no_common(source.head.directory, type(state).__name__)
     values, left_out = {}, []
     for name, value in state.items():
         if name in ("optimizer", "content_metadata"):
@@ -77,8 +77,8 @@ def read_common(source: DcpSource) -> Common:
             values[str(name)] = value
         except UnsupportedStateError:
             left_out.append(str(name))
-    if is_plain_file(source.directory / TRAIN_STATE):
-        values[PROGRESS] = read_train_state(source.directory / TRAIN_STATE)
+    if is_plain_file(source.head.directory / TRAIN_STATE):
+        values[PROGRESS] = read_train_state(source.head.directory / TRAIN_STATE)
     parts = [part for part in _optimizers(state.get("optimizer")) if isinstance(part, dict)]
     inner = [part.get("optimizer") or {} for part in parts]
     return Common(

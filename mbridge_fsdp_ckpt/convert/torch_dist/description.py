@@ -58,7 +58,7 @@ def describe_torch_dist(
     """
     require("torch", "megatron-core", "megatron-bridge")
     with _quiet(), job():
-        model = UnshardedModel.of(source.directory, trusted=trust_run_config)
+        model = UnshardedModel.of(source.head.directory, trusted=trust_run_config)
         planned = plan_model(PlainModel(model.module))
         parts = _described(model.module, planned, common, source.tensors)
         tensors = {id(item.plan): local_shard(item.tensor) for item in planned}
@@ -78,7 +78,7 @@ def describe_torch_dist(
     description = Description(
         keys=mapping.keys,
         sections=("model",) if trouble else ("model", "optimizer"),
-        topology=topology_of(source.directory, [*records.values()]),
+        topology=topology_of(source.head.directory, [*records.values()]),
         values=encode(common.values, "values"),
         records=records,
         groups=() if trouble else groups.result(),

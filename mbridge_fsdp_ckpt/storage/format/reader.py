@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -12,16 +12,15 @@ import torch
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
-from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.storage.checksums import Hasher
 from mbridge_fsdp_ckpt.storage.files import check_content, check_file, hold, malformed
 from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
-from mbridge_fsdp_ckpt.storage.format.names import MANIFEST_NAME
+from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, MANIFEST_NAME
 from mbridge_fsdp_ckpt.storage.format.schema import TableHeader
 from mbridge_fsdp_ckpt.storage.format.table import Scalar, read_table, read_table_header
 from mbridge_fsdp_ckpt.storage.format.values import decode
 from mbridge_fsdp_ckpt.storage.ranges import Bytes, OpenFiles, Scratch
-from mbridge_fsdp_ckpt.storage.source import RankRecord, StoredChunk
+from mbridge_fsdp_ckpt.storage.source import Head, RankRecord, StoredChunk
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 
@@ -33,15 +32,21 @@ class SafeSource:
     """
 
     def __init__(self, directory: AnyPath) -> None:
-        self.directory = directory = hold(directory)
+        directory = hold(directory)
         self._files = OpenFiles()
-        self.manifest = read_manifest(directory)
-        self.identity = f"{directory.name} {self.manifest.checksum}"
-        self.keys: Mapping[str, KeyEntry] = self.manifest.keys
-        self.sections = self.manifest.sections
-        self.topology = self.manifest.topology
-        self.values: Mapping[str, Any] = decode(self.manifest.values)
-        self._tables = [check_content(directory, entry, listed_in=MANIFEST_NAME) for entry in self.manifest.tables]
+        self.manifest = manifest = read_manifest(directory)
+        self.head = Head(
+            directory=directory,
+            identity=f"{directory.name} {manifest.checksum}",
+            format=FORMAT_NAME,
+            sections=manifest.sections,
+            keys=manifest.keys,
+            values=decode(manifest.values),
+            topology=manifest.topology,
+            files=manifest.files,
+            tables_size=sum(entry.size for entry in manifest.tables),
+        )
+        self._tables = [check_content(directory, entry, listed_in=MANIFEST_NAME) for entry in manifest.tables]
 
     @cached_property
     def headers(self) -> list[TableHeader]:
@@ -52,21 +57,16 @@ class SafeSource:
                 raise malformed(path, f"the table of rank {entry.rank}, as {MANIFEST_NAME} has it", f"{header.rank}")
         return headers
 
-    @cached_property
-    def stateless(self) -> frozenset[str]:
-        """Optimizer parameters saved without state."""
-        return frozenset(name for header in self.headers for name in header.stateless)
-
-    def hyperparameters(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    def hyperparameters(self, names: Iterable[str] | None = None) -> dict[str, dict[str, Any]]:
         """See `CheckpointSource`."""
-        wanted, found = set(names), {}
+        wanted = None if names is None else set(names)
+        found: dict[str, dict[str, Any]] = {}
         for header in self.headers:
             for group in header.parameter_groups:
-                members = wanted.intersection(group.parameters)
+                members = set(group.parameters) if wanted is None else wanted.intersection(group.parameters)
+                members -= found.keys()
                 if members:
-                    hyperparameters = decode(group.hyperparameters)
-                    found.update(dict.fromkeys(members, hyperparameters))
-                    wanted -= members
+                    found.update(dict.fromkeys(members, decode(group.hyperparameters)))
         return found
 
     def chunks(self, keys: Iterable[str]) -> dict[str, list[StoredChunk]]:
@@ -74,14 +74,14 @@ class SafeSource:
         found: dict[str, list[StoredChunk]] = {key: [] for key in keys}
         for path, header in zip(self._tables, self.headers, strict=True):
             files: dict[int, AnyPath] = {}
-            for chunk in read_table(path, self.manifest.keys):
+            for chunk in read_table(path, self.head.keys):
                 if chunk.key not in found:
                     continue
                 if isinstance(chunk, Scalar):
                     found[chunk.key].append(StoredChunk(chunk.key, chunk.box, path, 0, 0, "", data=chunk.data))
                     continue
                 if chunk.file not in files:
-                    files[chunk.file] = check_file(self.directory, header.files[chunk.file], path.name)
+                    files[chunk.file] = check_file(self.head.directory, header.files[chunk.file], path.name)
                 start = chunk.offset - chunk.frame[0]
                 stored = StoredChunk(chunk.key, chunk.box, files[chunk.file], *chunk.frame, chunk.checksum, start)
                 found[chunk.key].append(stored)
@@ -89,7 +89,7 @@ class SafeSource:
 
     def read(self, chunk: StoredChunk, *, verify: bool = True, scratch: Scratch | None = None) -> torch.Tensor:
         """See `CheckpointSource`."""
-        dtype = dtype_from_name(self.keys[chunk.key].dtype)
+        dtype = dtype_from_name(self.head.keys[chunk.key].dtype)
         if chunk.data:
             return elements(np.frombuffer(bytearray(chunk.data), dtype=np.uint8), dtype, chunk.box)
         hasher = Hasher() if verify else None
@@ -106,15 +106,8 @@ class SafeSource:
     def ranks(self) -> Iterator[RankRecord]:
         """See `CheckpointSource`."""
         for header in self.headers:
-            yield RankRecord(header.coordinates, decode(header.values), decode(header.extra_state))
-
-    def check_files(self, *, content: bool, progress: Callable[[], None] = lambda: None) -> None:
-        """See `CheckpointSource`."""
-        for entry in self.manifest.files:
-            if content:
-                check_content(self.directory, entry, progress, MANIFEST_NAME)
-            else:
-                check_file(self.directory, entry, MANIFEST_NAME)
+            own = decode(header.values), decode(header.extra_state)
+            yield RankRecord(header.coordinates, *own, header.stateless)
 
 
 def _check_record(chunk: StoredChunk, found: str) -> None:

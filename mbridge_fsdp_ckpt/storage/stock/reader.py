@@ -5,7 +5,7 @@ Stock has no checksums: a flipped byte in a tensor cannot be seen, a truncated f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import pairwise
@@ -17,16 +17,17 @@ from torch.distributed.checkpoint import metadata
 from mbridge_fsdp_ckpt.errors import CheckpointError, DamagedCheckpointError, brief
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_name
-from mbridge_fsdp_ckpt.plan.keys import MODEL_PREFIX, STATE_PREFIX, KeyEntry, Kind, Section
+from mbridge_fsdp_ckpt.plan.keys import MODEL_PREFIX, STATE_PREFIX, KeyEntry, Kind
 from mbridge_fsdp_ckpt.storage.entries import FileEntry
 from mbridge_fsdp_ckpt.storage.files import check_file, file_checksum, hold, is_plain_file, size_of
-from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA
+from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, STOCK_FORMAT
 from mbridge_fsdp_ckpt.storage.ranges import Bytes, OpenFiles, Scratch
-from mbridge_fsdp_ckpt.storage.source import RankRecord, StoredChunk
+from mbridge_fsdp_ckpt.storage.source import Head, RankRecord, StoredChunk
 from mbridge_fsdp_ckpt.storage.stock.unpickler import REMEDY, load_record, malformed, read_metadata
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 _GROUPS = "optimizer.param_to_group_meta."
+_VALUES = ("checkpoint_version", "iteration", "opt_param_scheduler", "lr_scheduler")
 
 
 def _coordinates(place: str) -> dict[str, int]:
@@ -55,14 +56,16 @@ class DcpSource:
     """
 
     def __init__(self, directory: AnyPath) -> None:
-        self.directory = directory = hold(directory)
+        directory = hold(directory)
         self._files = OpenFiles()
+        self._sizes: dict[str, int] = {}
         with _contradictions_named(directory):
             self._open(directory)
 
     def _open(self, directory: AnyPath) -> None:
+        self._directory = directory
         self._metadata = read_metadata(directory / DCP_METADATA)
-        self.identity = f"{directory.name} {file_checksum(directory / DCP_METADATA)}"
+        identity = f"{directory.name} {file_checksum(directory / DCP_METADATA)}"
         self._storage = {
             (index.fqn, None if index.offset is None else tuple(index.offset)): info
             for index, info in self._metadata.storage_data.items()
@@ -77,31 +80,33 @@ class DcpSource:
             key: KeyEntry(dtype=dtype_name(value.properties.dtype), shape=tuple(value.size), kind=_kind(key, value))
             for key, value in self._tensors.items()
         }
-        self.keys: Mapping[str, KeyEntry] = {
-            key: entry for key, entry in self.tensors.items() if key.startswith((MODEL_PREFIX, STATE_PREFIX))
-        }
-        has_optimizer = any(key.startswith(STATE_PREFIX) for key in self.keys)
-        self.sections: tuple[Section, ...] = ("model", "optimizer") if has_optimizer else ("model",)
-        self.stateless: frozenset[str] = frozenset()
-        self._sizes: dict[str, int] = {}
-        self.values: Mapping[str, Any] = self.read_values(
-            "checkpoint_version", "iteration", "opt_param_scheduler", "lr_scheduler"
+        self._keys = {key: entry for key, entry in self.tensors.items() if key.startswith((MODEL_PREFIX, STATE_PREFIX))}
+        has_optimizer = any(key.startswith(STATE_PREFIX) for key in self._keys)
+        self.head = Head(
+            directory=directory,
+            identity=identity,
+            format=STOCK_FORMAT,
+            sections=("model", "optimizer") if has_optimizer else ("model",),
+            keys=self._keys,
+            values=self.read_values(*_VALUES),
         )
 
-    def hyperparameters(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    def hyperparameters(self, names: Iterable[str] | None = None) -> dict[str, dict[str, Any]]:
         """See `CheckpointSource`.  Constructor choices that stock pickled as classes are left out unread."""
-        wanted = set(names)
+        wanted = None if names is None else set(names)
         found: dict[str, dict[str, Any]] = {}
-        with _contradictions_named(self.directory):
+        with _contradictions_named(self._directory):
             for key in self._bytes:
                 name, _, hyperparameter = key.removeprefix(_GROUPS).rpartition(".")
-                if key.startswith(_GROUPS) and name in wanted and not hyperparameter.endswith("_cls"):
+                if not key.startswith(_GROUPS) or hyperparameter.endswith("_cls"):
+                    continue
+                if wanted is None or name in wanted:
                     found.setdefault(name, {})[hyperparameter] = self.read_object(key)
         return found
 
     def chunks(self, keys: Iterable[str]) -> dict[str, list[StoredChunk]]:
         """See `CheckpointSource`."""
-        with _contradictions_named(self.directory):
+        with _contradictions_named(self._directory):
             return {key: [self._stored(key, chunk) for chunk in self._tensors[key].chunks] for key in keys}
 
     def read(self, chunk: StoredChunk, *, verify: bool = True, scratch: Scratch | None = None) -> torch.Tensor:
@@ -125,22 +130,13 @@ class DcpSource:
         """See `CheckpointSource`: whether torch can read it."""
         self.read(chunk, scratch=scratch)
 
-    def check_files(self, *, content: bool, progress: Callable[[], None] = lambda: None) -> None:
-        """See `CheckpointSource`; stock has no checksums."""
-
     def ranks(self) -> Iterator[RankRecord]:
         """One record a (pipeline, tensor) place whose RNG state was saved."""
         yield from self._records
 
     @cached_property
-    def topology(self) -> Mapping[str, int | str]:
-        """Sizes that the saved RNG states tell, one a (pipeline, tensor) place; empty where none were saved."""
-        places = [record.coordinates for record in self._records]
-        return {axis: 1 + max(place[axis] for place in places) for axis in ("pipeline", "tensor") if places}
-
-    @cached_property
     def _records(self) -> tuple[RankRecord, ...]:
-        with _contradictions_named(self.directory):
+        with _contradictions_named(self._directory):
             places = dict(self.read_values("rng_state").get("rng_state", {}))
             return tuple(RankRecord(_coordinates(place), {"rng_state": {place: one}}) for place, one in places.items())
 
@@ -149,11 +145,11 @@ class DcpSource:
 
     def _place(self, key: str, box: Box, index: Any) -> StoredChunk:
         info = self._storage.get(index)
-        if info is None or not box.inside(self.keys[key].shape if key in self.keys else box.end):
-            raise malformed(self.directory, f"a place in the directory for {key} {box}", f"{info}")
+        if info is None or not box.inside(self._keys[key].shape if key in self._keys else box.end):
+            raise malformed(self._directory, f"a place in the directory for {key} {box}", f"{info}")
         offset, length, name = info.offset, info.length, info.relative_path
         if getattr(info, "transform_descriptors", None) or not all(type(n) is int and n >= 0 for n in (offset, length)):
-            raise malformed(self.directory, f"plain bytes for {key}", f"{info}")
+            raise malformed(self._directory, f"plain bytes for {key}", f"{info}")
         path = self._file(name)
         if offset + length > self._sizes[name]:
             raise DamagedCheckpointError(
@@ -163,17 +159,17 @@ class DcpSource:
 
     def _file(self, name: Any) -> AnyPath:
         if not isinstance(name, str):
-            raise malformed(self.directory, "file names inside the directory", repr(name)[:200])
+            raise malformed(self._directory, "file names inside the directory", repr(name)[:200])
         if name not in self._sizes:
             try:
                 FileEntry(name=name, size=0, checksum="")
             except ValueError as error:
-                raise malformed(self.directory, "file names inside the directory", repr(name)[:200]) from error
-            path = self.directory / name
+                raise malformed(self._directory, "file names inside the directory", repr(name)[:200]) from error
+            path = self._directory / name
             size = size_of(path) if is_plain_file(path) else 0
-            check_file(self.directory, FileEntry(name=name, size=size, checksum=""))
+            check_file(self._directory, FileEntry(name=name, size=size, checksum=""))
             self._sizes[name] = size
-        return self.directory / name
+        return self._directory / name
 
     def read_object(self, key: str) -> Any:
         """A value that is no tensor, through the `weights_only` loader.

@@ -78,24 +78,24 @@ def executed(*command: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "tools" / "package").mkdir(parents=True)
-    (tmp_path / "tools" / "script.py").write_text(SCRIPT)
-    (tmp_path / "tools" / "package" / "__main__.py").write_text(SCRIPT)
-    (tmp_path / "tools" / "broken.py").write_text("def f(:\n")
+    (tmp_path / "jobs" / "package").mkdir(parents=True)
+    (tmp_path / "jobs" / "script.py").write_text(SCRIPT)
+    (tmp_path / "jobs" / "package" / "__main__.py").write_text(SCRIPT)
+    (tmp_path / "jobs" / "broken.py").write_text("def f(:\n")
     return tmp_path
 
 
 @pytest.mark.parametrize(
     ("command", "code"),
     [
-        (("tools/script.py",), 0),
-        (("tools/script.py", "--unknown", "-m", "x"), 0),
-        (("tools/script.py", "--end", "raise"), 1),
-        (("tools/script.py", "--end", "7"), 7),
-        (("tools/script.py", "--end", "text"), 1),
-        (("tools/broken.py",), 1),
-        (("-m", "tools.script", "--end", "3"), 3),
-        (("-m", "tools.package"), 0),
+        (("jobs/script.py",), 0),
+        (("jobs/script.py", "--unknown", "-m", "x"), 0),
+        (("jobs/script.py", "--end", "raise"), 1),
+        (("jobs/script.py", "--end", "7"), 7),
+        (("jobs/script.py", "--end", "text"), 1),
+        (("jobs/broken.py",), 1),
+        (("-m", "jobs.script", "--end", "3"), 3),
+        (("-m", "jobs.package"), 0),
     ],
     ids=str,
 )
@@ -112,13 +112,13 @@ def _without_runpy(text: str) -> list[str]:
 
 
 def test_an_interrupted_script_ends_like_one(folder: Path) -> None:
-    run = executed("tools/script.py", "--end", "interrupt", folder=folder)
+    run = executed("jobs/script.py", "--end", "interrupt", folder=folder)
     assert run.returncode == 130
     assert run.stderr.splitlines()[-1] == "KeyboardInterrupt"
 
 
 def test_help_after_the_script_is_the_scripts(folder: Path) -> None:
-    run = ours("tools/script.py", "--help", folder=folder)
+    run = ours("jobs/script.py", "--help", folder=folder)
     assert run.returncode == 0
     assert "--ckpt-format {torch_dist,fsdp_dtensor,fsdp_dtensor_safe}" in run.stdout
 
@@ -142,7 +142,7 @@ def test_choices_that_lack_the_stock_format_stay(folder: Path) -> None:
     ("arguments", "says"),
     [
         (("none.py",), "no such file: none.py"),
-        (("tools",), "no such file: tools"),
+        (("jobs",), "no such file: jobs"),
         ((), "Missing argument"),
         (("--nothing", "x.py"), "No such option: --nothing"),
     ],

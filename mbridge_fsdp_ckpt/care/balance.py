@@ -7,11 +7,18 @@ from dataclasses import dataclass
 
 from rich.filesize import decimal
 
-from mbridge_fsdp_ckpt.care.survey import RankShare
-
 NAMED_RANKS = 32
 """Up to so many ranks are shown one by one."""
 _EXTREMES = 5
+
+
+@dataclass(slots=True)
+class RankShare:
+    """What one rank wrote."""
+
+    bytes: int = 0
+    chunks: int = 0
+    files: int = 0
 
 
 @dataclass(frozen=True, slots=True)

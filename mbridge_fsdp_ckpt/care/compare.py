@@ -20,7 +20,6 @@ from mbridge_fsdp_ckpt.plan.tiling import tiling_defect
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource, StoredChunk
 
 _ELEMENTS = 1 << 22  # compared at a time
-_TABLES_SIZE = 1 << 26  # bytes of chunk tables known at a time; in memory a chunk takes twice what its row does
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Progress = Callable[[int], None]
@@ -102,13 +101,6 @@ def _pairs(ours: list[StoredChunk], theirs: list[StoredChunk]) -> Iterator[tuple
 
 def _before(one: Box, other: Box) -> bool:
     return bool(one.size) and one.end[0] <= other.offset[0]
-
-
-def batches(a: CheckpointSource, b: CheckpointSource, keys: list[str]) -> Iterator[list[str]]:
-    """Keys in groups whose chunks fit into memory: each group is one pass over all tables."""
-    size = max(a.head.tables_size, b.head.tables_size)
-    count = max(1, len(keys) * _TABLES_SIZE // max(size, 1))
-    yield from (keys[start : start + count] for start in range(0, len(keys), count))
 
 
 class _OneChunk:

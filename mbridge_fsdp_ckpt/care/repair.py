@@ -61,6 +61,13 @@ class Plan:
         """Steps that need a confirmation."""
         return [step for step in self.steps if step.action == "delete"]
 
+    def carry_out(self) -> list[Step]:
+        """Take the steps, those that delete last; returns them in that order."""
+        taken = [step for step in self.steps if step.action != "delete"] + self.deletes
+        for step in taken:
+            step.take()
+        return taken
+
 
 def plan_repair(root: AnyPath, *, force: bool) -> Plan:
     """What to do about a root; changes nothing.

@@ -1,37 +1,13 @@
-"""A run's root as `prune` and `repair` see it: its tracker, and how large and how old things are."""
+"""A run's root as `prune` and `repair` see it: how large and how old things are."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 
-import typer
-
-from mbridge_fsdp_ckpt.errors import NotACheckpointError
 from mbridge_fsdp_ckpt.storage.commit.lease import STALE_S
-from mbridge_fsdp_ckpt.storage.files import size_of, what_is_there
-from mbridge_fsdp_ckpt.storage.format.head import has_head
-from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path, is_local
-
-
-def open_root(place: str) -> AnyPath:
-    """The root.
-
-    Raises:
-        typer.BadParameter: It is an iteration directory.
-        NotACheckpointError: It is no directory.
-    """
-    root = as_path(place)
-    if has_head(root):
-        raise typer.BadParameter(f"{root} is an iteration directory: give the root that it lies in, {root.parent}")
-    if not root.is_dir():
-        raise NotACheckpointError(
-            expected="the root of a run's checkpoints",
-            found="a file" if root.exists() else what_is_there(root),
-            remedy="Give the directory that holds iter_0000010.",
-            key=str(root),
-        )
-    return root
+from mbridge_fsdp_ckpt.storage.files import size_of
+from mbridge_fsdp_ckpt.storage.store import AnyPath, is_local
 
 
 def files_in(path: AnyPath) -> Iterator[AnyPath]:

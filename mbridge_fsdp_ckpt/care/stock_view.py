@@ -5,8 +5,10 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+from mbridge_fsdp_ckpt.care.repair import Plan, Step
 from mbridge_fsdp_ckpt.errors import ConfigurationError, DamagedCheckpointError
 from mbridge_fsdp_ckpt.storage.checksums import checksum
+from mbridge_fsdp_ckpt.storage.commit.retention import reading
 from mbridge_fsdp_ckpt.storage.files import check_content, replace_file, what_is_there
 from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
 from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, MANIFEST_NAME, suffix_of
@@ -16,7 +18,26 @@ from mbridge_fsdp_ckpt.storage.stock.view import write_dcp_view
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 
-def missing_view(directory: AnyPath) -> Manifest | None:
+def plan_view(directory: AnyPath) -> Plan:
+    """What it takes to make stock's view; changes nothing.
+
+    Raises:
+        ConfigurationError: The checkpoint is not of this format.
+        CheckpointError: Its head or a table is damaged.
+    """
+    head = _missing_view(directory)
+    target = directory / DCP_METADATA
+    if head is None:
+        return Plan(left_alone=[(target, "stock's view is there")])
+
+    def take() -> None:
+        with reading(directory):
+            _write_view(directory, head)
+
+    return Plan(steps=[Step("write", target, "stock's view, made from the manifest and the tables", take)])
+
+
+def _missing_view(directory: AnyPath) -> Manifest | None:
     """The head of a checkpoint that stock cannot read yet; None where it can.
 
     Raises:
@@ -33,7 +54,7 @@ def missing_view(directory: AnyPath) -> Manifest | None:
     return None if (directory / DCP_METADATA).exists() else read_manifest(directory)
 
 
-def write_view(directory: AnyPath, head: Manifest) -> list[AnyPath]:
+def _write_view(directory: AnyPath, head: Manifest) -> list[AnyPath]:
     """Write the view, `.metadata` last; returns what was written.
 
     It is made aside first, so that the checkpoint never has half of one.

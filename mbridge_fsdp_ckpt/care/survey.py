@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import re
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from mbridge_fsdp_ckpt.care.balance import Balance, RankShare, balance
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
-from mbridge_fsdp_ckpt.plan.keys import KeyEntry, Section
+from mbridge_fsdp_ckpt.plan.keys import MODEL_PREFIX, KeyEntry, Section
 from mbridge_fsdp_ckpt.storage.files import check_content
 from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
 from mbridge_fsdp_ckpt.storage.format.names import (
@@ -24,15 +26,6 @@ from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 Visit = Callable[[str, int, Box], None]
 """Called with each chunk's key, the rank that wrote it (-1: unknown), and its block."""
-
-
-@dataclass(slots=True)
-class RankShare:
-    """What one rank wrote."""
-
-    bytes: int = 0
-    chunks: int = 0
-    files: int = 0
 
 
 @dataclass(slots=True)
@@ -65,6 +58,11 @@ class Survey:
     def families(self) -> dict[str, int]:
         """Keys that each family split."""
         return dict(sorted(Counter(entry.family for entry in self.keys.values() if entry.family).items()))
+
+    @property
+    def balance(self) -> Balance:
+        """How evenly the ranks share the bytes."""
+        return balance(self.ranks)
 
     def section_bytes(self, section: str) -> int:
         """Bytes of elements in a section."""
@@ -132,3 +130,17 @@ def _stock_chunks(directory: AnyPath, found: Survey) -> Iterator[tuple[str, int,
     for key in found.keys:
         for chunk in source.chunks([key])[key]:
             yield key, rank_of_payload(chunk.path.name, unknown=-1), chunk.box, chunk.path.name
+
+
+def families_of(directory: AnyPath) -> dict[str, dict[str, list[str]]]:
+    """For each family, its parameters with their components; parameters that are whole count for none.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be opened.
+    """
+    found: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for key, entry in open_checkpoint(directory).head.keys.items():
+        if entry.family is not None and key.startswith(MODEL_PREFIX):
+            parameter = re.sub(rf"[._]{re.escape(entry.component)}$", "", key.removeprefix(MODEL_PREFIX))
+            found[entry.family][parameter].append(entry.component)
+    return {family: dict(parameters) for family, parameters in sorted(found.items())}

@@ -21,13 +21,14 @@ import typer
 
 from mbridge_fsdp_ckpt.cli.console import EXIT_CODES, fail, say
 from mbridge_fsdp_ckpt.cli.console import app as frame
-from mbridge_fsdp_ckpt.cli.convert_storage import from_stock, from_torch_dist, reshard, to_stock
+from mbridge_fsdp_ckpt.cli.convert_on_disk import from_stock, from_torch_dist, reshard, to_stock
+from mbridge_fsdp_ckpt.cli.places import checkpoint_at
 from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError, NotACheckpointError, UnknownFormatError
 from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, STOCK_FORMAT
-from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path
 
 if TYPE_CHECKING:
     from mbridge_fsdp_ckpt.convert.hugging_face import Sizes, Source
+    from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 _ELSEWHERE = {
     STOCK_FORMAT: "Stock reads what is written; `convert to-stock` makes a copy without this format's files.",
@@ -86,6 +87,8 @@ def import_(
 
     It loads in every layout; the sizes are those of this job. With more than one rank, start it with torchrun.
     """
+    from mbridge_fsdp_ckpt.storage.store import as_path
+
     with _one_voice():
         _check_format(ckpt_format, (FORMAT_NAME,))
         _check_sizes(tp, cp, ep, etp)
@@ -207,10 +210,9 @@ def _check_is_new(target: AnyPath) -> None:
 
 def _checkpoint(place: str) -> AnyPath:
     """The iteration directory, with a head that can be read."""
-    from mbridge_fsdp_ckpt.hosts.root import find_checkpoint
     from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
 
-    directory = find_checkpoint(as_path(place))
+    directory = checkpoint_at(place)
     open_checkpoint(directory)
     return directory
 

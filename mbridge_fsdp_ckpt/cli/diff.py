@@ -3,50 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mbridge_fsdp_ckpt.care.compare import (
-    Progress,
-    Side,
-    Tolerance,
-    Unequal,
-    batches,
-    compare_key,
-    flattened,
-    same_value,
-)
 from mbridge_fsdp_ckpt.cli.console import EXIT_CODES, Json, app, print_json, progress_bar, say
-from mbridge_fsdp_ckpt.hosts.root import find_checkpoint
-from mbridge_fsdp_ckpt.plan.keys import KeyEntry
-from mbridge_fsdp_ckpt.storage.commit.retention import reading
-from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
-from mbridge_fsdp_ckpt.storage.source import CheckpointSource
-from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path
+from mbridge_fsdp_ckpt.cli.places import checkpoint_at
 
-_ABSENT = "(absent)"
-
-
-@dataclass(slots=True)
-class Differences:
-    """All that differs, by name."""
-
-    only_in_a: list[str] = field(default_factory=list)
-    only_in_b: list[str] = field(default_factory=list)
-    structure: dict[str, tuple[str, str]] = field(default_factory=dict)
-    tensors: dict[str, Unequal] = field(default_factory=dict)
-    values: dict[str, tuple[str, str]] = field(default_factory=dict)
-    compared: int = 0
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def equal(self) -> bool:
-        """Whether there are none."""
-        return not (self.only_in_a or self.only_in_b or self.structure or self.tensors or self.values)
+if TYPE_CHECKING:
+    from mbridge_fsdp_ckpt.care.diff import Differences
+    from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 
 @app.command(epilog=EXIT_CODES)
@@ -67,14 +34,12 @@ def diff(
     """
     if not (math.isfinite(rtol) and math.isfinite(atol)):
         raise typer.BadParameter("a tolerance must be finite")
-    places = [find_checkpoint(as_path(place)) for place in (a, b)]
-    with reading(places[0]) as alive, reading(places[1]) as other_alive:
+    from mbridge_fsdp_ckpt.care.compare import Tolerance
+    from mbridge_fsdp_ckpt.care.diff import differences
 
-        def beat() -> None:
-            alive()
-            other_alive()
-
-        found = _differences(places, Tolerance(rtol, atol), key, values, beat)
+    places = checkpoint_at(a), checkpoint_at(b)
+    with progress_bar() as bar:
+        found = differences(*places, Tolerance(rtol, atol), pattern=key, values=values, progress=bar)
     if as_json:
         print_json(_as_data(places, found))
     else:
@@ -83,81 +48,7 @@ def diff(
         raise typer.Exit(1)
 
 
-def _differences(places: list[AnyPath], tolerance: Tolerance, pattern: str, values: bool, beat: Any) -> Differences:
-    one, other = (open_checkpoint(place) for place in places)
-    found = Differences()
-    same = _compare_keys(one, other, pattern, found)
-    if not values:
-        found.notes.append("what tensors and other state hold was not compared (--no-values)")
-        return found
-    _compare_values(one, other, pattern, found)
-    with progress_bar() as bar:
-        bar.begin("comparing", sum(one.head.keys[name].nbytes for name in same))
-
-        def progress(count: int) -> None:
-            beat()
-            bar.advance(count)
-
-        _compare_tensors(one, other, same, tolerance, found, progress)
-    return found
-
-
-def _compare_keys(a: CheckpointSource, b: CheckpointSource, pattern: str, found: Differences) -> list[str]:
-    """Fills in what differs in structure; returns the keys that don't."""
-    ours, theirs = ({key for key in source.head.keys if fnmatchcase(key, pattern)} for source in (a, b))
-    found.only_in_a, found.only_in_b = sorted(ours - theirs), sorted(theirs - ours)
-    same = []
-    for key in sorted(ours & theirs):
-        left, right = a.head.keys[key], b.head.keys[key]
-        if (left.dtype, left.shape) == (right.dtype, right.shape):
-            same.append(key)
-        else:
-            found.structure[key] = _structure(left), _structure(right)
-    return same
-
-
-def _structure(entry: KeyEntry) -> str:
-    return f"{entry.dtype} {list(entry.shape)}"
-
-
-def _compare_tensors(
-    a: CheckpointSource,
-    b: CheckpointSource,
-    keys: list[str],
-    tolerance: Tolerance,
-    found: Differences,
-    progress: Progress,
-) -> None:
-    for group in batches(a, b, keys):
-        ours, theirs = a.chunks(group), b.chunks(group)
-        for key in group:
-            unequal = compare_key(key, Side(a, ours[key]), Side(b, theirs[key]), tolerance, progress)
-            found.compared += 1
-            if unequal.elements:
-                found.tensors[key] = unequal
-
-
-def _compare_values(a: CheckpointSource, b: CheckpointSource, pattern: str, found: Differences) -> None:
-    ours, theirs = dict(a.head.values), dict(b.head.values)
-    if a.head.format != b.head.format:
-        apart = sorted(ours.keys() ^ theirs.keys())
-        if apart:
-            found.notes.append(f"values that one of the formats does not have were not compared: {', '.join(apart)}")
-        ours, theirs = ({name: side[name] for name in side if name not in apart} for side in (ours, theirs))
-    left = flattened(ours, "values") | flattened(a.hyperparameters(), "hyperparameters")
-    right = flattened(theirs, "values") | flattened(b.hyperparameters(), "hyperparameters")
-    for name in sorted(left.keys() | right.keys()):
-        if not fnmatchcase(name, pattern):
-            continue
-        if name not in left or name not in right or not same_value(left[name], right[name]):
-            found.values[name] = _text(left, name), _text(right, name)
-
-
-def _text(values: Mapping[str, Any], name: str) -> str:
-    return repr(values[name])[:200] if name in values else _ABSENT
-
-
-def _as_data(places: list[AnyPath], found: Differences) -> dict[str, Any]:
+def _as_data(places: Sequence[AnyPath], found: Differences) -> dict[str, Any]:
     return {
         "a": str(places[0]),
         "b": str(places[1]),
@@ -179,7 +70,7 @@ def _as_data(places: list[AnyPath], found: Differences) -> dict[str, Any]:
     }
 
 
-def _show(places: list[AnyPath], found: Differences) -> None:
+def _show(places: Sequence[AnyPath], found: Differences) -> None:
     say(f"A  {places[0]}")
     say(f"B  {places[1]}")
     for side, names in (("A", found.only_in_a), ("B", found.only_in_b)):

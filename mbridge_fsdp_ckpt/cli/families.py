@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from collections import defaultdict
 from typing import Annotated, Any
 
 import typer
 
 from mbridge_fsdp_ckpt.cli.console import EXIT_CODES, Json, app, print_json, print_table, say
-from mbridge_fsdp_ckpt.families import default_registry
-from mbridge_fsdp_ckpt.hosts.root import find_checkpoint
-from mbridge_fsdp_ckpt.plan.keys import MODEL_PREFIX
-from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
-from mbridge_fsdp_ckpt.storage.source import CheckpointSource
-from mbridge_fsdp_ckpt.storage.store import as_path
+from mbridge_fsdp_ckpt.cli.places import checkpoint_at
 
 
 @app.command(epilog=EXIT_CODES)
@@ -28,8 +21,9 @@ def families(
     if checkpoint is None:
         _show_installed(_installed(), as_json)
         return
-    source = open_checkpoint(find_checkpoint(as_path(checkpoint)))
-    claimed = _claimed(source)
+    from mbridge_fsdp_ckpt.care.survey import families_of
+
+    claimed = families_of(checkpoint_at(checkpoint))
     if as_json:
         print_json(claimed)
         return
@@ -37,6 +31,8 @@ def families(
 
 
 def _installed() -> list[dict[str, Any]]:
+    from mbridge_fsdp_ckpt.families import default_registry
+
     registry = default_registry()
     return [
         {"family": name, "version": registry.family(name).version, "class": registry.origin(name)}
@@ -49,16 +45,6 @@ def _show_installed(found: list[dict[str, Any]], as_json: bool) -> None:
         print_json(found)
         return
     print_table(("family", "version", "class"), [(r["family"], str(r["version"]), r["class"]) for r in found])
-
-
-def _claimed(source: CheckpointSource) -> dict[str, dict[str, list[str]]]:
-    """For each family, its parameters with their components; parameters that are whole count for none."""
-    found: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for key, entry in source.head.keys.items():
-        if entry.family is not None and key.startswith(MODEL_PREFIX):
-            parameter = re.sub(rf"[._]{re.escape(entry.component)}$", "", key.removeprefix(MODEL_PREFIX))
-            found[entry.family][parameter].append(entry.component)
-    return {family: dict(parameters) for family, parameters in sorted(found.items())}
 
 
 def _show_claimed(claimed: dict[str, dict[str, list[str]]]) -> None:

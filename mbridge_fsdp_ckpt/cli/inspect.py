@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mbridge_fsdp_ckpt.care.balance import balance
-from mbridge_fsdp_ckpt.care.shard_map.blocks import ShardMap
-from mbridge_fsdp_ckpt.care.survey import Survey, survey, visit_chunks
 from mbridge_fsdp_ckpt.cli.console import (
     EXIT_CODES,
     Checkpoint,
@@ -20,10 +17,12 @@ from mbridge_fsdp_ckpt.cli.console import (
     say,
     size_text,
 )
-from mbridge_fsdp_ckpt.hosts.root import find_checkpoint
-from mbridge_fsdp_ckpt.storage.files import hold, replace_file
+from mbridge_fsdp_ckpt.cli.places import checkpoint_at
 from mbridge_fsdp_ckpt.storage.format.names import STOCK_FORMAT
-from mbridge_fsdp_ckpt.storage.store import as_path
+
+if TYPE_CHECKING:
+    from mbridge_fsdp_ckpt.care.shard_map.blocks import ShardMap
+    from mbridge_fsdp_ckpt.care.survey import Survey
 
 _MODEL_KEYS = "model.*"
 
@@ -43,7 +42,11 @@ def inspect(
         from mbridge_fsdp_ckpt.care.shard_map.png import require_matplotlib
 
         require_matplotlib()  # before a long read
-    directory = hold(find_checkpoint(as_path(checkpoint)))
+    from mbridge_fsdp_ckpt.care.shard_map.blocks import ShardMap
+    from mbridge_fsdp_ckpt.care.survey import survey, visit_chunks
+    from mbridge_fsdp_ckpt.storage.files import hold
+
+    directory = hold(checkpoint_at(checkpoint))
     found = survey(directory)
     shown = ShardMap.of(found, key or _MODEL_KEYS)
     visit_chunks(directory, found, shown.visit)
@@ -58,6 +61,9 @@ def inspect(
 
 
 def _draw(found: Survey, shown: ShardMap, png: str | None, html: str | None) -> list[str]:
+    from mbridge_fsdp_ckpt.storage.files import replace_file
+    from mbridge_fsdp_ckpt.storage.store import as_path
+
     written = []
     if png is not None:
         from mbridge_fsdp_ckpt.care.shard_map.png import draw_png
@@ -88,7 +94,7 @@ def _as_data(found: Survey, listed: ShardMap | None, written: list[str]) -> dict
         "families": found.families,
         "stock_view": found.stock_view,
         "ranks": shares,
-        "max_over_mean": round(balance(found.ranks).ratio, 4),
+        "max_over_mean": round(found.balance.ratio, 4),
         "written": written,
     }
     if listed is not None:
@@ -122,7 +128,7 @@ def _show(found: Survey, listed: ShardMap | None) -> None:
     total = ("total", str(len(found.keys)), size_text(sum(entry.nbytes for entry in found.keys.values())))
     print_table(("section", "keys", "bytes"), [*sections, total], right=("keys", "bytes"))
     say()
-    shares = balance(found.ranks)
+    shares = found.balance
     rows = [(name, size_text(s.bytes), str(s.chunks), str(s.files)) for name, _, s in shares.rows]
     print_table(("rank", "bytes", "chunks", "files"), rows, right=("bytes", "chunks", "files"))
     for line in shares.summary:

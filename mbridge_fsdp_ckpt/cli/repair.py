@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mbridge_fsdp_ckpt.care.repair import Plan, Step, plan_repair
-from mbridge_fsdp_ckpt.care.root import open_root
-from mbridge_fsdp_ckpt.care.stock_view import missing_view, write_view
 from mbridge_fsdp_ckpt.cli.console import EXIT_CODES, DryRun, Json, Yes, app, confirm, print_json, say
-from mbridge_fsdp_ckpt.hosts.root import find_checkpoint
-from mbridge_fsdp_ckpt.storage.commit.retention import reading
-from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA
-from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path
+from mbridge_fsdp_ckpt.cli.places import checkpoint_at, root_at
+
+if TYPE_CHECKING:
+    from mbridge_fsdp_ckpt.care.repair import Plan, Step
+    from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 
 @app.command(epilog=EXIT_CODES)
@@ -36,45 +34,29 @@ def repair(
 
     A committed checkpoint is never deleted, and a tracker that names a complete one is left alone.
     """
+    from mbridge_fsdp_ckpt.care.repair import plan_repair
+    from mbridge_fsdp_ckpt.care.stock_view import plan_view
+
     if stock_view:
-        directory = find_checkpoint(as_path(root))
-        plan = _plan_view(directory)
+        directory = checkpoint_at(root)
+        plan = plan_view(directory)
     else:
-        directory = open_root(root)
+        directory = root_at(root)
         plan = plan_repair(directory, force=force)
     if not as_json:
         _show(directory, plan)
-    taken = [] if dry_run else _take(plan, yes)
+    taken: list[Step] = []
+    if not dry_run:
+        doomed = len(plan.deletes)
+        if doomed:
+            confirm(f"Delete {doomed} leftover{'s' if doomed > 1 else ''}?", yes=yes)
+        taken = plan.carry_out()
     if as_json:
         print_json(_as_data(directory, plan, taken, dry_run))
     else:
         _conclude(plan, taken, dry_run)
     if plan.broken:
         raise typer.Exit(1)
-
-
-def _plan_view(directory: AnyPath) -> Plan:
-    head = missing_view(directory)
-    target = directory / DCP_METADATA
-    if head is None:
-        return Plan(left_alone=[(target, "stock's view is there")])
-
-    def take() -> None:
-        with reading(directory):
-            write_view(directory, head)
-
-    return Plan(steps=[Step("write", target, "stock's view, made from the manifest and the tables", take)])
-
-
-def _take(plan: Plan, yes: bool) -> list[Step]:
-    """Take the steps, those that delete last; nothing is changed before the question is answered."""
-    doomed = plan.deletes
-    if doomed:
-        confirm(f"Delete {len(doomed)} leftover{'s' if len(doomed) > 1 else ''}?", yes=yes)
-    taken = [step for step in plan.steps if step.action != "delete"] + doomed
-    for step in taken:
-        step.take()
-    return taken
 
 
 def _as_data(directory: AnyPath, plan: Plan, taken: list[Step], dry_run: bool) -> dict[str, Any]:

@@ -2,43 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mbridge_fsdp_ckpt.care.audit import Audit
-from mbridge_fsdp_ckpt.care.findings import Finding, stock_findings
 from mbridge_fsdp_ckpt.cli.console import EXIT_CODES, Checkpoint, Json, app, print_json, progress_bar, say, size_text
-from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, ManifestError
-from mbridge_fsdp_ckpt.hosts.root import find_checkpoint
-from mbridge_fsdp_ckpt.storage.commit.retention import reading
-from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, FORMAT_NAME, MANIFEST_NAME, STOCK_FORMAT
-from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
-from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path
+from mbridge_fsdp_ckpt.cli.places import checkpoint_at
 
-STOCK_NOTE = "stock fsdp_dtensor has no checksums: only structure and file sizes were checked"
-
-
-@dataclass(slots=True)
-class Report:
-    """What was looked at, and what could not be."""
-
-    directory: str
-    format: str
-    checked: dict[str, int] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """How to look: without payload, with so many threads, and what to tell on the way."""
-
-    header: bool
-    workers: int
-    progress: Callable[[int], None]
-    begin: Callable[[Audit], None]
+if TYPE_CHECKING:
+    from mbridge_fsdp_ckpt.care.findings import Finding
+    from mbridge_fsdp_ckpt.care.verify import Report
 
 
 @app.command(epilog=EXIT_CODES)
@@ -51,72 +24,27 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Check a checkpoint's structure and every byte of it, and name all that is damaged."""
-    directory = find_checkpoint(as_path(checkpoint))
-    report = Report(str(directory), FORMAT_NAME if (directory / MANIFEST_NAME).exists() else STOCK_FORMAT)
-    damage: list[Finding] = []
-    with progress_bar() as bar, reading(directory) as alive:
+    from mbridge_fsdp_ckpt.care import verify as care
 
-        def progress(count: int) -> None:
-            alive()
-            bar.advance(count)
-
-        def begin(audit: Audit) -> None:
-            if bar.shown:
-                bar.begin(directory.name, audit.total_bytes())
-
-        damage.extend(_findings(directory, report, Plan(header, workers, progress, begin)))
+    directory = checkpoint_at(checkpoint)
+    with progress_bar() as bar:
+        report = care.verify(directory, header=header, workers=workers, progress=bar)
     if as_json:
-        print_json(_as_data(report, damage))
+        print_json(_as_data(report))
     else:
-        _show(report, damage)
-    if damage:
+        _show(report)
+    if report.damage:
         raise typer.Exit(1)
 
 
-def _findings(directory: AnyPath, report: Report, plan: Plan) -> Iterator[Finding]:
-    try:
-        if report.format == FORMAT_NAME:
-            yield from _audit(directory, report, plan)
-        else:
-            yield from _stock(directory, report)
-    except (ManifestError, DamagedCheckpointError) as error:  # the head itself
-        name = MANIFEST_NAME if report.format == FORMAT_NAME else DCP_METADATA
-        file = error.key.rpartition("/")[2] if error.key else name
-        yield Finding("manifest", file, error.expected, error.found)
-        report.notes.append("nothing else was checked: the head cannot be read")
-
-
-def _audit(directory: AnyPath, report: Report, plan: Plan) -> Iterator[Finding]:
-    audit = Audit(directory, content=not plan.header, workers=plan.workers, progress=plan.progress)
-    plan.begin(audit)
-    yield from audit.findings()
-    report.checked = {"keys": len(audit.manifest.keys), **audit.checked}
-    if plan.header:
-        report.notes.append("payload was not read (--header)")
-    if audit.unread:
-        report.notes.append(
-            f"not checked: payload, keys and tiling that damaged tables describe ({', '.join(audit.unread)})"
-        )
-    listed = {file.name for file in audit.manifest.files}
-    if (directory / DCP_METADATA).exists() and DCP_METADATA not in listed:
-        report.notes.append(f"not checked: stock's view ({DCP_METADATA} and its values), which has no checksum here")
-
-
-def _stock(directory: AnyPath, report: Report) -> Iterator[Finding]:
-    report.notes.append(STOCK_NOTE)
-    source = open_checkpoint(directory)
-    report.checked = {"keys": len(source.head.keys)}
-    yield from stock_findings(source)
-
-
-def _as_data(report: Report, damage: Sequence[Finding]) -> dict[str, Any]:
+def _as_data(report: Report) -> dict[str, Any]:
     return {
         "checkpoint": report.directory,
         "format": report.format,
-        "intact": not damage,
+        "intact": not report.damage,
         "checked": report.checked,
         "notes": report.notes,
-        "findings": [_finding_data(finding) for finding in damage],
+        "findings": [_finding_data(finding) for finding in report.damage],
     }
 
 
@@ -133,9 +61,9 @@ def _finding_data(finding: Finding) -> dict[str, Any]:
     }
 
 
-def _show(report: Report, damage: list[Finding]) -> None:
+def _show(report: Report) -> None:
     say(f"{report.directory}  ({report.format})")
-    for finding in damage:
+    for finding in report.damage:
         say(f"DAMAGED {finding.subject} {finding.file}", style="red")
         if finding.key is not None:
             say(f"  key       {finding.key}")
@@ -152,7 +80,7 @@ def _show(report: Report, damage: list[Finding]) -> None:
         say(f"Checked: {', '.join(counted)}.")
     for note in report.notes:
         say(f"Note: {note}.")
-    if damage:
-        say(f"{len(damage)} damaged.", style="bold red")
+    if report.damage:
+        say(f"{len(report.damage)} damaged.", style="bold red")
     else:
         say("No damage found." if report.notes else "Intact.", style="bold green")

@@ -14,6 +14,8 @@ from mbridge_fsdp_ckpt.storage.entries import ExtraEntry
 from mbridge_fsdp_ckpt.storage.ranges import Scratch
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
+_TABLES_SIZE = 1 << 26  # bytes of chunk tables known at a time; in memory a chunk takes twice what its row does
+
 
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
@@ -147,3 +149,10 @@ def sizes_of(places: Iterable[Mapping[str, int]]) -> dict[str, int | str]:
     known = list(places)
     found = {axis: [place[axis] for place in known if axis in place] for axis in ("pipeline", "tensor")}
     return {axis: 1 + max(numbers) for axis, numbers in found.items() if numbers}
+
+
+def batches(keys: list[str], *sources: CheckpointSource) -> Iterator[list[str]]:
+    """Keys in groups whose chunks fit into memory: each group is one pass over all tables of each source."""
+    size = max(source.head.tables_size for source in sources)
+    count = max(1, len(keys) * _TABLES_SIZE // max(size, 1))
+    yield from (keys[start : start + count] for start in range(0, len(keys), count))

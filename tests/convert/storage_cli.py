@@ -10,14 +10,14 @@ import typer
 from typer.testing import CliRunner, Result
 
 from mbridge_fsdp_ckpt.cli import console as frame
-from mbridge_fsdp_ckpt.cli import convert_storage
+from mbridge_fsdp_ckpt.cli import convert_on_disk
 
 app = typer.Typer(cls=frame._Group)
 for _name, _function in (
-    ("from-stock", convert_storage.from_stock),
-    ("to-stock", convert_storage.to_stock),
-    ("reshard", convert_storage.reshard),
-    ("from-torch-dist", convert_storage.from_torch_dist),
+    ("from-stock", convert_on_disk.from_stock),
+    ("to-stock", convert_on_disk.to_stock),
+    ("reshard", convert_on_disk.reshard),
+    ("from-torch-dist", convert_on_disk.from_torch_dist),
 ):
     app.command(_name)(_function)
 

@@ -14,6 +14,7 @@ from torch.distributed import checkpoint as dcp
 from mbridge_fsdp_ckpt.care import compare
 from mbridge_fsdp_ckpt.plan.boxes import Box, whole
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
+from mbridge_fsdp_ckpt.storage import source
 from mbridge_fsdp_ckpt.storage.files import file_checksum
 from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest, write_manifest
 from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME
@@ -103,7 +104,7 @@ def a(tmp_path: Path) -> Path:
 def test_another_layout_is_no_difference(
     a: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, columns: bool, size: int
 ) -> None:
-    monkeypatch.setattr(compare, "_TABLES_SIZE", size)
+    monkeypatch.setattr(source, "_TABLES_SIZE", size)
     monkeypatch.setattr(compare, "_ELEMENTS", 3)
     b = build(tmp_path / "b", tensors(), ranks=ranks, columns=columns)
     found = data("diff", a, b)

@@ -16,10 +16,10 @@ import torch
 from torch.distributed import checkpoint as dcp
 from upath import UPath
 
-from mbridge_fsdp_ckpt.care.balance import balance
+from mbridge_fsdp_ckpt.care.balance import RankShare, balance
 from mbridge_fsdp_ckpt.care.shard_map import blocks as shard_map
 from mbridge_fsdp_ckpt.care.shard_map.blocks import ShardMap, colours, elided, natural
-from mbridge_fsdp_ckpt.care.survey import RankShare, Survey, survey, visit_chunks
+from mbridge_fsdp_ckpt.care.survey import Survey, survey, visit_chunks
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from tests.unit import handmade

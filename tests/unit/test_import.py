@@ -1,14 +1,40 @@
-"""Importing the package is quick and pulls in neither torch nor a framework."""
+"""Importing the package, or asking the command for help, is quick and pulls in neither torch nor a framework."""
 
+import json
 import subprocess
 import sys
 
+from tests.unit.test_cli import CONVERT_SURFACE, SURFACE
+
+HEAVY = ("torch", "numpy", "megatron", "transformer_engine", "verl", "omegaconf")
+
 
 def test_import_loads_no_framework() -> None:
-    heavy = ("torch", "numpy", "megatron", "transformer_engine", "verl", "omegaconf")
-    program = f"import sys, mbridge_fsdp_ckpt; print([name for name in {heavy} if name in sys.modules])"
+    program = f"import sys, mbridge_fsdp_ckpt; print([name for name in {HEAVY} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
+
+
+def test_help_of_every_command_loads_no_framework() -> None:
+    asked = [[], *([name] for name in SURFACE), *(["convert", name] for name in CONVERT_SURFACE)]
+    program = f"""
+import io, json, sys
+from contextlib import redirect_stdout
+from mbridge_fsdp_ckpt.cli.app import main
+found = []
+for words in {asked}:
+    sys.argv = ["mbridge_fsdp_ckpt", *words, "--help"]
+    with redirect_stdout(io.StringIO()) as shown:
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code
+    loaded = [name for name in {(*HEAVY, "upath", "jinja2")} if name in sys.modules]
+    found.append([words, code, "Exit codes" in shown.getvalue(), loaded])
+print(json.dumps(found))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert json.loads(done.stdout) == [[words, 0, True, []] for words in asked]
 
 
 def test_names_are_found_where_they_live() -> None:

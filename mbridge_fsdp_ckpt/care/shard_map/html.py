@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich.filesize import decimal
 
-from mbridge_fsdp_ckpt.care.balance import NAMED_RANKS, balance
+from mbridge_fsdp_ckpt.care.balance import NAMED_RANKS
 from mbridge_fsdp_ckpt.care.shard_map.blocks import Bar, ShardMap, colours, describe, elided
 from mbridge_fsdp_ckpt.care.survey import Survey
 from mbridge_fsdp_ckpt.printable import printable
@@ -28,7 +28,7 @@ def draw_html(found: Survey, shown: ShardMap) -> str:
         .render(
             found=found,
             facts=_facts(found),
-            shares=balance(found.ranks),
+            shares=found.balance,
             palette=colours(found.ranks),
             pattern=shown.pattern,
             notes=[note for note in (shown.left_out(), _merged_note(bars)) if note],

@@ -1,18 +1,16 @@
-"""What the commands that convert on disk have in common: both ends opened, a commit, a report."""
+"""What conversions on disk have in common: both ends opened, a commit, a report."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mbridge_fsdp_ckpt.bridge.names import RUN_CONFIG
 from mbridge_fsdp_ckpt.bridge.run_config import RunConfig
-from mbridge_fsdp_ckpt.care.compare import batches
-from mbridge_fsdp_ckpt.cli.console import print_facts, print_json, progress_bar, say, size_text
 from mbridge_fsdp_ckpt.convert.description import Description
 from mbridge_fsdp_ckpt.convert.destination import Published, check_free, open_destination, publish
 from mbridge_fsdp_ckpt.convert.files import carry_over, other_files
@@ -26,7 +24,8 @@ from mbridge_fsdp_ckpt.storage.commit.content import Commit
 from mbridge_fsdp_ckpt.storage.commit.retention import reading
 from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, MANIFEST_NAME, STOCK_FORMAT
 from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
-from mbridge_fsdp_ckpt.storage.source import CheckpointSource
+from mbridge_fsdp_ckpt.storage.progress import Progress
+from mbridge_fsdp_ckpt.storage.source import CheckpointSource, batches
 from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
 from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path, is_local
 
@@ -75,6 +74,7 @@ class Job:
         target: Where it goes.
         report: What to say in the end.
         alive: Gives a sign of life, so that nobody prunes the source.
+        progress: Who watches.
         common: Non-tensor state of torch_dist.
     """
 
@@ -83,17 +83,19 @@ class Job:
     target: AnyPath
     report: Report
     alive: Callable[[], None]
+    progress: Progress
     common: Common | None = None
 
 
 @contextmanager
-def job_of(source: str, destination: str, written: str, read: str = "") -> Iterator[Job]:
+def job_of(source: str, destination: str, written: str, progress: Progress, read: str = "") -> Iterator[Job]:
     """Open both ends; the source is kept from being pruned meanwhile.
 
     Args:
         source: What the user gave.
         destination: What the user gave.
         written: The format to write.
+        progress: Who watches.
         read: The format to read, where it is torch_dist.
     """
     directory = find_checkpoint(as_path(source))
@@ -110,7 +112,7 @@ def job_of(source: str, destination: str, written: str, read: str = "") -> Itera
         report = Report(str(directory), read or opened.head.format, str(target), written, len(opened.head.keys))
         missing = [path for path in (target.parent, *target.parent.parents) if not path.exists()]
         try:
-            yield Job(directory, opened, target, report, alive, common)
+            yield Job(directory, opened, target, report, alive, progress, common)
         except BaseException:
             if is_local(target):
                 _remove_empty(missing)
@@ -142,21 +144,20 @@ def write_safe(
 ) -> None:
     """Write the destination in this format, commit it, and let a new tracker name it."""
     job.report.notes += description.notes
-    keys = sorted(description.keys)
-    with counting(job, sum(entry.nbytes for entry in description.keys.values())) as count:
-        work = Rewriting(
-            source=chunks or job.source,
-            description=description,
-            shares=shares,
-            writers=writers,
-            batches=list(batches(job.source, job.source, keys)),
-            add_files=added_files(job),
-            stock_view=partial(_wants_view, job),
-            progress=count,
-            last_call=last_call(job),
-        )
-        with committing(methods.begin(job.target)) as place:
-            job.report.files = rewrite(place, work)
+    count = counting(job, sum(entry.nbytes for entry in description.keys.values()))
+    work = Rewriting(
+        source=chunks or job.source,
+        description=description,
+        shares=shares,
+        writers=writers,
+        batches=list(batches(sorted(description.keys), job.source)),
+        add_files=added_files(job),
+        stock_view=partial(_wants_view, job),
+        progress=count,
+        last_call=last_call(job),
+    )
+    with committing(methods.begin(job.target)) as place:
+        job.report.files = rewrite(place, work)
     publish_to_tracker(job)
 
 
@@ -178,18 +179,16 @@ def committing(place: Commit) -> Iterator[Commit]:
         raise
 
 
-@contextmanager
-def counting(job: Job, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar, and signs of life to whoever may prune the source."""
-    with progress_bar() as bar:
-        bar.begin(job.target.name, total)
+def counting(job: Job, total: int) -> Callable[[int], None]:
+    """What is told of bytes that were written: counts them, shows them, and keeps the source from being pruned."""
+    job.progress.begin(job.target.name, total)
 
-        def count(size: int) -> None:
-            job.alive()
-            job.report.bytes += size
-            bar.advance(size)
+    def count(size: int) -> None:
+        job.alive()
+        job.report.bytes += size
+        job.progress.advance(size)
 
-        yield count
+    return count
 
 
 def last_call(job: Job) -> Callable[[], None]:
@@ -222,22 +221,3 @@ def publish_to_tracker(job: Job) -> None:
     job.report.tracker, job.report.resume = published.tracker, published.resume
     if published.note:
         job.report.notes.append(published.note)
-
-
-def show(report: Report, as_json: bool) -> None:
-    """Say what was done."""
-    if as_json:
-        print_json(asdict(report))
-        return
-    say(report.destination, style="bold")
-    files = f"{report.files} file" + ("" if report.files == 1 else "s")
-    print_facts(
-        [
-            ("format", report.written),
-            ("from", f"{report.source} ({report.read})"),
-            ("holds", f"{report.keys} keys, {size_text(report.bytes)} in {files}"),
-            ("resume with", report.resume),
-        ]
-    )
-    for note in report.notes:
-        say(f"Note: {note}.")

@@ -1,0 +1,132 @@
+"""The differences of two checkpoints, whatever layout and format they were saved in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from mbridge_fsdp_ckpt.care.compare import (
+    Side,
+    Tolerance,
+    Unequal,
+    compare_key,
+    flattened,
+    same_value,
+)
+from mbridge_fsdp_ckpt.plan.keys import KeyEntry
+from mbridge_fsdp_ckpt.storage.commit.retention import reading
+from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
+from mbridge_fsdp_ckpt.storage.progress import Progress
+from mbridge_fsdp_ckpt.storage.source import CheckpointSource, batches
+from mbridge_fsdp_ckpt.storage.store import AnyPath
+
+_ABSENT = "(absent)"
+
+
+@dataclass(slots=True)
+class Differences:
+    """All that differs, by name."""
+
+    only_in_a: list[str] = field(default_factory=list)
+    only_in_b: list[str] = field(default_factory=list)
+    structure: dict[str, tuple[str, str]] = field(default_factory=dict)
+    tensors: dict[str, Unequal] = field(default_factory=dict)
+    values: dict[str, tuple[str, str]] = field(default_factory=dict)
+    compared: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def equal(self) -> bool:
+        """Whether there are none."""
+        return not (self.only_in_a or self.only_in_b or self.structure or self.tensors or self.values)
+
+
+def differences(
+    a: AnyPath, b: AnyPath, tolerance: Tolerance, *, pattern: str = "*", values: bool = True, progress: Progress
+) -> Differences:
+    """Find all that differs; nobody prunes either of them meanwhile.
+
+    Args:
+        a: A checkpoint.
+        b: The other one.
+        tolerance: When numbers count as equal.
+        pattern: What the compared names match.
+        values: Whether to compare what tensors and other state hold, too.
+        progress: Who watches.
+
+    Raises:
+        CheckpointError: One of them cannot be read.
+    """
+    with reading(a) as alive, reading(b) as other_alive:
+
+        def advance(count: int) -> None:
+            alive()
+            other_alive()
+            progress.advance(count)
+
+        one, other, found = open_checkpoint(a), open_checkpoint(b), Differences()
+        same = _compare_keys(one, other, pattern, found)
+        if not values:
+            found.notes.append("what tensors and other state hold was not compared (--no-values)")
+            return found
+        _compare_values(one, other, pattern, found)
+        progress.begin("comparing", sum(one.head.keys[name].nbytes for name in same))
+        _compare_tensors(one, other, same, tolerance, found, advance)
+    return found
+
+
+def _compare_keys(a: CheckpointSource, b: CheckpointSource, pattern: str, found: Differences) -> list[str]:
+    """Fills in what differs in structure; returns the keys that don't."""
+    ours, theirs = ({key for key in source.head.keys if fnmatchcase(key, pattern)} for source in (a, b))
+    found.only_in_a, found.only_in_b = sorted(ours - theirs), sorted(theirs - ours)
+    same = []
+    for key in sorted(ours & theirs):
+        left, right = a.head.keys[key], b.head.keys[key]
+        if (left.dtype, left.shape) == (right.dtype, right.shape):
+            same.append(key)
+        else:
+            found.structure[key] = _structure(left), _structure(right)
+    return same
+
+
+def _structure(entry: KeyEntry) -> str:
+    return f"{entry.dtype} {list(entry.shape)}"
+
+
+def _compare_tensors(
+    a: CheckpointSource,
+    b: CheckpointSource,
+    keys: list[str],
+    tolerance: Tolerance,
+    found: Differences,
+    progress: Callable[[int], None],
+) -> None:
+    for group in batches(keys, a, b):
+        ours, theirs = a.chunks(group), b.chunks(group)
+        for key in group:
+            unequal = compare_key(key, Side(a, ours[key]), Side(b, theirs[key]), tolerance, progress)
+            found.compared += 1
+            if unequal.elements:
+                found.tensors[key] = unequal
+
+
+def _compare_values(a: CheckpointSource, b: CheckpointSource, pattern: str, found: Differences) -> None:
+    ours, theirs = dict(a.head.values), dict(b.head.values)
+    if a.head.format != b.head.format:
+        apart = sorted(ours.keys() ^ theirs.keys())
+        if apart:
+            found.notes.append(f"values that one of the formats does not have were not compared: {', '.join(apart)}")
+        ours, theirs = ({name: side[name] for name in side if name not in apart} for side in (ours, theirs))
+    left = flattened(ours, "values") | flattened(a.hyperparameters(), "hyperparameters")
+    right = flattened(theirs, "values") | flattened(b.hyperparameters(), "hyperparameters")
+    for name in sorted(left.keys() | right.keys()):
+        if not fnmatchcase(name, pattern):
+            continue
+        if name not in left or name not in right or not same_value(left[name], right[name]):
+            found.values[name] = _text(left, name), _text(right, name)
+
+
+def _text(values: Mapping[str, Any], name: str) -> str:
+    return repr(values[name])[:200] if name in values else _ABSENT

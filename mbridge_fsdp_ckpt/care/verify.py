@@ -1,0 +1,101 @@
+"""Verifying a checkpoint: an audit of this format, what can be seen of stock's, and what could not be checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from mbridge_fsdp_ckpt.care.audit import Audit
+from mbridge_fsdp_ckpt.care.findings import Finding, stock_findings
+from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, ManifestError
+from mbridge_fsdp_ckpt.storage.commit.retention import reading
+from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, FORMAT_NAME, MANIFEST_NAME, STOCK_FORMAT
+from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
+from mbridge_fsdp_ckpt.storage.progress import Progress
+from mbridge_fsdp_ckpt.storage.store import AnyPath
+
+STOCK_NOTE = "stock fsdp_dtensor has no checksums: only structure and file sizes were checked"
+
+
+@dataclass(slots=True)
+class Report:
+    """What was looked at, what is damaged, and what could not be looked at."""
+
+    directory: str
+    format: str
+    damage: list[Finding] = field(default_factory=list)
+    checked: dict[str, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _How:
+    """Without payload, with so many threads, and what to tell on the way."""
+
+    header: bool
+    workers: int
+    progress: Callable[[int], None]
+    begin: Callable[[Audit], None]
+
+
+def verify(directory: AnyPath, *, header: bool, workers: int, progress: Progress) -> Report:
+    """Look at everything, and name all that is damaged.
+
+    Args:
+        directory: The checkpoint; nobody prunes it meanwhile.
+        header: Whether payload is left unread.
+        workers: Files that are read at a time.
+        progress: Who watches.
+
+    Raises:
+        CheckpointError: It is none, or of a version that this release does not read.
+    """
+    report = Report(str(directory), FORMAT_NAME if (directory / MANIFEST_NAME).exists() else STOCK_FORMAT)
+    with reading(directory) as alive:
+
+        def advance(count: int) -> None:
+            alive()
+            progress.advance(count)
+
+        def begin(audit: Audit) -> None:
+            if progress.shown:
+                progress.begin(directory.name, audit.total_bytes())
+
+        report.damage.extend(_findings(directory, report, _How(header, workers, advance, begin)))
+    return report
+
+
+def _findings(directory: AnyPath, report: Report, how: _How) -> Iterator[Finding]:
+    try:
+        if report.format == FORMAT_NAME:
+            yield from _audit(directory, report, how)
+        else:
+            yield from _stock(directory, report)
+    except (ManifestError, DamagedCheckpointError) as error:  # the head itself
+        name = MANIFEST_NAME if report.format == FORMAT_NAME else DCP_METADATA
+        file = error.key.rpartition("/")[2] if error.key else name
+        yield Finding("manifest", file, error.expected, error.found)
+        report.notes.append("nothing else was checked: the head cannot be read")
+
+
+def _audit(directory: AnyPath, report: Report, how: _How) -> Iterator[Finding]:
+    audit = Audit(directory, content=not how.header, workers=how.workers, progress=how.progress)
+    how.begin(audit)
+    yield from audit.findings()
+    report.checked = {"keys": len(audit.manifest.keys), **audit.checked}
+    if how.header:
+        report.notes.append("payload was not read (--header)")
+    if audit.unread:
+        report.notes.append(
+            f"not checked: payload, keys and tiling that damaged tables describe ({', '.join(audit.unread)})"
+        )
+    listed = {file.name for file in audit.manifest.files}
+    if (directory / DCP_METADATA).exists() and DCP_METADATA not in listed:
+        report.notes.append(f"not checked: stock's view ({DCP_METADATA} and its values), which has no checksum here")
+
+
+def _stock(directory: AnyPath, report: Report) -> Iterator[Finding]:
+    report.notes.append(STOCK_NOTE)
+    source = open_checkpoint(directory)
+    report.checked = {"keys": len(source.head.keys)}
+    yield from stock_findings(source)

@@ -62,7 +62,7 @@ STEPS = (
     Step("storage.format.payload:PayloadWriter.add", EVERYBODY, times=3),
     Step("storage.format.payload:PayloadWriter.close", EVERYBODY),
     Step("saving.steps:write_file", EVERYBODY),
-    Step("storage.files:os.fsync", EVERYBODY, times=2),
+    Step("storage.file_system:os.fsync", EVERYBODY, times=2),
     Step("saving.steps:Job.judge_written"),
     Step("storage.finishing:write_dcp_view"),
     Step("storage.commit.rename:write_file"),

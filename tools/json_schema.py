@@ -12,32 +12,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mbridge_fsdp_ckpt.plan.keys import MAX_INT
-from mbridge_fsdp_ckpt.storage.format.schema import VERSION, Manifest, TableHeader
-from mbridge_fsdp_ckpt.storage.format.table import CHUNK_FIELDS, SCALAR_FIELDS
+from mbridge_fsdp_ckpt.storage.format.schema import CHECKSUM_PATTERN, ROW, VERSION, Manifest, TableHeader
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
-CHECKSUM_PATTERN = "^xxh3_64:[0-9a-f]{16}$"
 
 Schema = dict[str, Any]
 
-_COUNT: Schema = {"type": "integer", "minimum": 0, "maximum": MAX_INT}
-_ROW: dict[str, Schema] = {
-    "key": {"type": "string", "description": "A key of the manifest."},
-    "file": {**_COUNT, "description": "Index into the header's files."},
-    "offset": {**_COUNT, "description": "First byte of the raw elements in that file."},
-    "length": {**_COUNT, "description": "Bytes of raw elements: the box's volume times the dtype's size."},
-    "box_offset": {"type": "array", "items": _COUNT, "description": "First element of the block, by dimension."},
-    "box_size": {"type": "array", "items": _COUNT, "description": "Elements of the block, by dimension."},
-    "checksum": {"type": "string", "pattern": CHECKSUM_PATTERN, "description": "Of the enclosing record's bytes."},
-    "frame_offset": {**_COUNT, "description": "First byte of the enclosing record."},
-    "frame_length": {**_COUNT, "description": "Bytes of the enclosing record."},
-    "elements": {
-        "type": "string",
-        "pattern": "^([0-9a-f]{2})+$",
-        "description": "The element's bytes, little-endian, in hexadecimal digits.",
-    },
-}
 _DESCRIPTIONS = {
     "writer": "Versions of installed packages, by name.",
     "topology": "Sizes of the saving job.",
@@ -62,24 +42,11 @@ _DESCRIPTIONS = {
 
 def schemas() -> dict[str, Schema]:
     """Each schema by file name."""
-    row = {
-        "title": "Row",
-        "description": "Every line of a chunk table but the first.",
-        "oneOf": [
-            {**_array(CHUNK_FIELDS), "title": "Chunk row", "description": "One block of one key in a file."},
-            {**_array(SCALAR_FIELDS), "title": "Number row", "description": "One number of a kind not sharded."},
-        ],
-    }
     return {
         "manifest.schema.json": _of_model(Manifest, "manifest.json, the head of a checkpoint."),
         "chunk_table_header.schema.json": _of_model(TableHeader, "First line of a chunk table."),
-        "chunk_row.schema.json": {"$schema": DIALECT, **row},
+        "chunk_row.schema.json": {"$schema": DIALECT, **ROW.json_schema()},
     }
-
-
-def _array(fields: tuple[str, ...]) -> Schema:
-    items = [{"title": name, **_ROW[name]} for name in fields]
-    return {"type": "array", "prefixItems": items, "items": False, "minItems": len(fields)}
 
 
 def _of_model(model: type[Manifest | TableHeader], description: str) -> Schema:

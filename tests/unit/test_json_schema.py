@@ -193,6 +193,9 @@ BAD_ROWS: list[tuple[int, Any]] = [
     *((field, value) for field in (4, 5) for value in NO_BOXES),
     (0, 5),
     (6, None),
+    (6, ""),
+    (6, SUM[:-1]),
+    (6, SUM.upper()),
 ]
 
 

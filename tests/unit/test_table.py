@@ -14,6 +14,7 @@ from mbridge_fsdp_ckpt.storage.entries import FileEntry
 from mbridge_fsdp_ckpt.storage.format.schema import ParameterGroup, TableHeader
 from mbridge_fsdp_ckpt.storage.format.table import Chunk, Row, Scalar, read_table, read_table_header, table_bytes
 
+SUM = "xxh3_64:0123456789abcdef"
 KEYS = {
     "weight": KeyEntry(dtype="float32", shape=(4, 3)),
     "step": KeyEntry(dtype="int64", shape=(), kind="int"),
@@ -31,10 +32,10 @@ HEADER = TableHeader(
     chunks=2,
 )
 CHUNKS: list[Row] = [
-    Chunk("weight", 0, 164, 24, Box((1, 0), (2, 3)), "xxh3_64:02", (100, 200)),
+    Chunk("weight", 0, 164, 24, Box((1, 0), (2, 3)), SUM, (100, 200)),
     Scalar("step", b"\x07" + bytes(7)),
 ]
-ROW = ["weight", 0, 164, 24, [1, 0], [2, 3], "xxh3_64:02", 100, 200]
+ROW = ["weight", 0, 164, 24, [1, 0], [2, 3], SUM, 100, 200]
 
 
 @pytest.fixture
@@ -74,13 +75,13 @@ def test_a_table_is_json_lines_in_the_documented_order(table: Path) -> None:
 
 
 def test_an_empty_chunk_fits(table: Path) -> None:
-    with_row(table, ["weight", 0, 164, 0, [4, 0], [0, 3], "xxh3_64:02", 100, 200])
+    with_row(table, ["weight", 0, 164, 0, [4, 0], [0, 3], SUM, 100, 200])
     assert next(read_table(table, KEYS)).box == Box((4, 0), (0, 3))
 
 
 def test_a_chunk_may_fill_its_frame_and_its_file(table: Path) -> None:
-    with_row(table, ["weight", 0, 976, 24, [1, 0], [2, 3], "xxh3_64:02", 976, 24])
-    assert next(read_table(table, KEYS)) == Chunk("weight", 0, 976, 24, CHUNKS[0].box, "xxh3_64:02", (976, 24))
+    with_row(table, ["weight", 0, 976, 24, [1, 0], [2, 3], SUM, 976, 24])
+    assert next(read_table(table, KEYS)) == Chunk("weight", 0, 976, 24, CHUNKS[0].box, SUM, (976, 24))
 
 
 @pytest.mark.parametrize("number", [-1, 2**63, 10**30, True, 1.0, "1", None, [1]])
@@ -104,11 +105,11 @@ def test_a_box_that_is_none_is_refused(table: Path, field: int, box: Any) -> Non
 @pytest.mark.parametrize("empty", ["", {}])
 def test_an_empty_text_is_no_box_of_a_scalar(table: Path, empty: Any) -> None:
     with pytest.raises(ManifestError, match="a chunk: key, file, offset"):
-        list(read_table(with_row(table, ["single", 0, 164, 8, empty, empty, "xxh3_64:02", 100, 200]), KEYS))
+        list(read_table(with_row(table, ["single", 0, 164, 8, empty, empty, SUM, 100, 200]), KEYS))
 
 
 def test_a_0_d_tensor_that_is_sharded_lies_in_a_file(table: Path) -> None:
-    with_row(table, ["single", 0, 164, 8, [], [], "xxh3_64:02", 100, 200])
+    with_row(table, ["single", 0, 164, 8, [], [], SUM, 100, 200])
     assert next(read_table(table, KEYS)).box == Box((), ())
 
 
@@ -118,7 +119,7 @@ ELEMENT = "0700000000000000"
 @pytest.mark.parametrize(
     ("row", "match"),
     [
-        pytest.param(["step", 0, 164, 8, [], [], "xxh3_64:02", 100, 200], "its element in the table", id="in a file"),
+        pytest.param(["step", 0, 164, 8, [], [], SUM, 100, 200], "its element in the table", id="in a file"),
         pytest.param(["weight", ELEMENT], "chunks in files", id="a sharded tensor"),
         pytest.param(["single", ELEMENT], "chunks in files", id="a sharded tensor of one element"),
         pytest.param(["steps", ELEMENT], r"one int64 of shape \[\]", id="a tensor of one dimension"),
@@ -164,7 +165,11 @@ def test_a_number_that_breaks_a_rule_is_refused(table: Path, row: Any, match: st
         pytest.param(dict(zip("abcdefghi", ROW, strict=True)), "a chunk", id="an object"),
         pytest.param([5, *ROW[1:]], "a chunk", id="key no text"),
         pytest.param([["weight"], *ROW[1:]], "a chunk", id="key a list"),
-        pytest.param([*ROW[:6], None, *ROW[7:]], "a chunk", id="checksum no text"),
+        pytest.param([*ROW[:6], None, *ROW[7:]], "a chunk.*found field 6: ", id="checksum no text"),
+        pytest.param([*ROW[:6], SUM[:-1], *ROW[7:]], "a chunk.*found field 6: ", id="checksum too short"),
+        pytest.param([*ROW[:6], SUM.upper(), *ROW[7:]], "a chunk.*found field 6: ", id="checksum in capitals"),
+        pytest.param([*ROW[:6], f"{SUM}\n", *ROW[7:]], "a chunk.*found field 6: ", id="checksum and a line's end"),
+        pytest.param([*ROW[:4], [1, "0"], *ROW[5:]], r"a chunk.*found field 4\.1: ", id="box offset no number"),
         pytest.param([*ROW[:5], [2], *ROW[6:]], "a chunk", id="offset and size of two ranks"),
         pytest.param(["absent", *ROW[1:]], "key 'absent'", id="unknown key"),
         pytest.param([*ROW[:4], [3, 0], *ROW[5:]], "inside shape", id="box beyond the last row"),
@@ -201,10 +206,28 @@ def test_a_truncated_row_is_refused(table: Path, cut: int) -> None:
         list(read_table(table, KEYS))
 
 
-@pytest.mark.parametrize("line", ["", "nonsense", "[" * 100_000, "\n", '["weight"'])
-def test_a_row_that_is_not_json_is_refused(table: Path, line: str) -> None:
-    table.write_text(table.read_text() + line + "\n")
-    with pytest.raises(ManifestError):
+@pytest.mark.parametrize(
+    ("line", "match"),
+    [
+        (b"", "JSON"),
+        (b"nonsense", "JSON"),
+        (b"[" * 100_000, "JSON"),
+        (b"\n", "JSON"),
+        (b'["weight"', "JSON"),
+        (json.dumps([*ROW[:2], float("nan"), *ROW[3:]]).encode(), "JSON"),
+        (json.dumps([*ROW[:2], 10**4000, *ROW[3:]]).encode(), "a chunk.*found field 2: "),
+        (b"[" + b"9" * 5000 + b"]", "JSON"),
+        (b'{"weight": 0, "weight": 1}', "duplicate key 'weight'"),
+        (json.dumps(ROW).encode().replace(b"weight", b"\xff"), "JSON"),
+        (json.dumps(ROW).encode().replace(b"weight", b"\\ud800"), "a chunk"),
+        (json.dumps(ROW).encode() * 2, "JSON"),
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+def test_a_row_that_is_not_json_is_refused(table: Path, line: bytes, match: str) -> None:
+    first = table.read_bytes().splitlines(keepends=True)[0]
+    table.write_bytes(first + line + b"\n")
+    with pytest.raises(ManifestError, match=f"(?s){match}"):
         list(read_table(table, KEYS))
 
 

@@ -1,18 +1,19 @@
-"""The data of `manifest.json` and of a chunk table's header, as pydantic checks it.
+"""The data of `manifest.json` and of a chunk table, its header and its rows, as pydantic checks it.
 
-`docs/format.md` says what the fields mean; `docs/schema/` has the JSON schemas of these classes.
+`docs/format.md` says what the fields mean; `docs/schema/` has the JSON schemas of these classes and types.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field, TypeAdapter
 
 from mbridge_fsdp_ckpt.plan.keys import Count, Entry, KeyEntry, Section
 from mbridge_fsdp_ckpt.storage.entries import ExtraEntry, FileEntry
 
 VERSION = (1, 0)
+CHECKSUM_PATTERN = "^xxh3_64:[0-9a-f]{16}$"
 
 
 class TableEntry(FileEntry):
@@ -61,3 +62,52 @@ class TableHeader(Entry):
     values: Any = None
     extra_state: Any = None
     chunks: Count
+
+
+_RowKey = Annotated[str, Field(title="key", description="A key of the manifest.")]
+
+ChunkRow = Annotated[
+    tuple[
+        _RowKey,
+        Annotated[Count, Field(title="file", description="Index into the header's files.")],
+        Annotated[Count, Field(title="offset", description="First byte of the raw elements in that file.")],
+        Annotated[
+            Count,
+            Field(title="length", description="Bytes of raw elements: the box's volume times the dtype's size."),
+        ],
+        Annotated[
+            tuple[Count, ...], Field(title="box_offset", description="First element of the block, by dimension.")
+        ],
+        Annotated[tuple[Count, ...], Field(title="box_size", description="Elements of the block, by dimension.")],
+        Annotated[
+            str,
+            Field(title="checksum", description="Of the enclosing record's bytes.", pattern=CHECKSUM_PATTERN),
+        ],
+        Annotated[Count, Field(title="frame_offset", description="First byte of the enclosing record.")],
+        Annotated[Count, Field(title="frame_length", description="Bytes of the enclosing record.")],
+    ],
+    Field(title="Chunk row", description="One block of one key in a file."),
+]
+
+ScalarRow = Annotated[
+    tuple[
+        _RowKey,
+        Annotated[
+            str,
+            Field(
+                title="elements",
+                description="The element's bytes, little-endian, in hexadecimal digits.",
+                pattern="^([0-9a-f]{2})+$",
+            ),
+        ],
+    ],
+    Field(title="Number row", description="One number of a kind not sharded."),
+]
+
+ROW: TypeAdapter[ChunkRow | ScalarRow] = TypeAdapter(
+    Annotated[
+        ChunkRow | ScalarRow,
+        Field(title="Row", description="Every line of a chunk table but the first.", union_mode="left_to_right"),
+    ]
+)
+"""Of one line of a chunk table."""

@@ -1,29 +1,28 @@
 """Chunk tables: each writing rank's own, so that no process holds the chunks of all ranks.
 
-A table is JSON lines: a header, then one row a line: a chunk, `CHUNK_FIELDS` in order, or a number that stands in the
-table itself, `SCALAR_FIELDS`.  Everything is checked here, before any payload is opened: types, bounds, boxes inside
-their keys, bytes inside their files.
+A table is JSON lines: a header, then one row a line: a chunk, or a number that stands in the table itself
+(`schema.ROW`).  Everything is checked here, before any payload is opened: types, bounds, boxes inside their keys,
+bytes inside their files.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import IO, Any
 
+from pydantic import ValidationError
+
+from mbridge_fsdp_ckpt.errors import ManifestError
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
-from mbridge_fsdp_ckpt.plan.keys import MAX_INT, KeyEntry
+from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.storage.files import malformed, opened, parse_json
 from mbridge_fsdp_ckpt.storage.format.manifest import validated
-from mbridge_fsdp_ckpt.storage.format.schema import TableHeader
+from mbridge_fsdp_ckpt.storage.format.schema import ROW, TableHeader
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
-CHUNK_FIELDS = ("key", "file", "offset", "length", "box_offset", "box_size", "checksum", "frame_offset", "frame_length")
-SCALAR_FIELDS = ("key", "elements")
-_HEXADECIMAL = re.compile("(?:[0-9a-f]{2})+")
 _MAX_LINE_BYTES = 1 << 26
 
 
@@ -103,7 +102,7 @@ def read_table(path: AnyPath, keys: Mapping[str, KeyEntry]) -> Iterator[Row]:
         header = _header(path, file)
         count = 0
         while line := file.readline(_MAX_LINE_BYTES):
-            row = _row(path, parse_json(path, line))
+            row = _row(path, line)
             entry = keys.get(row.key)
             if entry is None:
                 raise malformed(path, "chunks of keys that the manifest lists", f"key {row.key!r}"[:300])
@@ -121,32 +120,28 @@ def _header(path: AnyPath, file: IO[bytes]) -> TableHeader:
     return validated(TableHeader, parse_json(path, file.readline(_MAX_LINE_BYTES)), path)
 
 
-def _row(path: AnyPath, row: Any) -> Row:
-    return _scalar(path, row) if isinstance(row, list) and len(row) == len(SCALAR_FIELDS) else _chunk(path, row)
-
-
-def _scalar(path: AnyPath, row: list[Any]) -> Scalar:
-    key, elements = row
-    if not isinstance(key, str) or not isinstance(elements, str) or not _HEXADECIMAL.fullmatch(elements):
-        raise malformed(path, f"a number: {', '.join(SCALAR_FIELDS)} in hexadecimal digits", str(row)[:200])
-    return Scalar(key, bytes.fromhex(elements))
-
-
-def _chunk(path: AnyPath, row: Any) -> Chunk:
+def _row(path: AnyPath, line: bytes) -> Row:
     try:
+        row = ROW.validate_json(line)
+        if len(row) == 2:
+            return Scalar(row[0], bytes.fromhex(row[1]))
         key, file, offset, length, box_offset, box_size, digest, frame_offset, frame_length = row
-        numbers = (file, offset, length, frame_offset, frame_length, *box_offset, *box_size)
-        if not all(type(n) is int and 0 <= n <= MAX_INT for n in numbers):
-            raise ValueError("numbers must be integers of 0 to 2**63 - 1")
-        if not isinstance(key, str) or not isinstance(digest, str):
-            raise TypeError("key and checksum must be strings")
-        if not isinstance(box_offset, list) or not isinstance(box_size, list):
-            raise TypeError("box offset and size must be lists")
-        return Chunk(
-            key, file, offset, length, Box(tuple(box_offset), tuple(box_size)), digest, (frame_offset, frame_length)
-        )
-    except (TypeError, ValueError) as error:
-        raise malformed(path, f"a chunk: {', '.join(CHUNK_FIELDS)}", f"{error}; {str(row)[:200]}") from error
+        return Chunk(key, file, offset, length, Box(box_offset, box_size), digest, (frame_offset, frame_length))
+    except ValueError as error:
+        raise _no_row(path, line, error) from error
+
+
+def _no_row(path: AnyPath, line: bytes, error: ValueError) -> ManifestError:
+    """The error for a line that is no row, by what it seems to be meant for."""
+    row = parse_json(path, line)
+    is_scalar = isinstance(row, list) and len(row) == 2
+    fields = ", ".join(field["title"] for field in ROW.json_schema()["anyOf"][is_scalar]["prefixItems"])
+    expected, found = f"a {'number' if is_scalar else 'chunk'}: {fields}", str(error)
+    if isinstance(error, ValidationError):  # says what speaks against a chunk, then what speaks against a number
+        first = error.errors()[-1 if is_scalar else 0]
+        where = ".".join(map(str, first["loc"][1:]))
+        found = f"field {where}: {first['msg']}" if where else first["msg"]
+    return malformed(path, expected, f"{found}; {str(row)[:200]}")
 
 
 def _check_scalar(path: AnyPath, scalar: Scalar, entry: KeyEntry) -> None:

@@ -31,7 +31,7 @@ def page() -> str:
         for name, result in results.items()
     ]
     sections = [line for name, result in results.items() for line in section(name, result)]
-    return "\n".join([HEAD, *_table(("matrix", "cases", "what happened"), overview), "", *sections])
+    return "\n".join([HEAD, *_table(("matrix", "cases", "what happened"), overview), "", *sections, *_whole_run()])
 
 
 def section(name: str, result: Mapping[str, Any]) -> list[str]:
@@ -57,6 +57,22 @@ def section(name: str, result: Mapping[str, Any]) -> list[str]:
         ran,
         "",
     ]
+
+
+def _whole_run() -> list[str]:
+    """Every test, with nothing sampled, once."""
+    path = RESULTS / "whole.json"
+    if not path.exists():
+        return []
+    result = json.loads(path.read_text())
+    ended = sorted({ending for counts in result["outcomes"].values() for ending in counts})
+    rows = [
+        (f"`tests/{folder}`", *(_number(counts.get(ending, 0)) for ending in ended))
+        for folder, counts in result["outcomes"].items()
+    ]
+    took, commit = f"{result['seconds'] / 60:.0f} minutes", result["facts"]["commit"]
+    ran = f"`make test-all` of {result['date']} took {took}, at commit {commit}; seed {result['seed']}."
+    return ["## The whole run", "", ran, "", *_table(("tests", *ended), rows), ""]
 
 
 def _by_kind(outcomes: Outcomes) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from mbridge_fsdp_ckpt.bridge.choice import tokens_of
 from mbridge_fsdp_ckpt.bridge.names import RUN_CONFIG
 from mbridge_fsdp_ckpt.bridge.without_gpu import as_if_there_was_one
 from mbridge_fsdp_ckpt.convert import hugging_face
@@ -55,8 +56,7 @@ class UnshardedModel:
                 "Then import the module that defines it first.",
                 key=str(directory / RUN_CONFIG),
             ) from error
-        tokens = provider.vocab_size if getattr(provider, "should_pad_vocab", False) else None
-        return cls(chunks[0], optimizer, tokens)
+        return cls(chunks[0], optimizer, tokens_of(provider))
 
 
 def _check_run_config(directory: AnyPath, *, trusted: bool) -> None:

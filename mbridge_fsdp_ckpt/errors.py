@@ -11,6 +11,9 @@ from typing import Any, ClassVar
 
 from mbridge_fsdp_ckpt.printable import printable
 
+type ErrorData = dict[str, str | int | None]
+"""An error as JSON-able data."""
+
 _WIRE_TEXT_LIMIT = 8_000  # characters a text field keeps on its way to other ranks
 
 
@@ -70,17 +73,17 @@ class CheckpointError(Exception):
         wire["phase"] = self.phase or phase
         return self if wire == self.to_wire() else CheckpointError.from_wire(wire)
 
-    def to_wire(self) -> dict[str, Any]:
+    def to_wire(self) -> ErrorData:
         """This error as JSON-able data."""
         text = {name: str(getattr(self, name))[:_WIRE_TEXT_LIMIT] for name in ("expected", "found", "remedy")}
         place = {name: getattr(self, name) for name in ("rank", "key", "host", "phase")}
         return {"error": type(self).__name__, **text, **place}
 
     @staticmethod
-    def from_wire(wire: dict[str, Any]) -> CheckpointError:
+    def from_wire(wire: ErrorData) -> CheckpointError:
         """The error that `to_wire` described; an unknown name becomes `RankFailedError`."""
         fields = {name: wire.get(name) for name in ("expected", "found", "remedy", "rank", "key", "host", "phase")}
-        return CheckpointError._by_name.get(wire["error"], RankFailedError)(**fields)  # type: ignore[arg-type]
+        return CheckpointError._by_name.get(str(wire["error"]), RankFailedError)(**fields)  # type: ignore[arg-type]
 
 
 class UnsupportedVersionError(CheckpointError):

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch.distributed as dist
 
@@ -35,7 +34,7 @@ class Signs:
         storage_limit: Seconds without a step of a rank's own after which its pulse stops.
     """
 
-    def __init__(self, store: Any, name: str, time_limit: float, storage_limit: float) -> None:
+    def __init__(self, store: dist.Store | None, name: str, time_limit: float, storage_limit: float) -> None:
         self._store, self._key, self._storage_limit = store, f"{name}/beats", storage_limit
         self._pause = min(_SELDOM, time_limit / 8)
         self._sent, self._last_step = 0.0, 0.0
@@ -50,7 +49,7 @@ class Signs:
 
     def count(self) -> int:
         """How many signs all ranks have given."""
-        return int(self._store.add(self._key, 0))
+        return 0 if self._store is None else self._store.add(self._key, 0)
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
@@ -60,7 +59,7 @@ class Signs:
             yield
             return
         over = threading.Event()
-        pulse = threading.Thread(target=self._pulse, args=(over,), name="signs of life", daemon=True)
+        pulse = threading.Thread(target=self._pulse, args=(self._store, over), name="signs of life", daemon=True)
         self._has_pulse = True
         pulse.start()
         try:
@@ -70,12 +69,12 @@ class Signs:
             pulse.join(self._pause)  # it may be in a call of a store that has gone
             self._has_pulse = False
 
-    def _pulse(self, over: threading.Event) -> None:
+    def _pulse(self, store: dist.Store, over: threading.Event) -> None:
         while not over.wait(self._pause):
             if time.monotonic() - self._last_step > self._storage_limit:
                 continue
             try:
-                self._store.add(self._key, 1)
+                store.add(self._key, 1)
             except STORE_ERRORS as error:  # the next meeting raises it
                 _log.info("no more signs of life can be given: %s", error)
                 return

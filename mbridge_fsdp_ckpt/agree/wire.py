@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TypedDict
 
-from mbridge_fsdp_ckpt.errors import CheckpointError, InternalError, describe_unexpected
+from mbridge_fsdp_ckpt.errors import CheckpointError, ErrorData, InternalError, describe_unexpected
 
-Judge = Callable[[list[Any]], Any]
+type Judge[M, V] = Callable[[list[M]], V]
+"""Called on rank 0 with all messages, by rank; its answer, or the error it raises, is everybody's."""
 
 _MAX_BYTES = 6 << 20  # the store closes the connection of who sends 8 MiB
 
 
-def to_wire(message: Any, phase: str, rank: int) -> dict[str, Any]:
+class Wire[T](TypedDict, total=False):
+    """Either of both.  Tuples arrive as lists."""
+
+    value: T
+    failed: ErrorData
+
+
+def to_wire[M](message: M | CheckpointError, phase: str, rank: int) -> Wire[M]:
     """What a rank brings, as data: its message, or the error it failed with."""
     if isinstance(message, CheckpointError):
         return {"failed": message.to_wire()}
-    return _checked({"message": message}, phase, rank)
+    return _checked({"value": message}, phase, rank)
 
 
-def _checked(wire: dict[str, Any], phase: str, rank: int) -> dict[str, Any]:
+def _checked[T](wire: Wire[T], phase: str, rank: int) -> Wire[T]:
     """The data, or an error in its place where the store cannot carry it."""
     try:
         size = len(json.dumps(wire))
@@ -39,13 +47,13 @@ def _checked(wire: dict[str, Any], phase: str, rank: int) -> dict[str, Any]:
     return {"failed": failure.to_wire()}
 
 
-def judged(wires: list[dict[str, Any]], judge: Judge, phase: str) -> dict[str, Any]:
+def judged[M, V](wires: Sequence[Wire[M]], judge: Judge[M, V], phase: str) -> Wire[V]:
     """The verdict, as data: a rank's error, the judge's answer, or whatever the judge raised."""
     for wire in wires:
         if "failed" in wire:
-            return wire
+            return {"failed": wire["failed"]}
     try:
-        return _checked({"answer": judge([wire["message"] for wire in wires])}, phase, 0)
+        return _checked({"value": judge([wire["value"] for wire in wires])}, phase, 0)
     except CheckpointError as error:
         return {"failed": error.to_wire()}
     except Exception as error:

@@ -11,9 +11,9 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from mbridge_fsdp_ckpt.agree import meeting as meetings
-from mbridge_fsdp_ckpt.agree import signs
+from mbridge_fsdp_ckpt.agree import room, signs
 from mbridge_fsdp_ckpt.agree.meeting import Agreement, next_agreement
+from mbridge_fsdp_ckpt.agree.room import Room
 from mbridge_fsdp_ckpt.errors import (
     CheckpointError,
     ConfigurationError,
@@ -56,7 +56,7 @@ def meeting() -> Meeting:
 @pytest.fixture(autouse=True)
 def short_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 does not wait long for ranks that a test leaves out."""
-    monkeypatch.setattr(meetings, "_LAST_WORD", (0.2, 0.005, 0.1))
+    monkeypatch.setattr(room, "_LAST_WORD", (0.2, 0.005, 0.1))
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def test_a_missing_rank_is_named_by_all_others(meeting: Meeting) -> None:
 
 
 def test_a_missing_judge_is_named(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meetings, "_GRACE", 0.2)
+    monkeypatch.setattr(room, "_GRACE", 0.2)
     ranks = meeting.ranks(3, time_limit=0.5)
     error = same_error(outcomes([lambda a=a: a.meet("plan", {}, len) for a in ranks[1:]]), RankMissingError)
     assert "no sign of rank 0" in error.found
@@ -170,7 +170,7 @@ def test_a_rank_that_comes_after_the_limit_gets_the_same_error(meeting: Meeting)
 def test_a_judge_that_comes_after_the_limit_gets_the_same_error(
     meeting: Meeting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(meetings, "_GRACE", 0.2)
+    monkeypatch.setattr(room, "_GRACE", 0.2)
     late, *waiting = meeting.ranks(3, time_limit=0.3)
     judged: list[Any] = []
     found = outcomes([lambda a=a: a.meet("plan", {}, len) for a in waiting])
@@ -182,7 +182,7 @@ def test_a_judge_that_comes_after_the_limit_gets_the_same_error(
 def test_nobody_commits_what_others_gave_up_and_nobody_gives_up_what_is_sealed(
     meeting: Meeting, monkeypatch: pytest.MonkeyPatch, sealed: bool
 ) -> None:
-    monkeypatch.setattr(meetings, "_GRACE", 1.0)
+    monkeypatch.setattr(room, "_GRACE", 1.0)
     ranks = meeting.ranks(3, time_limit=1.0, storage_limit=0.1)
     done: list[str] = []
 
@@ -205,7 +205,7 @@ def test_nobody_commits_what_others_gave_up_and_nobody_gives_up_what_is_sealed(
 
 
 def test_a_judge_that_stalls_after_the_seal_is_named(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meetings, "_GRACE", 0.2)
+    monkeypatch.setattr(room, "_GRACE", 0.2)
     judge, waiting = meeting.ranks(2, time_limit=0.3, storage_limit=0.1)
 
     def stall(messages: list[Any]) -> None:
@@ -254,7 +254,7 @@ def test_any_failure_of_the_judge_is_everyones(
 def test_an_answer_that_cannot_be_sent_is_an_error_of_everyone(
     meeting: Meeting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(meetings, "_GRACE", 0.2)
+    monkeypatch.setattr(room, "_GRACE", 0.2)
     found = outcomes([lambda a=a: a.meet("plan", {}, lambda m: object()) for a in meeting.ranks(2, 1.0)])
     assert isinstance(found[0], CheckpointError)
     same_error(found, type(found[0]))
@@ -325,7 +325,7 @@ def test_a_rank_inside_one_long_call_is_not_silent(meeting: Meeting) -> None:
 
 
 def test_a_judge_inside_one_long_call_is_not_silent(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meetings, "_GRACE", 0.0)
+    monkeypatch.setattr(room, "_GRACE", 0.0)
     ranks = meeting.ranks(3, time_limit=0.8)
 
     def judge(messages: list[Any]) -> str:
@@ -370,7 +370,7 @@ def test_steps_keep_the_pulse_of_work_that_takes_longer_than_the_storage_limit(m
 
 
 def test_rank_0_keeps_its_lease_while_it_waits(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meetings, "_RENEWED", 0.2)
+    monkeypatch.setattr(room, "_RENEWED", 0.2)
     waiting, working = meeting.ranks(2)
     renewed = threading.Event()
     waiting.on_beat = renewed.set
@@ -425,10 +425,10 @@ def test_ranks_that_begin_different_things_are_named_before_they_work(meeting: M
 def test_rank_0_stays_until_its_last_word_is_read(
     meeting: Meeting, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
-    monkeypatch.setattr(meetings, "_LAST_WORD", (SOON, 0.005, 0.1))
+    monkeypatch.setattr(room, "_LAST_WORD", (SOON, 0.005, 0.1))
     leader, reader = meeting.ranks(2)
     left: list[bool] = []
-    follow = reader._follow
+    follow = Room._follow
 
     def judge(messages: list[Any]) -> str:
         if fails:
@@ -446,12 +446,12 @@ def test_rank_0_stays_until_its_last_word_is_read(
         finally:
             left.append(True)
 
-    def late(prefix: str, phase: str) -> Any:
+    def late(room: Room) -> Any:
         time.sleep(0.5)
         assert left == []
-        return follow(prefix, phase)
+        return follow(room)
 
-    with patch.object(Agreement, "_follow", lambda agreement, prefix, phase: late(prefix, phase)):
+    with patch.object(Room, "_follow", late):
         found = outcomes([lead, lambda: whole(reader)])
     if fails:
         same_error(found, KeyMismatchError)
@@ -461,7 +461,8 @@ def test_rank_0_stays_until_its_last_word_is_read(
 
 def test_rank_0_does_not_wait_long_for_who_never_reads(meeting: Meeting) -> None:
     leader, other = meeting.ranks(2)
-    other._arrive(f"{other.name}/1", {"message": {}})
+    there = Room(meeting._connections[1], f"{other.name}/1", "commit", 1, 2, AMPLE, other._signs, lambda: None)
+    there._arrive({"value": {}})
     assert leader.meet("commit", {}, len) == 2
     leader.end()
 

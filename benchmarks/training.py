@@ -173,7 +173,7 @@ def _measured(format_name: str, meter: Meter, report: RankReport) -> Iterator[No
     from megatron.bridge.training import checkpointing, setup
 
     from mbridge_fsdp_ckpt.agree.meeting import Agreement
-    from mbridge_fsdp_ckpt.saving import steps
+    from mbridge_fsdp_ckpt.saving import snapshot
 
     create = setup.create_checkpoint_manager
 
@@ -189,8 +189,8 @@ def _measured(format_name: str, meter: Meter, report: RankReport) -> Iterator[No
     patches.set(Agreement, "meet", meter.meeting(Agreement.meet))
     for owner, name in (
         (checkpointing, "preprocess_fsdp_dtensor_state_dict"),
-        (steps, "prepare"),
-        (steps, "announce"),
+        (snapshot, "plan_save"),
+        (snapshot, "announce"),
     ):
         patches.set(owner, name, meter.preparing(getattr(owner, name)))
     try:

@@ -11,20 +11,23 @@ passed, so are model and optimizer.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mbridge_fsdp_ckpt.agree.meeting import Agreement, next_agreement
-from mbridge_fsdp_ckpt.errors import CheckpointError, LoadInterruptedError, describe_unexpected
+from mbridge_fsdp_ckpt.agree.outcome import Outcome
+from mbridge_fsdp_ckpt.errors import CheckpointError, LoadInterruptedError
 from mbridge_fsdp_ckpt.live.holdings import KeyFilter
 from mbridge_fsdp_ckpt.loading import fill, opened
 from mbridge_fsdp_ckpt.loading.budget import read_budget
-from mbridge_fsdp_ckpt.saving import steps
+from mbridge_fsdp_ckpt.loading.opened import Opened, Wanted
+from mbridge_fsdp_ckpt.saving import snapshot, writer
+from mbridge_fsdp_ckpt.saving.commit import Job
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.commit.retention import reading
 from mbridge_fsdp_ckpt.storage.source import RankRecord
@@ -32,9 +35,7 @@ from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path
 
 __all__ = ["Loaded", "Settings", "load", "save"]
 
-_Attempt = Callable[[], Any]
 Accept = Callable[["Loaded"], Callable[[], None]]
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,32 +89,28 @@ def save(
     """
     settings = settings or Settings()
     agreement = next_agreement(f"save to {_place(directory)}", settings.time_limit, settings.storage_limit)
-    target = as_path(directory)
-    job = steps.Job(target, settings, agreement, values or {}, add_files, after_commit)
+    job = Job(as_path(directory), settings, agreement, values or {}, add_files, after_commit)
 
-    prepared = _attempt(
-        agreement,
-        "planning the save",
-        lambda: steps.prepare(model, optimizer, include, rank_values, settings.vocabulary_size),
-    )
+    prepare = partial(snapshot.plan_save, model, optimizer, include, rank_values, settings.vocabulary_size)
+    prepared = Outcome.of(prepare, agreement.rank, "planning the save")
     try:
-        answer = agreement.meet("agreement on the plan", _message(prepared, steps.announce), job.judge_plans)
-        if answer["disputed"]:
-            disputed = steps.disputed(prepared, answer["disputed"])
-            answer = agreement.meet("disagreement on the plan", disputed, job.judge_dispute)
+        judged = agreement.meet("agreement on the plan", prepared.message(snapshot.announce), job.judge_plans)
+        place = judged["place"]
+        if place is None:
+            disputed = snapshot.disputed(prepared.value, judged["disputed"])
+            place = agreement.meet("disagreement on the plan", disputed, job.judge_dispute)
         with agreement.at_work():
-            written = _attempt(
-                agreement, "writing chunks", lambda: steps.write(prepared, answer, agreement, settings.replicas)
-            )
+            write = partial(writer.write, prepared.value, place, agreement, settings.replicas)
+            written = Outcome.of(write, agreement.rank, "writing chunks")
         try:
-            judged = agreement.meet("commit", written, job.judge_written)
-            if judged["differing"]:
-                named = steps.differing(prepared, judged["differing"])
+            differing = agreement.meet("commit", written.brought, job.judge_written)
+            if differing:
+                named = snapshot.differing(prepared.value, differing)
                 agreement.meet("comparison of copies", named, job.judge_replicas)
             agreement.end()
         except CheckpointError:
             if not agreement.was_sealed():
-                steps.take_back(answer, agreement.rank)
+                writer.take_back(place, agreement.rank)
             raise
     finally:
         job.clean_up()
@@ -144,7 +141,7 @@ def load(
         LoadInterruptedError: Reading failed after live tensors had begun to change: don't go on with them.
         CheckpointError: Any other; the same on every rank, and nothing was changed.
     """
-    return _load(directory, model, optimizer, include, accept, settings or Settings(), with_state=True)
+    return _load(directory, Wanted(model, optimizer, include, with_state=True), accept, settings or Settings())
 
 
 def load_weights_only(
@@ -157,25 +154,18 @@ def load_weights_only(
     settings: Settings | None = None,
 ) -> Loaded:
     """Like `load`, but the optimizer keeps its state and only refreshes its copies of the weights."""
-    return _load(directory, model, optimizer, include, accept, settings or Settings(), with_state=False)
+    return _load(directory, Wanted(model, optimizer, include, with_state=False), accept, settings or Settings())
 
 
 def _load(
-    directory: str | os.PathLike[str] | AnyPath,
-    model: Any,
-    optimizer: Any,
-    include: KeyFilter | None,
-    accept: Accept | None,
-    settings: Settings,
-    *,
-    with_state: bool,
+    directory: str | os.PathLike[str] | AnyPath, wanted: Wanted, accept: Accept | None, settings: Settings
 ) -> Loaded:
-    purpose = f"{'load' if with_state else 'load of weights'} from {_place(directory)}"
+    purpose = f"{'load' if wanted.with_state else 'load of weights'} from {_place(directory)}"
     agreement = next_agreement(purpose, settings.time_limit, settings.storage_limit)
     source = as_path(directory)
 
     def prepare() -> _Prepared:
-        found = opened.prepare(source, model, optimizer, include, settings, agreement, with_state=with_state)
+        found = opened.open_and_match(source, wanted, settings, agreement)
         values, topology = found.source.head.values, opened.topology_of(found.source)
         loaded = Loaded(values, topology, *opened.records_of(found), skipped=tuple(found.skipped))
         put_in_place = accept(loaded) if accept is not None else _nothing
@@ -184,23 +174,22 @@ def _load(
     with ExitStack() as stack:
         with agreement.at_work():
             agreement.on_beat = stack.enter_context(reading(source, enabled=agreement.rank == 0))
-            prepared = _attempt(agreement, "reading the checkpoint", prepare)
-        found: Any = prepared if isinstance(prepared, CheckpointError) else prepared.staged.opened
-        answer = agreement.meet("verification", _message(found, opened.announce), opened.judge(found, settings))
-        if answer["disputed"]:
-            named = opened.disputed(found, answer["disputed"])
-            answer = agreement.meet("unexpected keys", named, opened.judge_unexpected(found, settings))
+            prepared = Outcome.of(prepare, agreement.rank, "reading the checkpoint")
+        asked = prepared.message(lambda own: opened.announce(own.opened))
+        judged = agreement.meet("verification", asked, lambda all_asked: opened.judge(prepared.value.opened, all_asked))
+        own = prepared.value
+        if judged["disputed"]:
+            named = opened.disputed(own.opened, judged["disputed"])
+            agreement.meet("unexpected keys", named, lambda all_named: opened.judge_disputed(own.opened, all_named))
         with agreement.at_work():
-            filled = _attempt(agreement, "filling tensors", lambda: _fill(prepared, agreement))
+            filled = Outcome.of(lambda: _fill(own, agreement), agreement.rank, "filling tensors")
         try:
-            message = filled if isinstance(filled, CheckpointError) else None
-            agreement.meet("completion of the load", message, lambda messages: None)
+            agreement.meet("completion of the load", filled.brought, lambda messages: None)
             agreement.end()
         except CheckpointError as error:
             raise _interrupted(error) from error
-    fill.refresh(found.model)
-    loaded: Loaded = prepared.loaded
-    return replace(loaded, skipped=(*loaded.skipped, *answer["unread"]))
+    fill.refresh(own.opened.module)
+    return replace(own.loaded, skipped=(*own.loaded.skipped, *judged["unread"]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +199,11 @@ class _Prepared:
     staged: fill.Staged
     loaded: Loaded
     put_in_place: Callable[[], None]
+
+    @property
+    def opened(self) -> Opened:
+        """The checkpoint."""
+        return self.staged.opened
 
 
 def _fill(prepared: _Prepared, agreement: Agreement) -> None:
@@ -225,20 +219,6 @@ def _place(directory: str | os.PathLike[str] | AnyPath) -> str:
     """The directory as all ranks call it, before anything is asked of its storage."""
     text = str(directory)
     return text if "://" in text else str(Path(text).absolute())
-
-
-def _attempt(agreement: Agreement, doing: str, action: _Attempt) -> Any:
-    """The action's result, or its error as something to bring to the next meeting."""
-    try:
-        return action()
-    except Exception as error:
-        if not isinstance(error, CheckpointError):
-            _log.exception("rank %d failed while %s", agreement.rank, doing)
-        return describe_unexpected(error, rank=agreement.rank, doing=doing)
-
-
-def _message(prepared: Any, announce: Callable[[Any], Any]) -> Any:
-    return prepared if isinstance(prepared, CheckpointError) else announce(prepared)
 
 
 def _interrupted(error: CheckpointError) -> CheckpointError:

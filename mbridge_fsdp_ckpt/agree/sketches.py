@@ -21,17 +21,21 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 from mbridge_fsdp_ckpt.errors import PlanDisagreementError
 from mbridge_fsdp_ckpt.live.holdings import Holding
 from mbridge_fsdp_ckpt.plan.boxes import Box, Shape, whole
+from mbridge_fsdp_ckpt.plan.keys import Kind
 from mbridge_fsdp_ckpt.plan.layout import Axis
 from mbridge_fsdp_ckpt.plan.tiling import PRIME, TilingSketch, tiling_defect
 
 BUCKETS = 256
 _BLOCKS_NAMED = 500  # a rank
 _KEYS_NAMED = 10
+
+
+type BlockRow = tuple[str, str, Kind, list[int], list[int], list[int], int, int, bool, bool]
+"""A `Block` as JSON-able data: its fields, a box as offset and size, a replica as its number and theirs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +45,7 @@ class Block:
     Args:
         key: The tensor's key.
         dtype: Its dtype.
-        kind: See `schema.KeyEntry`.
+        kind: See `KeyEntry`.
         shape: Its global shape.
         box: The block.
         replica: This rank's place among those that hold the very same block.
@@ -51,7 +55,7 @@ class Block:
 
     key: str
     dtype: str
-    kind: str
+    kind: Kind
     shape: Shape
     box: Box
     replica: Axis
@@ -70,13 +74,14 @@ class Block:
         """Whether it holds the tensor's first element; an empty block counts, since nothing else tells of it."""
         return not any(self.box.offset) or not self.box.volume
 
-    def to_wire(self) -> list[Any]:
+    def to_wire(self) -> BlockRow:
         """As JSON-able data."""
-        box, replica = (list(self.box.offset), list(self.box.size)), (self.replica.index, self.replica.count)
-        return [self.key, self.dtype, self.kind, list(self.shape), *box, *replica, self.is_copy, self.writes]
+        tensor = self.key, self.dtype, self.kind, list(self.shape)
+        place = list(self.box.offset), list(self.box.size), self.replica.index, self.replica.count
+        return *tensor, *place, self.is_copy, self.writes
 
     @classmethod
-    def from_wire(cls, row: list[Any]) -> Block:
+    def from_wire(cls, row: BlockRow) -> Block:
         """What `to_wire` gave."""
         key, dtype, kind, shape, offset, size, index, count, is_copy, writes = row
         box = Box(tuple(offset), tuple(size))
@@ -152,7 +157,7 @@ def add(sketches: Iterable[list[int]]) -> dict[int, int]:
     return {bucket: total for bucket, total in enumerate(totals) if total}
 
 
-def blocks_in(blocks: Iterable[Block], buckets: Iterable[int]) -> list[list[Any]]:
+def blocks_in(blocks: Iterable[Block], buckets: Iterable[int]) -> list[BlockRow]:
     """This rank's blocks in the given buckets, as data, up to a bound."""
     wanted = set(buckets)
     found = [block for block in blocks if bucket_of(block.key) in wanted]
@@ -161,7 +166,7 @@ def blocks_in(blocks: Iterable[Block], buckets: Iterable[int]) -> list[list[Any]
     return [block.to_wire() for block in found[:_BLOCKS_NAMED]]
 
 
-def judge(rows_by_rank: Sequence[list[list[Any]]], remainders: Mapping[int, int]) -> None:
+def judge(rows_by_rank: Sequence[list[BlockRow]], remainders: Mapping[int, int]) -> None:
     """Judge the blocks that ranks named one by one.
 
     Args:

@@ -14,8 +14,8 @@ import torch
 
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.families.registry import default_registry
-from mbridge_fsdp_ckpt.live.megatron_fsdp import ModelParameter, find_fsdp_module, model_parameters
-from mbridge_fsdp_ckpt.live.optimizer import OptimizerAdapter, Slot, adapters_for
+from mbridge_fsdp_ckpt.live.megatron_fsdp import ModelParameter, model_parameters
+from mbridge_fsdp_ckpt.live.optimizer import Hyperparameters, OptimizerAdapter, Slot, adapters_for
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_name
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
@@ -75,13 +75,12 @@ class Holding:
 _plans: WeakKeyDictionary[Any, dict[ParameterLayout, ParameterPlan]] = WeakKeyDictionary()
 
 
-def plan_model(model: Any) -> list[Planned]:
-    """Plan every parameter and persistent buffer.  A model whose layouts stand is not planned twice.
+def plan_model(module: Any) -> list[Planned]:
+    """Plan every parameter and persistent buffer of a `MegatronFSDP` module; not twice while its layouts stand.
 
     Raises:
-        ConfigurationError, LayoutError, FamilyError: See `find_fsdp_module`, `model_parameters`, `FamilyRegistry`.
+        LayoutError, FamilyError: See `model_parameters`, `FamilyRegistry`.
     """
-    module = find_fsdp_module(model)
     known = _plans.setdefault(module, {})
     planned = []
     for parameter in model_parameters(module):
@@ -121,7 +120,7 @@ class OptimizerPart:
             for parameter in group.parameters:
                 yield parameter, self.plans[id(parameter)]
 
-    def group_names(self) -> Iterator[tuple[dict[str, Any], list[str]]]:
+    def group_names(self) -> Iterator[tuple[Hyperparameters, list[str]]]:
         """Hyperparameters and optimizer names, a group."""
         for group in self.adapter.groups():
             yield group.hyperparameters, [self.plans[id(p)].layout.optimizer_name for p in group.parameters]

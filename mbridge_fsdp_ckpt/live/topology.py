@@ -6,7 +6,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module
 from mbridge_fsdp_ckpt.plan.layout import Axis
 
 
@@ -57,9 +56,8 @@ def replicas(*, expert: bool) -> Axis:
     return data.within(Axis(state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size()))
 
 
-def sharding_strategy(model: Any) -> str:
-    """Megatron-FSDP's data-parallel sharding strategy of a model, the outer one after a slash if it is hybrid."""
-    module = find_fsdp_module(model)
+def sharding_strategy(module: Any) -> str:
+    """Data-parallel sharding strategy of a `MegatronFSDP` module, the outer one after a slash if it is hybrid."""
     config = module.ddp_config
     outer = f"/{config.outer_dp_sharding_strategy}" if config.num_distributed_optimizer_instances > 1 else ""
     return f"{config.data_parallel_sharding_strategy}{outer}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -106,7 +105,7 @@ def _refuse_overlap(live: torch.Tensor, key: str) -> None:
         reach += stride * (size - 1)
 
 
-def _no_view(piece: Piece, live: Any, key: str) -> InternalError:
+def _no_view(piece: Piece, live: torch.Tensor, key: str) -> InternalError:
     return InternalError(
         expected=f"{piece.box} to be a view of this rank's shard",
         found=f"a shard of shape {list(live.shape)} and strides {list(live.stride())}",

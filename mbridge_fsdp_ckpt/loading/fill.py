@@ -13,8 +13,8 @@ import torch
 from mbridge_fsdp_ckpt.agree.meeting import Agreement
 from mbridge_fsdp_ckpt.errors import InternalError
 from mbridge_fsdp_ckpt.live.holdings import OptimizerPart
-from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module, local_shard, storage_of
-from mbridge_fsdp_ckpt.live.optimizer import STEP, Slot, SlotSpec
+from mbridge_fsdp_ckpt.live.megatron_fsdp import local_shard, storage_of
+from mbridge_fsdp_ckpt.live.optimizer import STEP, Hyperparameters, Slot, SlotSpec
 from mbridge_fsdp_ckpt.loading.destinations import Destination, block, refuse_copy, scalar
 from mbridge_fsdp_ckpt.loading.match import in_file_order
 from mbridge_fsdp_ckpt.loading.opened import Opened
@@ -58,7 +58,7 @@ def stage(opened: Opened, budget: int, agreement: Agreement) -> Staged:
         CheckpointError, OSError: Bytes are damaged, or cannot be read.
     """
     weights: Targets = defaultdict(list)
-    held = {storage_of(buffer) for buffer in find_fsdp_module(opened.model).buffers()}
+    held = {storage_of(buffer) for buffer in opened.module.buffers()}
     for item in opened.planned:
         if item.parameter.is_buffer:
             refuse_copy(item.tensor, held, item.plan.layout.key)
@@ -189,15 +189,14 @@ def _install(opened: Opened, allocated: list[_Allocated]) -> None:
         part.adapter.finish([_saved_group(opened, names, live) for live, names in part.group_names()])
 
 
-def _saved_group(opened: Opened, names: list[str], live: dict[str, Any]) -> dict[str, Any]:
+def _saved_group(opened: Opened, names: list[str], live: Hyperparameters) -> Hyperparameters:
     """The one set of hyperparameters that a group's parameters were saved with."""
     saved = [opened.hyperparameters[name] for name in names if name in opened.hyperparameters]
     return saved[0] if saved else live
 
 
-def refresh(model: Any) -> None:
-    """Make the loaded main weights the compute weights, as Megatron-FSDP does after an optimizer step."""
-    module = find_fsdp_module(model)
+def refresh(module: Any) -> None:
+    """Make loaded main weights the compute weights, as a `MegatronFSDP` module does after an optimizer step."""
     module.install_optimized_model_weights()
     module.synchronize_param_gather()
     module.start_param_sync()

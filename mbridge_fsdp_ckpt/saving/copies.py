@@ -15,7 +15,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from typing import Any
 
 import torch
 
@@ -33,6 +32,10 @@ SHARDED_WITHOUT_A_WORD = "*_quantizer._*"
 
 _COPIES_NAMED = 500  # a rank
 _KEYS_NAMED = 20
+
+
+type CopyRow = tuple[str, list[int], list[int], int, int, bool, int]
+"""A `Copy` as JSON-able data: key, offset, size, replica and their number, whether it writes, hash."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +62,13 @@ class Copy:
         times = self.replica.count - 1 if self.writes else -1
         return self.digest * times * _word(self.key, self.box) % PRIME
 
-    def to_wire(self) -> list[Any]:
+    def to_wire(self) -> CopyRow:
         """As JSON-able data."""
-        box, replica = (list(self.box.offset), list(self.box.size)), (self.replica.index, self.replica.count)
-        return [self.key, *box, *replica, self.writes, self.digest]
+        box, replica = self.box, self.replica
+        return self.key, list(box.offset), list(box.size), replica.index, replica.count, self.writes, self.digest
 
     @classmethod
-    def from_wire(cls, row: list[Any]) -> Copy:
+    def from_wire(cls, row: CopyRow) -> Copy:
         """What `to_wire` gave."""
         key, offset, size, index, count, writes, found = row
         return cls(key, Box(tuple(offset), tuple(size)), Axis(index, count), writes, found)
@@ -98,14 +101,14 @@ def sketch(copies: Iterable[Copy]) -> list[int]:
     return in_buckets((copy.key, copy.share) for copy in copies)
 
 
-def copies_in(copies: Iterable[Copy], buckets: Iterable[int]) -> list[list[Any]]:
+def copies_in(copies: Iterable[Copy], buckets: Iterable[int]) -> list[CopyRow]:
     """This rank's copies in the given buckets, as data, up to a bound."""
     wanted = set(buckets)
     found = sorted((copy for copy in copies if bucket_of(copy.key) in wanted), key=lambda copy: copy.key)
     return [copy.to_wire() for copy in found[:_COPIES_NAMED]]
 
 
-def mismatch(rows_by_rank: Sequence[list[list[Any]]], remainders: Mapping[int, int]) -> CheckpointError | None:
+def mismatch(rows_by_rank: Sequence[list[CopyRow]], remainders: Mapping[int, int]) -> CheckpointError | None:
     """What the copies that ranks named say: an error that names keys and ranks, or None where all are alike.
 
     Args:

@@ -26,6 +26,7 @@ from mbridge_fsdp_ckpt.bridge.choice import tokens_of
 from mbridge_fsdp_ckpt.errors import KeyMismatchError, NotACheckpointError
 from mbridge_fsdp_ckpt.hosts.restoration import saved_loss_scales
 from mbridge_fsdp_ckpt.live.holdings import optimizer_parts, plan_model
+from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module
 from mbridge_fsdp_ckpt.loading.fill import refresh
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.verl.restoration import CONTENTS, Parts, restoration
@@ -139,12 +140,13 @@ def _check_export(export: Export) -> None:
 
 def _adopt_weights(model: Any, optimizer: Any) -> None:
     """Weights were written past the optimizer: refresh its copies, and what the forward pass reads."""
+    module = find_fsdp_module(model)
     with torch.no_grad():
-        for part in optimizer_parts(optimizer, plan_model(model)):
+        for part in optimizer_parts(optimizer, plan_model(module)):
             for parameter, _ in part.parameters():
                 part.adapter.install(parameter, None, None)
             part.adapter.finish(None)
-    refresh(model)
+    refresh(module)
 
 
 @contextmanager

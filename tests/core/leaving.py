@@ -65,7 +65,7 @@ def _next_save(directory: str, trainable: Any) -> str:
 
 def _load_without_refresh(directory: str, trainable: Any) -> None:
     """A load's last meeting; the gather of compute weights after it is a collective, which keeps ranks together."""
-    with patch("mbridge_fsdp_ckpt.loading.fill.refresh", lambda model: None):
+    with patch("mbridge_fsdp_ckpt.loading.fill.refresh", lambda module: None):
         mbridge_fsdp_ckpt.load(directory, model=trainable.model, optimizer=trainable.optimizer)
 
 

@@ -19,12 +19,12 @@ from tests.soak import sampling
 WORLD = 4
 HOST = socket.gethostname()
 SAVE_STEPS = {
-    "planning": "saving.steps:prepare",
-    "writing": "saving.steps:write",
+    "planning": "saving.snapshot:plan_save",
+    "writing": "saving.writer:write",
     "commit": "storage.format.payload:PayloadWriter.close",
 }
 LOAD_STEPS = {
-    "reading": "loading.opened:prepare",
+    "reading": "loading.opened:open_and_match",
     "verifying": "loading.opened:check_coverage",
     "staging": "loading.fill:_Filling.finish",
     "filling": "loading.fill:_install",

@@ -115,7 +115,7 @@ def test_save_overwrite_and_load(root: str, environment: dict[str, str], megatro
 
 @pytest.mark.parametrize(
     "call",
-    ["saving.steps:write_file", "storage.commit.marker:replace_file", "storage.format.payload:PayloadWriter.close"],
+    ["saving.writer:write_file", "storage.commit.marker:replace_file", "storage.format.payload:PayloadWriter.close"],
 )
 def test_a_save_that_fails_leaves_the_older_one(
     call: str, environment: dict[str, str], megatron_ranks: RankPool

@@ -41,8 +41,8 @@ ONE_RANK = (
 STANDSTILL = ("optimizer.lr=0.0", "optimizer.min_lr=0.0")
 DEATHS = (
     ("megatron.bridge.training.train:training_log", range(RANKS)),
-    ("mbridge_fsdp_ckpt.saving.steps:write", range(RANKS)),
-    ("mbridge_fsdp_ckpt.saving.steps:Job.judge_written", range(1)),
+    ("mbridge_fsdp_ckpt.saving.writer:write", range(RANKS)),
+    ("mbridge_fsdp_ckpt.saving.commit:Job.judge_written", range(1)),
     ("mbridge_fsdp_ckpt.storage.commit.rename:put_in_place", range(1)),
 )
 

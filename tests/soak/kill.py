@@ -53,17 +53,17 @@ class Step:
 
 EVERYBODY = (0, 1)
 STEPS = (
-    Step("saving.steps:prepare", EVERYBODY),
+    Step("saving.snapshot:plan_save", EVERYBODY),
     Step("agree.meeting:Agreement.meet", EVERYBODY, times=2),
-    Step("saving.steps:Job.judge_plans"),
+    Step("saving.commit:Job.judge_plans"),
     Step("storage.commit.methods:condemn_leftovers"),
     Step("storage.commit.methods:begin"),
-    Step("saving.steps:write", EVERYBODY),
+    Step("saving.writer:write", EVERYBODY),
     Step("storage.format.payload:PayloadWriter.add", EVERYBODY, times=3),
     Step("storage.format.payload:PayloadWriter.close", EVERYBODY),
-    Step("saving.steps:write_file", EVERYBODY),
+    Step("saving.writer:write_file", EVERYBODY),
     Step("storage.file_system:os.fsync", EVERYBODY, times=2),
-    Step("saving.steps:Job.judge_written"),
+    Step("saving.commit:Job.judge_written"),
     Step("storage.finishing:write_dcp_view"),
     Step("storage.commit.rename:write_file"),
     Step("agree.meeting:Agreement.seal"),
@@ -76,7 +76,7 @@ STEPS = (
     Step("storage.commit.rename:sync_directory", times=2, fresh=False, exchanges=False),
     Step("storage.commit.removal:shutil.rmtree", fresh=False, exchanges=False),
     Step("agree.meeting:Agreement.end", EVERYBODY),
-    Step("saving.steps:Job.clean_up", EVERYBODY),
+    Step("saving.commit:Job.clean_up", EVERYBODY),
     Step("pathlib:Path.replace", times=2),  # .metadata, then the tracker
 )
 

@@ -35,7 +35,7 @@ CALLS: tuple[tuple[str, tuple[int, ...], int], ...] = (
     (f"{PACKAGE}.format.payload:PayloadWriter._append", EVERYBODY, 100),
     (f"{PACKAGE}.file_system:os.fsync", EVERYBODY, 1),
     (f"{PACKAGE}.file_system:os.fsync", EVERYBODY, 2),
-    ("mbridge_fsdp_ckpt.saving.steps:write_file", EVERYBODY, 1),
+    ("mbridge_fsdp_ckpt.saving.writer:write_file", EVERYBODY, 1),
     ("mbridge_fsdp_ckpt.storage.finishing:write_dcp_view", (0,), 1),
     (f"{PACKAGE}.stock.view:replace_file", (0,), 1),
     (f"{PACKAGE}.commit.rename:write_file", (0,), 1),

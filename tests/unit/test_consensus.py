@@ -2,12 +2,11 @@
 
 import json
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
 from mbridge_fsdp_ckpt.agree import sketches
-from mbridge_fsdp_ckpt.agree.sketches import Block
+from mbridge_fsdp_ckpt.agree.sketches import Block, BlockRow
 from mbridge_fsdp_ckpt.errors import PlanDisagreementError
 from mbridge_fsdp_ckpt.live.holdings import Holding
 from mbridge_fsdp_ckpt.plan.boxes import Shape
@@ -93,12 +92,12 @@ def test_a_bad_component_is_told_from_a_good_one() -> None:
 def test_blocks_are_those_in_the_wanted_buckets() -> None:
     mine = holdings(2, 8) + holdings(0, 12, key="other") + [scalar("model.weight")]
     assert sketches.bucket_of("model.other") != BUCKET
-    weight: list[Any] = ["model.weight", "float32", "sharded", [4, 3]]
+    weight = "model.weight", "float32", "sharded", [4, 3]
     assert sketches.blocks_in(map(Block.of, mine), [BUCKET]) == [
-        [*weight, [0, 2], [1, 1], 0, 1, False, True],
-        [*weight, [1, 0], [1, 3], 0, 1, False, True],
-        [*weight, [2, 0], [1, 2], 0, 1, False, True],
-        ["model.weight", "float32", "tensor", [], [], [], 0, 1, False, True],
+        (*weight, [0, 2], [1, 1], 0, 1, False, True),
+        (*weight, [1, 0], [1, 3], 0, 1, False, True),
+        (*weight, [2, 0], [1, 2], 0, 1, False, True),
+        ("model.weight", "float32", "tensor", [], [], [], 0, 1, False, True),
     ]
 
 
@@ -106,7 +105,7 @@ def test_a_rank_names_a_bounded_number_of_blocks_the_replicated_first() -> None:
     many = holdings(0, 12) * 1000 + holdings(0, 12, replica=(1, 2))
     rows = sketches.blocks_in(map(Block.of, many), [BUCKET])
     assert len(rows) == 500
-    assert [row[6:8] for row in rows[:2]] == [[1, 2], [0, 1]]
+    assert [row[6:8] for row in rows[:2]] == [(1, 2), (0, 1)]
 
 
 @pytest.mark.parametrize(
@@ -131,11 +130,11 @@ def test_the_error_names_key_and_ranks(ranks: list[list[Holding]], words: list[s
     assert [word for word in words if word not in found] == []
 
 
-def row(key: str, *box: list[int], shape: Sequence[int] = (4,)) -> list[Any]:
-    return [key, "float32", "sharded", list(shape), *box, 0, 1, False, True]
+def row(key: str, offset: list[int], size: list[int], shape: Sequence[int] = (4,)) -> BlockRow:
+    return key, "float32", "sharded", list(shape), offset, size, 0, 1, False, True
 
 
-def judged(rows: list[list[list[Any]]], unnamed: int = 0) -> str:
+def judged(rows: list[list[BlockRow]], unnamed: int = 0) -> str:
     """What is found in blocks that the ranks named, where others that add up to `unnamed` were not."""
     blocks = [[Block.from_wire(row) for row in rank] for rank in rows]
     bad = sketches.add(map(sketches.sketch, blocks))
@@ -191,7 +190,7 @@ def test_a_tensor_without_elements_is_written_once(shape: Shape) -> None:
 
 def test_an_empty_block_beside_the_origin_says_its_shape_all_the_same() -> None:
     """Nothing of it is tiled: only that it is there can contradict."""
-    rows = [[row("key", [0, 0], [3, 0], shape=[3, 0])], [[*row("key", [1, 0], [3, 0], shape=[4, 0])[:-2], True, False]]]
+    rows = [[row("key", [0, 0], [3, 0], shape=[3, 0])], [(*row("key", [1, 0], [3, 0], shape=[4, 0])[:-2], True, False)]]
     assert "rank 0 says float32 [3, 0], rank 1 says float32 [4, 0]" in judged(rows)
 
 

@@ -107,7 +107,7 @@ def test_modules_without_state_give_nothing() -> None:
     stateless.fp8_meta |= {"scaling_fwd": SimpleNamespace(), "scaling_bwd": SimpleNamespace()}
     modules = [("a", nn.Linear(2, 2)), ("b", Linear(ran=False)), ("c", stateless)]
     assert extra_state.collect(modules) == {}
-    assert extra_state.prepare(modules, {}) == []
+    assert extra_state.find_restorations(modules, {}) == []
 
 
 def test_state_returns_bit_for_bit_in_place() -> None:
@@ -152,7 +152,7 @@ def test_another_transformer_engine_is_refused_where_there_is_state(monkeypatch:
     with pytest.raises(UnsupportedVersionError):
         extra_state.collect([("x", Linear())])
     with pytest.raises(UnsupportedVersionError):
-        extra_state.prepare([("x", Linear())], states)
+        extra_state.find_restorations([("x", Linear())], states)
 
 
 def test_grouped_experts_move_to_other_ranks() -> None:
@@ -228,10 +228,10 @@ def test_state_that_is_no_mapping_of_state_is_refused(typed: Any) -> None:
 def test_experts_of_a_module_need_state_alike() -> None:
     states = extra_state.collect([(EXPERTS, Grouped(2))])
     with pytest.raises(LayoutError, match="_extra_state1"):
-        extra_state.prepare([(EXPERTS, Grouped(2))], {key: states[key] for key in list(states)[:1]})
+        extra_state.find_restorations([(EXPERTS, Grouped(2))], {key: states[key] for key in list(states)[:1]})
     states[f"{EXPERTS}._extra_state1"]["recipe"] = {"class": "DelayedScaling", "margin": 1}
     with pytest.raises(LayoutError, match="_extra_state1"):
-        extra_state.prepare([(EXPERTS, Grouped(2))], states)
+        extra_state.find_restorations([(EXPERTS, Grouped(2))], states)
 
 
 def configured(fp8: str | None, recipe: str = "delayed") -> Linear:
@@ -253,13 +253,14 @@ def configured(fp8: str | None, recipe: str = "delayed") -> Linear:
 def test_a_model_without_use_for_the_state_ignores_it(live: Linear, caplog: pytest.LogCaptureFixture) -> None:
     states = extra_state.collect([("x", Linear())])
     with caplog.at_level(logging.WARNING):
-        assert extra_state.prepare([("x", live)], states) == []
+        assert extra_state.find_restorations([("x", live)], states) == []
     assert "saved FP8 state of 1 modules is ignored" in caplog.text
 
 
 def test_a_model_that_finds_no_state_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        assert extra_state.prepare([("a", configured("hybrid")), ("b", Linear()), ("c", configured(None))], {}) == []
+        modules = [("a", configured("hybrid")), ("b", Linear()), ("c", configured(None))]
+        assert extra_state.find_restorations(modules, {}) == []
     assert "the FP8 scales of 2 modules start fresh" in caplog.text
 
 

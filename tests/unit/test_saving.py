@@ -15,10 +15,13 @@ from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError, Damage
 from mbridge_fsdp_ckpt.live.holdings import Holding
 from mbridge_fsdp_ckpt.plan.keys import Section
 from mbridge_fsdp_ckpt.plan.pieces import owner
-from mbridge_fsdp_ckpt.saving import steps
+from mbridge_fsdp_ckpt.saving import snapshot, writer
+from mbridge_fsdp_ckpt.saving.commit import Job
+from mbridge_fsdp_ckpt.saving.snapshot import Prepared
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.commit import removal
 from mbridge_fsdp_ckpt.storage.format.head import has_head
+from mbridge_fsdp_ckpt.storage.format.schema import TableHeader
 from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
 from mbridge_fsdp_ckpt.storage.stock.view import say_view_left_out
 from tests.unit.holdings import holdings, scalar
@@ -28,9 +31,9 @@ def agreement(rank: int) -> Agreement:
     return Agreement("save", rank, 2, 60.0)
 
 
-def prepared(held: list[Holding], sections: tuple[Section, ...] = ("model",)) -> steps.Prepared:
-    header: dict[str, Any] = {"coordinates": {}, "parameter_groups": [], "stateless": [], "values": None}
-    return steps.Prepared(held, sketches.sketch(map(Block.of, held)), header, sections, "optim_grads_params")
+def prepared(held: list[Holding], sections: tuple[Section, ...] = ("model",)) -> Prepared:
+    header = TableHeader(rank=0, coordinates={}, files=(), keys={}, chunks=0)
+    return Prepared(held, sketches.sketch(map(Block.of, held)), header, sections, "optim_grads_params")
 
 
 NO_VIEW = Settings(dcp_metadata="never")
@@ -39,21 +42,21 @@ NO_VIEW = Settings(dcp_metadata="never")
 Follow = Callable[[], None] | None
 
 
-def job(target: Path, settings: Settings = NO_VIEW, after_commit: Follow = None) -> steps.Job:
-    return steps.Job(target, settings, agreement(0), {"iteration": 10}, None, after_commit)
+def job(target: Path, settings: Settings = NO_VIEW, after_commit: Follow = None) -> Job:
+    return Job(target, settings, agreement(0), {"iteration": 10}, None, after_commit)
 
 
-def save(target: Path, ranks: list[steps.Prepared], settings: Settings = NO_VIEW, after_commit: Follow = None) -> None:
+def save(target: Path, ranks: list[Prepared], settings: Settings = NO_VIEW, after_commit: Follow = None) -> None:
     """All ranks' steps, one after the other."""
     running = job(target, settings, after_commit)
     try:
-        answer = running.judge_plans([steps.announce(rank) for rank in ranks])
-        if answer["disputed"]:
-            answer = running.judge_dispute([steps.disputed(rank, answer["disputed"]) for rank in ranks])
-        written = [steps.write(rank, answer, agreement(n), settings.replicas) for n, rank in enumerate(ranks)]
-        judged = running.judge_written(written)
-        if judged["differing"]:
-            running.judge_replicas([steps.differing(rank, judged["differing"]) for rank in ranks])
+        judged = running.judge_plans([snapshot.announce(rank) for rank in ranks])
+        place = judged["place"]
+        if place is None:
+            place = running.judge_dispute([snapshot.disputed(rank, judged["disputed"]) for rank in ranks])
+        written = [writer.write(rank, place, agreement(n), settings.replicas) for n, rank in enumerate(ranks)]
+        if differing := running.judge_written(written):
+            running.judge_replicas([snapshot.differing(rank, differing) for rank in ranks])
     finally:
         running.clean_up()
 
@@ -206,9 +209,10 @@ def test_what_fails_after_the_commit_says_that_the_checkpoint_stands(target: Pat
 @pytest.mark.parametrize("name", ["__1_0.distcp", "chunks_00001.jsonl"])
 def test_a_file_that_was_not_written_completely_is_named_and_not_committed(target: Path, name: str) -> None:
     ranks, running = [prepared(holdings(0, 6)), prepared(holdings(6, 12))], job(target)
-    place = running.judge_plans([steps.announce(rank) for rank in ranks])
+    place = running.judge_plans([snapshot.announce(rank) for rank in ranks])["place"]
+    assert place is not None
     staging = Path(place["directory"])
-    written: list[Any] = [steps.write(rank, place, agreement(number)) for number, rank in enumerate(ranks)]
+    written = [writer.write(rank, place, agreement(number)) for number, rank in enumerate(ranks)]
     (staging / name).write_bytes((staging / name).read_bytes()[:-1])
     with pytest.raises(DamagedCheckpointError) as caught:
         running.judge_written(written)

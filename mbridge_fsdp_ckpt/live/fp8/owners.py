@@ -7,20 +7,22 @@ from typing import Any
 
 from mbridge_fsdp_ckpt.families.naming import is_expert_name
 from mbridge_fsdp_ckpt.live.fp8 import state as extra_state
-from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module, naming_of
+from mbridge_fsdp_ckpt.live.megatron_fsdp import naming_of
 from mbridge_fsdp_ckpt.live.topology import coordinates, replicas
 
 Coordinates = Mapping[str, int]
 _STATES, _OPEN = "states", "open_rows"
 
 
-def own_states(model: Any) -> dict[str, Any] | None:
+def own_states(module: Any) -> dict[str, Any] | None:
     """What this rank writes: states that no earlier replica writes, and every history's row that waits to be reduced.
+
+    Args:
+        module: A `MegatronFSDP` module.
 
     Returns:
         None where nothing scales with delay.
     """
-    module = find_fsdp_module(model)
     naming, written, every = naming_of(module), dict[str, Any](), dict[str, Any]()
     for name, part in module.named_modules():
         states = extra_state.collect([(name, part)], naming.on_disk)
@@ -33,19 +35,19 @@ def own_states(model: Any) -> dict[str, Any] | None:
     return {_STATES: written, _OPEN: extra_state.open_rows(every)} if every else None
 
 
-def restorations(model: Any, saved_by: Iterable[tuple[Coordinates, Any]]) -> list[extra_state.Restoration]:
+def restorations(module: Any, saved_by: Iterable[tuple[Coordinates, Any]]) -> list[extra_state.Restoration]:
     """Checked states for this rank's modules, to be applied once nothing can fail any more.
 
     Where data-parallel ranks keep amaxes of their own, each gets those of the rank at its place, if there is one.
 
     Args:
-        model: The live model.
+        module: The live model's `MegatronFSDP` module.
         saved_by: Saving ranks' coordinates, each with what `own_states` returned there.
 
     Raises:
         LayoutError: A state is malformed or does not fit its module.
     """
-    module, place = find_fsdp_module(model), coordinates()
+    place = coordinates()
     states: dict[str, Any] = {}
     rows: dict[str, list[Any]] = {}
     for _, own in sorted(saved_by, key=lambda rank: _nearness(rank[0], place)):  # the nearest comes last
@@ -55,7 +57,7 @@ def restorations(model: Any, saved_by: Iterable[tuple[Coordinates, Any]]) -> lis
             rows.setdefault(key, []).append(row)
     checked = {key: extra_state.check(key, state) for key, state in states.items()}
     complete = {key: extra_state.with_open_rows(key, state, rows.get(key, ())) for key, state in checked.items()}
-    return extra_state.prepare(module.named_modules(), complete, naming_of(module).on_disk)
+    return extra_state.find_restorations(module.named_modules(), complete, naming_of(module).on_disk)
 
 
 def _nearness(coordinates: Mapping[str, int], place: Mapping[str, int]) -> tuple[bool, bool]:

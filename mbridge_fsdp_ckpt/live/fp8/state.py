@@ -131,7 +131,7 @@ class Restoration:
                 history[: len(saved)].copy_(saved)
 
 
-def prepare(modules: Modules, saved: Mapping[str, Any], on_disk: OnDisk = str) -> list[Restoration]:
+def find_restorations(modules: Modules, saved: Mapping[str, Any], on_disk: OnDisk = str) -> list[Restoration]:
     """Find and check what each module shall get.  Changes nothing.
 
     Args:
@@ -163,8 +163,8 @@ def prepare(modules: Modules, saved: Mapping[str, Any], on_disk: OnDisk = str) -
 
 
 def restore(modules: Modules, saved: Mapping[str, Any], on_disk: OnDisk = str) -> None:
-    """`prepare`, then apply: a wrong input changes nothing."""
-    for restoration in prepare(modules, saved, on_disk):
+    """`find_restorations`, then apply: a wrong input changes nothing."""
+    for restoration in find_restorations(modules, saved, on_disk):
         restoration.apply()
 
 

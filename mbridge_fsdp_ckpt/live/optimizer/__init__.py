@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from mbridge_fsdp_ckpt.errors import UnsupportedStateError
-from mbridge_fsdp_ckpt.live.optimizer.base import MASTER, STEP, Group, OptimizerAdapter, Slot, SlotSpec
+from mbridge_fsdp_ckpt.live.optimizer.base import MASTER, STEP, Group, Hyperparameters, OptimizerAdapter, Slot, SlotSpec
 from mbridge_fsdp_ckpt.live.optimizer.fused_adam import FusedAdamAdapter
 from mbridge_fsdp_ckpt.live.optimizer.hybrid import HybridAdapter
 from mbridge_fsdp_ckpt.live.optimizer.torch_optimizer import TorchOptimizerAdapter
@@ -16,6 +16,7 @@ __all__ = [
     "MASTER",
     "STEP",
     "Group",
+    "Hyperparameters",
     "OptimizerAdapter",
     "Slot",
     "SlotSpec",

@@ -7,6 +7,7 @@ particular optimizer, but for the step counter: optimizers disagree on whether i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ from mbridge_fsdp_ckpt.plan.keys import Kind
 
 STEP = "step"
 MASTER = "master_param"
+_NUMBERS: dict[str, Callable[[float], int | float]] = {"int": int, "float": float, "bool": bool}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +34,11 @@ class Slot:
     kind: Kind
     tensor: torch.Tensor
 
-    def value(self) -> Any:
+    def value(self) -> torch.Tensor | int | float:
         """A scalar slot as the optimizer keeps it."""
         if self.kind == "tensor":
             return self.tensor
-        return {"int": int, "float": float, "bool": bool}[self.kind](self.tensor.item())
+        return _NUMBERS[self.kind](self.tensor.item())
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +49,15 @@ class SlotSpec:
     dtype: torch.dtype
 
 
+Hyperparameters = dict[str, Any]
+"""Of a param group, as its optimizer keeps them."""
+
+
 @dataclass(slots=True)
 class Group:
     """A param group: its hyperparameters and its parameters."""
 
-    hyperparameters: dict[str, Any]
+    hyperparameters: Hyperparameters
     parameters: list[torch.Tensor]
 
 
@@ -76,11 +82,11 @@ class OptimizerAdapter(Protocol):
             step: The saved counter, wherever the saving optimizer kept it.
         """
 
-    def finish(self, groups: list[dict[str, Any]] | None) -> None:
+    def finish(self, groups: list[Hyperparameters] | None) -> None:
         """Set each group's hyperparameters, in `groups()` order; None keeps them."""
 
 
-def slot_of(name: str, value: Any, parameter: torch.Tensor) -> Slot:
+def slot_of(name: str, value: object, parameter: torch.Tensor) -> Slot:
     """Classify one entry of an optimizer's state.
 
     Raises:
@@ -117,7 +123,7 @@ def put_in_place(live: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     return {name: _in_place(live.get(name), value) for name, value in new.items()}
 
 
-def _in_place(live: Any, new: Any) -> Any:
+def _in_place(live: object, new: object) -> object:
     if not (isinstance(live, torch.Tensor) and isinstance(new, torch.Tensor)):
         return new
     target, source = local_shard(live), local_shard(new)

@@ -17,6 +17,7 @@ from mbridge_fsdp_ckpt.live.megatron_fsdp import local_shard
 from mbridge_fsdp_ckpt.live.optimizer.base import (
     STEP,
     Group,
+    Hyperparameters,
     Slot,
     SlotSpec,
     empty_slot,
@@ -101,7 +102,7 @@ class FusedAdamAdapter:
             if self._scaled(name):
                 self.optimizer.set_scaled_state(parameter, name, slot.tensor.view(local_shard(parameter).shape))
 
-    def finish(self, groups: list[dict[str, Any]] | None) -> None:
+    def finish(self, groups: list[Hyperparameters] | None) -> None:
         """See `OptimizerAdapter`."""
         for live, saved in zip(self.optimizer.param_groups, groups or (), strict=False):
             if STEP in saved:
@@ -114,7 +115,7 @@ class FusedAdamAdapter:
             if step is not None and any(parameter is member for member in group["params"]):
                 group[STEP] = restored(group.get(STEP, self._counter()), int(step))
 
-    def _counter(self) -> Any:
+    def _counter(self) -> torch.Tensor | int:
         """A counter as the first step would make it, before that step."""
         if not self.optimizer.capturable:
             return 0

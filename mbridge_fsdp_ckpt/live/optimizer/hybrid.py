@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mbridge_fsdp_ckpt.live.megatron_fsdp import local_shard
-from mbridge_fsdp_ckpt.live.optimizer.base import MASTER, STEP, Group, OptimizerAdapter, Slot, SlotSpec
+from mbridge_fsdp_ckpt.live.optimizer.base import MASTER, STEP, Group, Hyperparameters, OptimizerAdapter, Slot, SlotSpec
 from mbridge_fsdp_ckpt.live.optimizer.torch_optimizer import TorchOptimizerAdapter, set_hyperparameters
 
 _CONSTRUCTION = frozenset(
@@ -36,7 +36,7 @@ class HybridAdapter:
     def __init__(self, optimizer: Any, adapter_for: Callable[[Any], OptimizerAdapter]) -> None:
         self.optimizer = optimizer
         self._adapters: dict[int, OptimizerAdapter] = {}
-        self._groups: dict[int, dict[str, Any]] = {}
+        self._groups: dict[int, Hyperparameters] = {}
         for sub_optimizer in optimizer.sub_optimizers:
             adapter = adapter_for(sub_optimizer)
             for group in sub_optimizer.param_groups:
@@ -78,7 +78,7 @@ class HybridAdapter:
         own = None if slots is None else {name: slot for name, slot in slots.items() if name != MASTER}
         self._adapters[id(inner)].install(inner, own, step)
 
-    def finish(self, groups: list[dict[str, Any]] | None) -> None:
+    def finish(self, groups: list[Hyperparameters] | None) -> None:
         """See `OptimizerAdapter`."""
         set_hyperparameters(self.optimizer, groups)
         self.optimizer._sync_hdo_param_groups_to_sub_optimizers()

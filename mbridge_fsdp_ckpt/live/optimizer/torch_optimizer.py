@@ -9,6 +9,7 @@ import torch
 from mbridge_fsdp_ckpt.live.optimizer.base import (
     STEP,
     Group,
+    Hyperparameters,
     Slot,
     SlotSpec,
     empty_slot,
@@ -58,7 +59,7 @@ class TorchOptimizerAdapter:
             state[STEP] = torch.tensor(step, dtype=torch.float32, device=self._step_device(parameter))
         self.optimizer.state[parameter] = put_in_place(self.optimizer.state.get(parameter, {}), state)
 
-    def finish(self, groups: list[dict[str, Any]] | None) -> None:
+    def finish(self, groups: list[Hyperparameters] | None) -> None:
         """See `OptimizerAdapter`."""
         set_hyperparameters(self.optimizer, groups)
 
@@ -70,7 +71,7 @@ class TorchOptimizerAdapter:
         return torch.device("cpu")
 
 
-def set_hyperparameters(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]] | None) -> None:
+def set_hyperparameters(optimizer: torch.optim.Optimizer, groups: list[Hyperparameters] | None) -> None:
     """Restore hyperparameters that the live groups have too, but for the choice of kernels; None keeps all."""
     if groups is None:
         return

@@ -1,0 +1,160 @@
+"""Rank 0's side of a save: it judges what all ranks bring, and commits what they wrote."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypedDict
+
+from mbridge_fsdp_ckpt.agree import sketches
+from mbridge_fsdp_ckpt.agree.meeting import Agreement
+from mbridge_fsdp_ckpt.agree.sketches import BlockRow
+from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError, ReplicaMismatchError, describe_unexpected
+from mbridge_fsdp_ckpt.live.topology import topology
+from mbridge_fsdp_ckpt.plan.keys import KeyEntry, Section
+from mbridge_fsdp_ckpt.saving import copies
+from mbridge_fsdp_ckpt.saving.copies import CopyRow
+from mbridge_fsdp_ckpt.saving.snapshot import Announced
+from mbridge_fsdp_ckpt.saving.writer import Place, Written
+from mbridge_fsdp_ckpt.settings import Settings
+from mbridge_fsdp_ckpt.storage.commit import methods, removal
+from mbridge_fsdp_ckpt.storage.commit.content import Commit
+from mbridge_fsdp_ckpt.storage.files import check_file
+from mbridge_fsdp_ckpt.storage.finishing import finish, head
+from mbridge_fsdp_ckpt.storage.format.schema import TableEntry
+from mbridge_fsdp_ckpt.storage.format.table import read_table_header
+from mbridge_fsdp_ckpt.storage.format.values import encode
+from mbridge_fsdp_ckpt.storage.stock.view import say_view_left_out
+from mbridge_fsdp_ckpt.storage.store import AnyPath
+from mbridge_fsdp_ckpt.versions import writer_versions
+
+_log = logging.getLogger(__name__)
+
+
+class PlansJudged(TypedDict):
+    """Where to write; or, for now, the buckets in which plans do not add up."""
+
+    disputed: list[int]
+    place: Place | None
+
+
+@dataclass(slots=True)
+class Job:
+    """One save, as rank 0 does it: it judges the meetings, owns the staging directory, and commits."""
+
+    target: AnyPath
+    settings: Settings
+    agreement: Agreement
+    values: Mapping[str, Any]
+    add_files: Callable[[Path], None] | None
+    after_commit: Callable[[], None] | None = None
+    _commit: Commit | None = field(default=None)
+    _replaced: list[AnyPath] = field(default_factory=list)
+    _sections: tuple[Section, ...] = field(default=())
+    _strategy: str = field(default="")
+    _remainders: dict[int, int] = field(default_factory=dict)
+    _tables: list[TableEntry] = field(default_factory=list)
+
+    def judge_plans(self, messages: Sequence[Announced]) -> PlansJudged:
+        """First meeting: do the plans tile every tensor?  Makes the staging directory if so."""
+        sections = {tuple(message["sections"]) for message in messages}
+        if len(sections) > 1:
+            raise ConfigurationError(
+                expected="all ranks to save the same sections",
+                found=" and ".join(", ".join(s) for s in sorted(sections)),
+                remedy="Pass the optimizer on every rank, or on none.",
+            )
+        self._sections, self._strategy = sections.pop(), messages[0]["strategy"]
+        self._remainders = sketches.add([message["sketch"] for message in messages])
+        return {"disputed": list(self._remainders), "place": None if self._remainders else self._begin()}
+
+    def judge_dispute(self, messages: Sequence[list[BlockRow]]) -> Place:
+        """Only where plans do not add up: tensors that some ranks do not hold may be in order all the same."""
+        sketches.judge(messages, self._remainders)
+        return self._begin()
+
+    def _begin(self) -> Place:
+        """Make the staging directory; returns where to write."""
+        methods.recover(self.target)
+        removal.delete_later(methods.condemn_leftovers(self.target, self.settings.commit))
+        self._commit = methods.begin(self.target, self.settings.commit)
+        return {"directory": str(self._commit.directory), "suffix": self._commit.suffix}
+
+    def judge_written(self, messages: Sequence[Written]) -> list[int]:
+        """Second meeting: commit what all ranks wrote, unless there are buckets in which copies do not add up."""
+        self._tables = [TableEntry.model_validate(message["table"]) for message in messages]
+        self._remainders = sketches.add([message["replicas"] for message in messages])
+        if not self._remainders:
+            self._finish()
+        return list(self._remainders)
+
+    def judge_replicas(self, messages: Sequence[list[CopyRow]]) -> None:
+        """Only where hashes of copies do not add up: name the copies, then commit or not, as the settings say."""
+        error = copies.mismatch(messages, self._remainders)
+        if error is not None and (self.settings.replicas == "error" or not isinstance(error, ReplicaMismatchError)):
+            raise error
+        if error is not None:
+            _log.warning("%s", error)
+        self._finish()
+
+    def _finish(self) -> None:
+        """Check what all ranks wrote, write the head, commit."""
+        assert self._commit is not None
+        directory, tables = self._commit.directory, self._tables
+        keys: dict[str, KeyEntry] = {}
+        declared_by: dict[str, int] = {}
+        flushed, chunks = {entry.name for entry in tables}, 0
+        for entry in tables:
+            header = read_table_header(check_file(directory, entry))
+            for file in header.files:
+                check_file(directory, file)
+                flushed.add(file.name)
+            sketches.declare(declared_by, header.rank, header.keys)
+            keys.update(header.keys)
+            chunks += header.chunks
+            self.agreement.beat()
+        manifest = head(
+            writer=writer_versions(training=True),
+            topology={**topology(), "strategy": self._strategy},
+            sections=self._sections,
+            keys=keys,
+            tables=tables,
+            values=encode(dict(self.values), "values"),
+        )
+        with_view = self.settings.writes_dcp_metadata(chunks)
+        if not with_view and self.settings.dcp_metadata == "auto":
+            say_view_left_out(chunks)
+        self._replaced = finish(
+            self._commit,
+            manifest,
+            flushed,
+            view_of=self.values if with_view else None,
+            add_files=self.add_files,
+            progress=self.agreement.beat,
+            last_call=self.agreement.seal,
+        )
+        self._commit = None
+        self._follow_up()
+
+    def _follow_up(self) -> None:
+        """What the caller does after a commit: others must not go on while this rank fails at it."""
+        self.agreement.beat()
+        try:
+            if self.after_commit is not None:
+                self.after_commit()
+        except Exception as error:
+            _log.exception("%s is in its place, what follows failed", self.target)
+            named = describe_unexpected(error, rank=self.agreement.rank, doing="following up the commit")
+            stands = f"The checkpoint is complete and in its place, a tracker may name the one before: {self.target}."
+            raise CheckpointError.from_wire(named.to_wire() | {"remedy": f"{stands} {named.remedy}"}) from error
+
+    def clean_up(self) -> None:
+        """After the verdict: have deleted what was replaced, or what a save that failed has written."""
+        removal.delete_later(self._replaced)
+        if self._commit is not None:
+            try:
+                self._commit.abort()
+            except OSError:
+                _log.warning("could not remove %s", self._commit.directory, exc_info=True)

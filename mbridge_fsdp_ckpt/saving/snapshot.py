@@ -1,0 +1,116 @@
+"""What one rank holds for a save, and what it tells the others of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypedDict
+
+from mbridge_fsdp_ckpt.agree import sketches
+from mbridge_fsdp_ckpt.agree.sketches import Block, BlockRow
+from mbridge_fsdp_ckpt.live.fp8.owners import own_states
+from mbridge_fsdp_ckpt.live.holdings import (
+    Holding,
+    KeyFilter,
+    model_holdings,
+    optimizer_holdings,
+    optimizer_parts,
+    plan_model,
+)
+from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module
+from mbridge_fsdp_ckpt.live.optimizer import Hyperparameters
+from mbridge_fsdp_ckpt.live.topology import coordinates, sharding_strategy
+from mbridge_fsdp_ckpt.plan.keys import Section
+from mbridge_fsdp_ckpt.saving import copies
+from mbridge_fsdp_ckpt.saving.copies import Copy, CopyRow
+from mbridge_fsdp_ckpt.storage.format.schema import ParameterGroup, TableHeader
+from mbridge_fsdp_ckpt.storage.format.values import encode
+from mbridge_fsdp_ckpt.versions import require
+
+
+@dataclass(slots=True)
+class Prepared:
+    """What one rank is about to write.
+
+    Args:
+        holdings: Its blocks, those that other ranks write among them.
+        sketch: What the others learn of these.
+        header: What its table says besides chunks, keys and files.
+        sections: What is saved.
+        strategy: How Megatron-FSDP shards the model.
+        copies: What it saw, while writing, of blocks that others hold, too.
+    """
+
+    holdings: list[Holding]
+    sketch: list[int]
+    header: TableHeader
+    sections: tuple[Section, ...]
+    strategy: str
+    copies: list[Copy] = field(default_factory=list)
+
+
+class Announced(TypedDict):
+    """A rank's message for the agreement on the plan."""
+
+    sketch: list[int]
+    sections: list[Section]
+    strategy: str
+
+
+def plan_save(
+    model: Any,
+    optimizer: Any,
+    include: KeyFilter | None,
+    rank_values: Mapping[str, Any] | None,
+    vocabulary_size: int | None = None,
+) -> Prepared:
+    """Plan this rank's part.  No communication, no copies.
+
+    Raises:
+        CheckpointError: The model or the optimizer cannot be saved.
+    """
+    require("torch", "megatron-core")
+    module = find_fsdp_module(model)
+    planned = plan_model(module)
+    holdings = list(model_holdings(planned, include, vocabulary_size))
+    parts = optimizer_parts(optimizer, planned) if optimizer is not None else []
+    slots, stateless = optimizer_holdings(parts, vocabulary_size)
+    place = coordinates()
+    header = TableHeader(
+        rank=place["rank"],
+        coordinates=place,
+        files=(),
+        keys={},
+        parameter_groups=tuple(_encode_group(*group) for part in parts for group in part.group_names()),
+        stateless=tuple(stateless),
+        values=encode(dict(rank_values or {}), "rank_values"),
+        extra_state=encode(own_states(module), "extra_state"),
+        chunks=0,
+    )
+    holdings += slots
+    sections: tuple[Section, ...] = ("model", "optimizer") if parts else ("model",)
+    return Prepared(holdings, sketches.sketch(map(Block.of, holdings)), header, sections, sharding_strategy(module))
+
+
+def _encode_group(hyperparameters: Hyperparameters, names: list[str]) -> ParameterGroup:
+    encoded = encode(hyperparameters, "optimizer.param_to_group_meta")
+    return ParameterGroup.model_validate({"parameters": names, "hyperparameters": encoded})
+
+
+def announce(prepared: Prepared) -> Announced:
+    """The bounded message for the agreement."""
+    return {
+        "sketch": prepared.sketch,
+        "sections": list(prepared.sections),
+        "strategy": prepared.strategy,
+    }
+
+
+def disputed(prepared: Prepared, buckets: Iterable[int]) -> list[BlockRow]:
+    """This rank's blocks in the buckets that did not add up."""
+    return sketches.blocks_in(map(Block.of, prepared.holdings), buckets)
+
+
+def differing(prepared: Prepared, buckets: Iterable[int]) -> list[CopyRow]:
+    """This rank's hashes of copies in the buckets that did not add up."""
+    return copies.copies_in(prepared.copies, buckets)

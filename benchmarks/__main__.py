@@ -12,8 +12,8 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.cases import Suite, run_suite
-from benchmarks.machine import circumstances
 from benchmarks.report import Results, show, write
+from tools.circumstances import circumstances
 
 _RESULTS = Path(__file__).parent / "results"
 

@@ -21,12 +21,12 @@ import torch.distributed as dist
 from rich.console import Console
 
 import mbridge_fsdp_ckpt
-from benchmarks.machine import circumstances
 from mbridge_fsdp_ckpt.storage.format import payload
 from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
 from mbridge_fsdp_ckpt.testing.models import Recipe, build
 from mbridge_fsdp_ckpt.testing.modules import MEGATRON_MODULES, installed
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from tools.circumstances import circumstances
 
 RESULTS = Path(__file__).parent / "results" / "integrity"
 RANKS = 2

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.machine import circumstances
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.settings import AUTO_DCP_CHUNKS
@@ -23,6 +22,7 @@ from mbridge_fsdp_ckpt.storage.entries import FileEntry
 from mbridge_fsdp_ckpt.storage.format.schema import TableHeader
 from mbridge_fsdp_ckpt.storage.format.table import Chunk, table_bytes
 from mbridge_fsdp_ckpt.storage.stock.view import write_dcp_view
+from tools.circumstances import circumstances
 
 RESULTS = Path(__file__).parent / "results" / "stock_view"
 CHUNKS_A_RANK = 1_000

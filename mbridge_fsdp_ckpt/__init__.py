@@ -15,7 +15,7 @@ from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, STOCK_FORMAT
 
 if TYPE_CHECKING:
     from mbridge_fsdp_ckpt.bridge import register, unregister
-    from mbridge_fsdp_ckpt.checkpoint import Loaded, Settings, load, save
+    from mbridge_fsdp_ckpt.checkpoint import Loaded, Settings, load, load_weights_only, save
 
 __version__ = "0.1.0"
 
@@ -26,6 +26,7 @@ __all__ = [
     "Settings",
     "__version__",
     "load",
+    "load_weights_only",
     "register",
     "save",
     "unregister",
@@ -35,6 +36,7 @@ _HOMES = {
     "Loaded": "checkpoint",
     "Settings": "checkpoint",
     "load": "checkpoint",
+    "load_weights_only": "checkpoint",
     "save": "checkpoint",
     "register": "bridge",
     "unregister": "bridge",

@@ -33,7 +33,7 @@ from mbridge_fsdp_ckpt.storage.commit.retention import reading
 from mbridge_fsdp_ckpt.storage.source import RankRecord
 from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path
 
-__all__ = ["Loaded", "Settings", "load", "save"]
+__all__ = ["Loaded", "Settings", "load", "load_weights_only", "save"]
 
 Accept = Callable[["Loaded"], Callable[[], None]]
 
@@ -153,7 +153,22 @@ def load_weights_only(
     accept: Accept | None = None,
     settings: Settings | None = None,
 ) -> Loaded:
-    """Like `load`, but the optimizer keeps its state and only refreshes its copies of the weights."""
+    """Like `load`, but the optimizer keeps its state and only refreshes its copies of the weights.
+
+    An optimizer may keep fp32 weights of its own, on the host or on the device.  Left as they were, they would put the
+    old weights back in its first step.
+
+    Args:
+        directory: As in `load`.
+        model: As in `load`.
+        optimizer: The one whose copies to refresh; None where there is none yet.
+        include: As in `load`.
+        accept: As in `load`.
+        settings: As in `load`.
+
+    Raises:
+        CheckpointError: As in `load`.
+    """
     return _load(directory, Wanted(model, optimizer, include, with_state=False), accept, settings or Settings())
 
 

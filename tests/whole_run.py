@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
 from tests.soak import sampling
+from tools.circumstances import commit
 
-_REPOSITORY = Path(__file__).parents[1]
 _DESELECTED = "deselected"
 
 
@@ -20,7 +18,7 @@ class WholeRun:
 
     def __init__(self) -> None:
         self._began = time.monotonic()
-        self._commit = _commit()
+        self._commit = commit()
         self._counts: Counter[tuple[str, str]] = Counter()
 
     def pytest_deselected(self, items: list[pytest.Item]) -> None:
@@ -42,13 +40,3 @@ class WholeRun:
 def _folder(nodeid: str) -> str:
     """tests/core/test_x.py::test_y -> core."""
     return nodeid.split("/")[1]
-
-
-def _commit() -> str:
-    """The commit that is checked out, and whether anything was changed since."""
-
-    def git(*arguments: str) -> str:
-        run = subprocess.run(["git", *arguments], cwd=_REPOSITORY, capture_output=True, text=True, check=True)
-        return run.stdout.strip()
-
-    return git("rev-parse", "HEAD") + (" and changes" if git("status", "--porcelain") else "")

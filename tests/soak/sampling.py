@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import random
-import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from tools.circumstances import today, versions
 
 RESULTS = Path(__file__).parents[2] / "docs" / "soak"
 FULL = os.environ.get("MBRIDGE_SOAK") == "1"
@@ -82,12 +81,9 @@ def record(name: str, result: Result) -> None:
     from tests.soak import report
 
     body: dict[str, Any] = {
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "date": today(),
         "seed": seed(),
-        "versions": {
-            "python": platform.python_version(),
-            **{package: version(package) for package in ("mbridge-fsdp-ckpt", "megatron-core", "torch")},
-        },
+        "versions": versions(("mbridge-fsdp-ckpt", "megatron-core", "torch")),
         "seconds": round(result.seconds, 1),
         "outcomes": result.outcomes,
         "facts": dict(result.facts),

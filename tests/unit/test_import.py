@@ -39,7 +39,8 @@ print(json.dumps(found))
 
 def test_names_are_found_where_they_live() -> None:
     import mbridge_fsdp_ckpt
-    from mbridge_fsdp_ckpt.checkpoint import save
+    from mbridge_fsdp_ckpt import bridge, checkpoint
 
-    assert mbridge_fsdp_ckpt.save is save
-    assert set(mbridge_fsdp_ckpt.__all__) >= {"save", "load", "register", "unregister", "Settings"}
+    names = set(mbridge_fsdp_ckpt.__all__) - {"FORMAT_NAME", "STOCK_FORMAT", "__version__"}
+    assert names == {*checkpoint.__all__, *bridge.__all__}
+    assert all(getattr(mbridge_fsdp_ckpt, name) is getattr(checkpoint, name) for name in checkpoint.__all__)

@@ -1,20 +1,31 @@
-"""Where and with what a benchmark ran."""
+"""When, where and with what the figures of a report came to be."""
 
 from __future__ import annotations
 
 import os
 import platform
 import subprocess
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-_PACKAGES = ("mbridge-fsdp-ckpt", "torch", "megatron-core", "megatron-bridge", "transformer-engine")
+import mbridge_fsdp_ckpt
+
+_OURS = "mbridge-fsdp-ckpt"
+_PACKAGES = (_OURS, "torch", "megatron-core", "megatron-bridge", "transformer-engine")
+_CHECKOUT = Path(__file__).parents[1]
 
 
 def circumstances(scratch: Path, **more: str) -> dict[str, str]:
     """When a benchmark ran, what else is to be said of it, and on what."""
-    return {"date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", **more, **machine(scratch), **versions()}
+    time = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+    return {"date": time, **more, **machine(scratch), **versions(), "commit": commit("mbridge_fsdp_ckpt")}
+
+
+def today() -> str:
+    """The date, the same wherever it is asked for."""
+    return f"{datetime.now(UTC):%Y-%m-%d}"
 
 
 def machine(scratch: Path) -> dict[str, str]:
@@ -29,19 +40,16 @@ def machine(scratch: Path) -> dict[str, str]:
     }
 
 
-def versions() -> dict[str, str]:
-    """Python, the packages, and this checkout's commit."""
+def versions(packages: Iterable[str] = _PACKAGES) -> dict[str, str]:
+    """Python and the packages."""
     found = {"python": platform.python_version()}
-    for name in _PACKAGES:
+    for name in packages:
         try:
             found[name] = version(name)
         except PackageNotFoundError:
             found[name] = "not installed"
-    import mbridge_fsdp_ckpt
-
-    if found["mbridge-fsdp-ckpt"] == "not installed":  # run from a checkout
-        found["mbridge-fsdp-ckpt"] = mbridge_fsdp_ckpt.__version__
-    found["commit"] = _commit(Path(mbridge_fsdp_ckpt.__path__[0]))
+    if found.get(_OURS) == "not installed":  # run from a checkout
+        found[_OURS] = mbridge_fsdp_ckpt.__version__
     return found
 
 
@@ -59,12 +67,13 @@ def _file_system(directory: Path) -> str:
     return answer or "unknown"
 
 
-def _commit(directory: Path) -> str:
-    commit = _output(["git", "-C", str(directory), "rev-parse", "--short", "HEAD"])
-    if not commit:
+def commit(*folders: str) -> str:
+    """The commit that is checked out, and whether anything was changed since, in these folders or anywhere."""
+    found = _output(["git", "-C", str(_CHECKOUT), "rev-parse", "HEAD"])
+    if not found:
         return "not a checkout"
-    changed = _output(["git", "-C", str(directory), "status", "--porcelain", "--", "."])
-    return f"{commit} with changes" if changed else commit
+    changed = _output(["git", "-C", str(_CHECKOUT), "status", "--porcelain", "--", *(folders or ".")])
+    return f"{found} with changes" if changed else found
 
 
 def _output(command: list[str]) -> str:

@@ -1,0 +1,76 @@
+"""Rules of the house that import-linter cannot hold: sizes, and names that have one place."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import mbridge_fsdp_ckpt
+
+PACKAGE = Path(mbridge_fsdp_ckpt.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+FUNCTION_LINES, FILE_LINES = 40, 300
+
+BRIDGES = (
+    "run_config.yaml",
+    "train_state.pt",
+    "train_state",
+    "custom_manager_class",
+    "data_parallel_sharding_strategy",
+)
+"""Names of Megatron-Bridge's files, and of fields in them, that this package reads or writes."""
+
+OF_BRIDGE = ("bridge", "recipes", "testing")
+"""Folders that may say them: the plug-in, and what runs Bridge itself."""
+
+
+def functions(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Name and lines, docstring left out, of every function."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or 0) - node.lineno + 1
+            if ast.get_docstring(node) is not None:
+                lines -= (node.body[0].end_lineno or 0) - node.body[0].lineno + 1
+            yield node.name, lines
+
+
+def literals(tree: ast.AST) -> Iterator[str]:
+    """Every string that is no docstring."""
+    told = {
+        id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in told:
+            yield node.value
+
+
+def test_the_rules_see_what_they_are_about() -> None:
+    tree = ast.parse('def f():\n    """Says\n    nothing."""\n    return "train_state"\n')
+    assert list(functions(tree)) == [("f", 2)]
+    assert list(literals(tree)) == ["train_state"]
+    assert len(FILES) > 100
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_no_file_and_no_function_is_too_long(file: Path) -> None:
+    text = file.read_text()
+    assert text.count("\n") <= FILE_LINES
+    assert [found for found in functions(ast.parse(text)) if found[1] > FUNCTION_LINES] == []
+
+
+def test_bridges_names_are_said_in_its_folder_alone() -> None:
+    elsewhere = [file for file in FILES if file.relative_to(PACKAGE).parts[0] not in OF_BRIDGE]
+    said = {
+        (str(file.relative_to(PACKAGE)), literal)
+        for file in elsewhere
+        for literal in literals(ast.parse(file.read_text()))
+        if literal in BRIDGES or any(name in literal for name in BRIDGES[:2])
+    }
+    assert said == set()
+    bridge = {
+        literal for file in (PACKAGE / "bridge").glob("*.py") for literal in literals(ast.parse(file.read_text()))
+    }
+    assert bridge >= set(BRIDGES)

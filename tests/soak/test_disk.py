@@ -132,7 +132,7 @@ def test_a_slow_disk_that_gets_on_fails_nobody(pool: RankPool, old: tuple[Path, 
     assert min(rank["seconds"] for rank in seen) > 3.0
 
 
-@pytest.mark.parametrize("rank", EVERYBODY)
+@pytest.mark.parametrize("rank", sampling.drawn("stalls", EVERYBODY, share=2))
 def test_a_disk_that_stalls_is_one_error_everywhere(
     rank: int, pool: RankPool, old: tuple[Path, Any], tmp_path: Path
 ) -> None:

@@ -21,6 +21,7 @@ from mbridge_fsdp_ckpt.settings import AUTO_DCP_CHUNKS
 from mbridge_fsdp_ckpt.storage.entries import FileEntry
 from mbridge_fsdp_ckpt.storage.format.schema import TableHeader
 from mbridge_fsdp_ckpt.storage.format.table import Chunk, table_bytes
+from mbridge_fsdp_ckpt.storage.ranges import ByteRange
 from mbridge_fsdp_ckpt.storage.stock.view import write_dcp_view
 from tools.circumstances import circumstances
 
@@ -45,7 +46,8 @@ def measure(ranks: int) -> Figures:
 
 def _table(folder: Path, rank: int, keys: dict[str, KeyEntry]) -> Path:
     chunks = [
-        Chunk(key, 0, 1000 * n, 32, Box((rank, 0), (1, 8)), "xxh3_64:0", (1000 * n, 1000)) for n, key in enumerate(keys)
+        Chunk(key, 0, ByteRange(1000 * n, 32), Box((rank, 0), (1, 8)), "xxh3_64:0", ByteRange(1000 * n, 1000))
+        for n, key in enumerate(keys)
     ]
     file = FileEntry(name=f"__{rank}_0.distcp", size=1000 * len(chunks), checksum="xxh3_64:0")
     header = TableHeader(rank=rank, coordinates={}, files=(file,), keys={}, chunks=len(chunks))

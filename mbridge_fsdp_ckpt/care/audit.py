@@ -153,13 +153,13 @@ class Audit:
         part.checked[f"{subject}s"] += 1
         before = len(part.findings)
         size = self._size(entry, part, subject)
-        present = [chunk for chunk in chunks if size is not None and sum(chunk.frame) <= size]
+        present = [chunk for chunk in chunks if size is not None and chunk.record.end <= size]
         lost = "no such bytes" if size is None else f"a file that ends at byte {size}"
-        part.findings += [_of_chunk(entry.name, c, lost) for c in chunks if size is None or sum(c.frame) > size]
+        part.findings += [_of_chunk(entry.name, c, lost) for c in chunks if size is None or c.record.end > size]
         if size is None or not (self._content or read):
             return len(part.findings) == before
         try:
-            digest, records = self._digests(self._directory / entry.name, [chunk.frame for chunk in present])
+            digest, records = self._digests(self._directory / entry.name, [chunk.record for chunk in present])
         except OSError as error:
             part.findings.append(Finding(subject, entry.name, "a file that can be read", str(error)))
             return False
@@ -224,5 +224,5 @@ class Audit:
 
 
 def _of_chunk(file: str, chunk: Chunk, found: str) -> Finding:
-    span = chunk.frame[0], sum(chunk.frame)
+    span = chunk.record.offset, chunk.record.end
     return Finding("chunk", file, chunk.checksum, found, chunk.key, chunk.box, span)

@@ -70,8 +70,8 @@ def stage(opened: Opened, budget: int, agreement: Agreement) -> Staged:
     for chunk in in_file_order(opened.chunks, opened.needed):
         if chunk.key not in weights:
             filling.copy(chunk, staged.read(chunk))
-        elif opened.verified and chunk.length <= budget:
-            budget -= chunk.length
+        elif opened.verified and chunk.record.length <= budget:
+            budget -= chunk.record.length
             staged.kept[chunk] = opened.source.read(chunk)
         elif opened.verified:
             opened.source.verify(chunk, staged.scratch)

@@ -170,4 +170,4 @@ def in_file_order(chunks: dict[str, list[StoredChunk]], needed: dict[str, list[B
         for chunk in chunks[key]
         if any(chunk.box.intersect(box) for box in boxes)
     )
-    return sorted(touching, key=lambda chunk: (str(chunk.path), chunk.offset))
+    return sorted(touching, key=lambda chunk: (str(chunk.path), chunk.record.offset))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,18 @@ MAX_OPEN = 128
 """Files open at a time: half of what is left of the usual limit of 1,024 when sockets and libraries have theirs."""
 
 _READ_AT_ONCE = 1 << 28  # where nothing is hashed
+
+
+class ByteRange(NamedTuple):
+    """Bytes [offset, end) of a file."""
+
+    offset: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        """One past the last byte."""
+        return self.offset + self.length
 
 
 class Scratch:

@@ -11,10 +11,11 @@ import torch
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry, Section
 from mbridge_fsdp_ckpt.storage.entries import ExtraEntry
-from mbridge_fsdp_ckpt.storage.ranges import Scratch
+from mbridge_fsdp_ckpt.storage.ranges import ByteRange, Scratch
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 _TABLES_SIZE = 1 << 26  # bytes of chunk tables known at a time; in memory a chunk takes twice what its row does
+_NO_BYTES = ByteRange(0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,20 +26,18 @@ class StoredChunk:
         key: The key.
         box: The block of it.
         path: The file.
-        offset: First byte of its record.
-        length: Bytes of its record.
-        checksum: Of those bytes; empty where the format has none.
-        start: First byte of the raw elements in the record, where they can be read without unpickling it.
+        record: The bytes that are read and verified as one: the raw elements, and what a pickler wrote around them.
+        checksum: Of the record; empty where the format has none.
+        elements_at: Where in the record the raw elements begin, if they can be read without unpickling it.
         data: The raw elements, where the table has them: there is no record.
     """
 
     key: str
     box: Box
     path: AnyPath
-    offset: int
-    length: int
-    checksum: str
-    start: int = 0
+    record: ByteRange = _NO_BYTES
+    checksum: str = ""
+    elements_at: int = 0
     data: bytes = b""
 
 

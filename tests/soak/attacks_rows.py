@@ -28,7 +28,7 @@ NUMBERS: dict[str, Any] = {
 
 def numbers() -> Made:
     """Numbers of a row that are none, or lead outside the file."""
-    fields = {"file": 1, "offset": 2, "length": 3, "frame offset": 7, "frame length": 8}
+    fields = {"file": 1, "offset": 2, "length": 3, "record offset": 7, "record length": 8}
     for (field, index), (what, value) in itertools.product(fields.items(), NUMBERS.items()):
         yield f"{what} as {field}", forge.edit_row(index, value), ""
     for what, value in NUMBERS.items():

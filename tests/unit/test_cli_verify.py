@@ -110,7 +110,7 @@ def test_each_flipped_byte_of_payload_is_found_in_its_chunk_and_its_file(
     path = directory / payload(1)
     for position in range(0, path.stat().st_size, 61):
         flip(path, position)
-        [hit] = [key for key, c in chunks.items() if c.frame[0] <= position < sum(c.frame)]
+        [hit] = [key for key, c in chunks.items() if c.record.offset <= position < c.record.end]
         assert audited(directory) == [("file", payload(1), None), ("chunk", payload(1), hit)], position
         flip(path, position)
     assert audited(directory) == []
@@ -118,8 +118,8 @@ def test_each_flipped_byte_of_payload_is_found_in_its_chunk_and_its_file(
 
 def test_a_damaged_chunk_is_described(directory: Path) -> None:
     chunk = chunks_of(directory, 1)[WEIGHT]
-    flip(directory / payload(1), chunk.offset)
-    record = (directory / payload(1)).read_bytes()[chunk.frame[0] : sum(chunk.frame)]
+    flip(directory / payload(1), chunk.elements.offset)
+    record = (directory / payload(1)).read_bytes()[chunk.record.offset : chunk.record.end]
     found = data("verify", directory, code=1)
     assert not found["intact"]
     assert found["findings"][1] == {
@@ -127,7 +127,7 @@ def test_a_damaged_chunk_is_described(directory: Path) -> None:
         "file": payload(1),
         "key": WEIGHT,
         "box": {"offset": [2, 0], "size": [2, 3]},
-        "bytes": [chunk.frame[0], sum(chunk.frame)],
+        "bytes": [chunk.record.offset, chunk.record.end],
         "expected": chunk.checksum,
         "found": checksum(record),
     }
@@ -141,7 +141,7 @@ def test_a_damaged_chunk_is_described(directory: Path) -> None:
 @pytest.mark.parametrize("workers", [1, 8])
 def test_all_damage_is_found_in_the_order_of_the_tables(directory: Path, workers: int) -> None:
     for rank, key in ((0, WEIGHT), (0, AVERAGE), (1, BIAS)):
-        flip(directory / payload(rank), chunks_of(directory, rank)[key].offset)
+        flip(directory / payload(rank), chunks_of(directory, rank)[key].elements.offset)
     assert audited(directory, workers=workers) == [
         ("file", payload(0), None),
         ("chunk", payload(0), WEIGHT),
@@ -169,7 +169,7 @@ def test_bytes_between_records_are_the_files_alone(directory: Path) -> None:
 @pytest.mark.parametrize("header", [False, True])
 def test_a_truncated_payload_file_names_the_chunks_that_are_lost(directory: Path, header: bool) -> None:
     chunk = chunks_of(directory, 1)[AVERAGE]
-    truncate(directory / payload(1), sum(chunk.frame) - 1)
+    truncate(directory / payload(1), chunk.record.end - 1)
     assert audited(directory, content=not header) == [
         ("file", payload(1), None),
         ("chunk", payload(1), AVERAGE),
@@ -178,8 +178,8 @@ def test_a_truncated_payload_file_names_the_chunks_that_are_lost(directory: Path
 
 
 def test_what_is_left_of_a_truncated_file_is_still_read(directory: Path) -> None:
-    flip(directory / payload(1), chunks_of(directory, 1)[WEIGHT].offset)
-    truncate(directory / payload(1), chunks_of(directory, 1)[BIAS].frame[0])
+    flip(directory / payload(1), chunks_of(directory, 1)[WEIGHT].elements.offset)
+    truncate(directory / payload(1), chunks_of(directory, 1)[BIAS].record.offset)
     assert audited(directory) == [
         ("file", payload(1), None),
         ("chunk", payload(1), BIAS),
@@ -220,7 +220,7 @@ def test_a_damaged_table_is_named_and_what_it_describes_is_said_to_be_unchecked(
     directory: Path, damage: Callable[[Path], None]
 ) -> None:
     damage(directory / table(1))
-    flip(directory / payload(0), chunks_of(directory, 0)[AVERAGE].offset)
+    flip(directory / payload(0), chunks_of(directory, 0)[AVERAGE].elements.offset)
     found = data("verify", directory, code=1)
     assert named(found) == [
         ("file", payload(0), None),
@@ -265,7 +265,7 @@ def test_files_that_nobody_lists_are_nobodys_business(directory: Path) -> None:
 
 
 def test_the_header_alone_does_not_read_payload(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flip(directory / payload(1), chunks_of(directory, 1)[BIAS].offset)
+    flip(directory / payload(1), chunks_of(directory, 1)[BIAS].elements.offset)
     read: list[str] = []
     original = files.opened
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ from mbridge_fsdp_ckpt.care.audit import Audit
 from mbridge_fsdp_ckpt.care.findings import Finding, Tiling
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
-from mbridge_fsdp_ckpt.storage.format.table import Chunk
 from tests.unit import handmade
 from tests.unit.handmade import BIAS, KEYS, STEP, WEIGHT, table
 from tests.unit.test_cli_verify import audited, rewrite
@@ -33,7 +33,7 @@ def _twice(key: str) -> Any:
 def _moved(key: str, box: Box) -> Any:
     return lambda header, chunks: (
         header,
-        [Chunk(c.key, c.file, c.offset, c.length, box, c.checksum, c.frame) if c.key == key else c for c in chunks],
+        [replace(c, box=box) if c.key == key else c for c in chunks],
     )
 
 

@@ -161,7 +161,7 @@ def test_a_damaged_record_never_ends_in_an_error_without_a_name(tmp_path: Path) 
     [file] = directory.glob("*.distcp")
     [chunk] = (source := open_checkpoint(directory)).chunks(["model.weight"])["model.weight"]
     data, refused = file.read_bytes(), 0
-    for position in range(chunk.offset, chunk.offset + chunk.length):
+    for position in range(chunk.record.offset, chunk.record.end):
         damaged = bytearray(data)
         damaged[position] ^= 0x5A
         file.write_bytes(damaged)

@@ -54,15 +54,15 @@ def writer(tmp_path: Path) -> Iterator[PayloadWriter]:
 def check(path: AnyPath, chunk: Chunk, tensor: torch.Tensor) -> None:
     """The chunk's bytes and its record, read without the package."""
     data = path.read_bytes()
-    raw = data[chunk.offset : chunk.offset + chunk.length]
+    raw = data[chunk.elements.offset : chunk.elements.end]
     assert raw == expected_bytes(tensor)
-    start, length = chunk.frame
+    start, length = chunk.record
     assert chunk.checksum == f"xxh3_64:{xxhash.xxh3_64_hexdigest(data[start : start + length])}"
-    assert start <= chunk.offset
-    assert chunk.offset + chunk.length <= start + length
+    assert start <= chunk.elements.offset
+    assert chunk.elements.end <= start + length
     loaded = torch.load(io.BytesIO(data[start : start + length]), weights_only=True)
     assert (loaded.dtype, tuple(loaded.shape)) == (tensor.dtype, chunk.box.size)
-    assert loaded.untyped_storage().nbytes() == chunk.length
+    assert loaded.untyped_storage().nbytes() == chunk.elements.length
     assert expected_bytes(loaded) == raw
 
 
@@ -109,8 +109,8 @@ def test_a_chunk_is_shaped_like_its_box(writer: PayloadWriter) -> None:
 def test_records_follow_one_another_and_fill_the_file(writer: PayloadWriter) -> None:
     chunks = [writer.add(f"key{n}", torch.arange(n + 1), whole((n + 1,))) for n in range(5)]
     entry = writer.close()
-    assert [c.frame[0] for c in chunks[1:]] == [sum(c.frame) for c in chunks[:-1]]
-    assert entry.size == sum(chunks[-1].frame) == writer.path.stat().st_size == writer.position
+    assert [c.record.offset for c in chunks[1:]] == [c.record.end for c in chunks[:-1]]
+    assert entry.size == chunks[-1].record.end == writer.path.stat().st_size == writer.position
 
 
 def test_the_file_entry_describes_the_file(writer: PayloadWriter) -> None:
@@ -212,10 +212,10 @@ def test_a_second_record_of_a_form_is_what_torch_writes(
     assert len(calls) == 2
     data = writer.path.read_bytes()
     for tensor, chunk in zip(tensors, chunks, strict=True):
-        start, length = chunk.frame
+        start, length = chunk.record
         expected = io.BytesIO()
         with payload._without_crc32():
             original(tensor, expected)
         assert data[start : start + length] == expected.getvalue()
         assert checksum(data[start : start + length]) == chunk.checksum
-        assert data[chunk.offset : chunk.offset + chunk.length] == expected_bytes(tensor)
+        assert data[chunk.elements.offset : chunk.elements.end] == expected_bytes(tensor)

@@ -18,6 +18,7 @@ from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
 from mbridge_fsdp_ckpt.storage.format.schema import TableEntry, TableHeader
 from mbridge_fsdp_ckpt.storage.format.table import Chunk, read_table_header, table_bytes
 from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
+from mbridge_fsdp_ckpt.storage.ranges import ByteRange
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource
 from tests.unit import handmade
 from tests.unit.handmade import BIAS, HYPERPARAMETERS, KEYS, NAME, STEP, TENSORS, VALUES, WEIGHT, payload, table
@@ -86,7 +87,7 @@ def test_payload_is_read_without_unpickling(directory: Path) -> None:
     """Bare elements, without any record around them, are read as well."""
     raw = bytes(TENSORS[BIAS].view(torch.uint8).tolist())
     (directory / "bare").write_bytes(raw)
-    chunk = Chunk(BIAS, 0, 0, 24, Box((0,), (3,)), checksum(raw), (0, 24))
+    chunk = Chunk(BIAS, 0, ByteRange(0, 24), Box((0,), (3,)), checksum(raw), ByteRange(0, 24))
     header = TableHeader(
         rank=0, coordinates={}, files=(FileEntry(name="bare", size=24, checksum=checksum(raw)),), keys={}, chunks=1
     )
@@ -165,20 +166,20 @@ def test_files_that_are_not_needed_are_not_asked_for(directory: Path) -> None:
 def test_every_flipped_byte_of_a_record_is_seen(directory: Path) -> None:
     source = open_checkpoint(directory)
     [chunk] = source.chunks([BIAS])[BIAS]
-    for byte in range(chunk.length):
-        flip(chunk.path, chunk.offset + byte)
+    for byte in range(chunk.record.length):
+        flip(chunk.path, chunk.record.offset + byte)
         with pytest.raises(DamagedCheckpointError) as caught:
             source.read(chunk)
         assert caught.value.key == str(directory / payload(1))
         assert BIAS in caught.value.expected
-        flip(chunk.path, chunk.offset + byte)
+        flip(chunk.path, chunk.record.offset + byte)
     assert torch.equal(source.read(chunk), TENSORS[BIAS])
 
 
 def test_a_payload_file_that_shrinks_after_it_was_checked_is_named(directory: Path) -> None:
     source = open_checkpoint(directory)
     [chunk] = source.chunks([BIAS])[BIAS]
-    chunk.path.write_bytes(chunk.path.read_bytes()[: chunk.offset + 3])
+    chunk.path.write_bytes(chunk.path.read_bytes()[: chunk.record.offset + 3])
     with pytest.raises(DamagedCheckpointError, match="3 bytes") as caught:
         source.read(chunk)
     assert caught.value.key == str(chunk.path)
@@ -212,7 +213,7 @@ def test_an_edited_value_in_a_manifest_is_refused(directory: Path) -> None:
 def test_a_table_of_other_keys_than_the_manifest_is_refused(directory: Path) -> None:
     path = directory / table(0)
     header = read_table_header(path)
-    alien = Chunk("alien", 0, 0, 1, Box((), ()), "", (0, 1))
+    alien = Chunk("alien", 0, ByteRange(0, 1), Box((), ()), "", ByteRange(0, 1))
     path.write_bytes(table_bytes(header.model_copy(update={"chunks": 1}), [alien]))
     entry = TableEntry(name=path.name, size=path.stat().st_size, checksum=file_checksum(path), rank=0)
     handmade.write_head(directory, [entry])

@@ -13,6 +13,7 @@ from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.storage.entries import FileEntry
 from mbridge_fsdp_ckpt.storage.format.schema import ParameterGroup, TableHeader
 from mbridge_fsdp_ckpt.storage.format.table import Chunk, Row, Scalar, read_table, read_table_header, table_bytes
+from mbridge_fsdp_ckpt.storage.ranges import ByteRange
 
 SUM = "xxh3_64:0123456789abcdef"
 KEYS = {
@@ -32,7 +33,7 @@ HEADER = TableHeader(
     chunks=2,
 )
 CHUNKS: list[Row] = [
-    Chunk("weight", 0, 164, 24, Box((1, 0), (2, 3)), SUM, (100, 200)),
+    Chunk("weight", 0, ByteRange(164, 24), Box((1, 0), (2, 3)), SUM, ByteRange(100, 200)),
     Scalar("step", b"\x07" + bytes(7)),
 ]
 ROW = ["weight", 0, 164, 24, [1, 0], [2, 3], SUM, 100, 200]
@@ -79,9 +80,11 @@ def test_an_empty_chunk_fits(table: Path) -> None:
     assert next(read_table(table, KEYS)).box == Box((4, 0), (0, 3))
 
 
-def test_a_chunk_may_fill_its_frame_and_its_file(table: Path) -> None:
+def test_a_chunk_may_fill_its_record_and_its_file(table: Path) -> None:
     with_row(table, ["weight", 0, 976, 24, [1, 0], [2, 3], SUM, 976, 24])
-    assert next(read_table(table, KEYS)) == Chunk("weight", 0, 976, 24, CHUNKS[0].box, SUM, (976, 24))
+    assert next(read_table(table, KEYS)) == Chunk(
+        "weight", 0, ByteRange(976, 24), CHUNKS[0].box, SUM, ByteRange(976, 24)
+    )
 
 
 @pytest.mark.parametrize("number", [-1, 2**63, 10**30, True, 1.0, "1", None, [1]])
@@ -89,7 +92,7 @@ def test_a_chunk_may_fill_its_frame_and_its_file(table: Path) -> None:
 def test_a_number_that_is_none_is_refused(table: Path, field: int, number: Any) -> None:
     row = list(ROW)
     row[field] = number
-    with pytest.raises(ManifestError, match="a chunk: key, file, offset"):
+    with pytest.raises(ManifestError, match="a chunk: key, file, elements_offset"):
         list(read_table(with_row(table, row), KEYS))
 
 
@@ -98,13 +101,13 @@ def test_a_number_that_is_none_is_refused(table: Path, field: int, number: Any) 
 def test_a_box_that_is_none_is_refused(table: Path, field: int, box: Any) -> None:
     row = list(ROW)
     row[field] = box
-    with pytest.raises(ManifestError, match="a chunk: key, file, offset"):
+    with pytest.raises(ManifestError, match="a chunk: key, file, elements_offset"):
         list(read_table(with_row(table, row), KEYS))
 
 
 @pytest.mark.parametrize("empty", ["", {}])
 def test_an_empty_text_is_no_box_of_a_scalar(table: Path, empty: Any) -> None:
-    with pytest.raises(ManifestError, match="a chunk: key, file, offset"):
+    with pytest.raises(ManifestError, match="a chunk: key, file, elements_offset"):
         list(read_table(with_row(table, ["single", 0, 164, 8, empty, empty, SUM, 100, 200]), KEYS))
 
 
@@ -178,9 +181,9 @@ def test_a_number_that_breaks_a_rule_is_refused(table: Path, row: Any, match: st
         pytest.param([*ROW[:3], 23, *ROW[4:]], "6 elements of float32", id="too short"),
         pytest.param([*ROW[:3], 28, *ROW[4:]], "6 elements of float32", id="too long"),
         pytest.param(["weight", 1, *ROW[2:]], "one of 1 files", id="file that is not listed"),
-        pytest.param([*ROW[:2], 99, *ROW[3:]], "bytes inside", id="before its frame"),
-        pytest.param([*ROW[:2], 277, *ROW[3:]], "bytes inside", id="beyond its frame"),
-        pytest.param([*ROW[:7], 100, 901], "bytes inside", id="frame beyond the file"),
+        pytest.param([*ROW[:2], 99, *ROW[3:]], "bytes inside", id="before its record"),
+        pytest.param([*ROW[:2], 277, *ROW[3:]], "bytes inside", id="beyond its record"),
+        pytest.param([*ROW[:7], 100, 901], "bytes inside", id="record beyond the file"),
         pytest.param([*ROW[:2], 2**62, *ROW[3:7], 2**62, 2**62], "bytes inside", id="far beyond the file"),
     ],
 )

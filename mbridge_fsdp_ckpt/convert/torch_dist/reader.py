@@ -73,7 +73,7 @@ class LinkedChunks:
             if common is not None:
                 begin = zip(common.offset[lead:], link.there.offset[lead:], link.here.offset, strict=True)
                 box = Box(tuple(o - base + new for o, base, new in begin), common.size[lead:])
-                place = stored.path, stored.offset, stored.length, stored.checksum
+                place = stored.path, stored.record, stored.checksum
                 yield _Piece(key, box, *place, whole=stored, block=common)
 
     def _by_lead(self, key: str, lead: int) -> Mapping[Shape, list[StoredChunk]]:

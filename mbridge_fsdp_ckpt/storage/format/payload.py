@@ -20,6 +20,7 @@ from mbridge_fsdp_ckpt.plan.boxes import Box, Shape
 from mbridge_fsdp_ckpt.storage.checksums import HASHED_AT_ONCE, Hasher
 from mbridge_fsdp_ckpt.storage.entries import FileEntry
 from mbridge_fsdp_ckpt.storage.format.table import Chunk, Scalar
+from mbridge_fsdp_ckpt.storage.ranges import ByteRange
 from mbridge_fsdp_ckpt.storage.store import AnyPath, store_of
 
 
@@ -38,7 +39,7 @@ class PayloadWriter:
     def __init__(self, path: AnyPath, file_index: int = 0, progress: Callable[[], None] = lambda: None) -> None:
         self.path, self._file_index, self._progress = path, file_index, progress
         self._file = store_of(path).create()
-        self._hasher, self._record = Hasher(), Hasher()
+        self._hasher, self._record_hasher = Hasher(), Hasher()
         self._position = 0
         self._awaited, self._found = (0, 0), -1
         self._around = bytearray(), bytearray()
@@ -67,7 +68,7 @@ class PayloadWriter:
             block = view[start : start + HASHED_AT_ONCE]
             self._file.write(block)
             self._hasher.update(block)
-            self._record.update(block)
+            self._record_hasher.update(block)
             self._position += block.nbytes
             self._progress()
         return view.nbytes
@@ -91,7 +92,7 @@ class PayloadWriter:
             box: The block of the key that they are.
         """
         raw = host_bytes(elements)
-        start, self._record = self._position, Hasher()
+        start, self._record_hasher = self._position, Hasher()
         form = elements.dtype, box.size
         if form in self._frames:
             before, after = self._frames[form]
@@ -101,8 +102,8 @@ class PayloadWriter:
         else:
             offset = self._save(key, raw, elements.dtype, box)
             self._frames[form] = bytes(self._around[0]), bytes(self._around[1])
-        frame = start, self._position - start
-        return Chunk(key, self._file_index, offset, raw.nbytes, box, self._record.result(), frame)
+        record = ByteRange(start, self._position - start)
+        return Chunk(key, self._file_index, ByteRange(offset, raw.nbytes), box, self._record_hasher.result(), record)
 
     def _save(self, key: str, raw: np.ndarray[Any, np.dtype[np.uint8]], dtype: torch.dtype, box: Box) -> int:
         """Append a record by `torch.save`; returns where its elements lie."""

@@ -78,12 +78,13 @@ class SafeSource:
                 if chunk.key not in found:
                     continue
                 if isinstance(chunk, Scalar):
-                    found[chunk.key].append(StoredChunk(chunk.key, chunk.box, path, 0, 0, "", data=chunk.data))
+                    found[chunk.key].append(StoredChunk(chunk.key, chunk.box, path, data=chunk.data))
                     continue
                 if chunk.file not in files:
                     files[chunk.file] = check_file(self.head.directory, header.files[chunk.file], path.name)
-                start = chunk.offset - chunk.frame[0]
-                stored = StoredChunk(chunk.key, chunk.box, files[chunk.file], *chunk.frame, chunk.checksum, start)
+                elements_at = chunk.elements.offset - chunk.record.offset
+                place = files[chunk.file], chunk.record
+                stored = StoredChunk(chunk.key, chunk.box, *place, chunk.checksum, elements_at)
                 found[chunk.key].append(stored)
         return found
 
@@ -93,15 +94,16 @@ class SafeSource:
         if chunk.data:
             return elements(np.frombuffer(bytearray(chunk.data), dtype=np.uint8), dtype, chunk.box)
         hasher = Hasher() if verify else None
-        record = self._files.read(chunk.path, chunk.offset, chunk.length, hasher, scratch)
+        record = self._files.read(chunk.path, *chunk.record, hasher, scratch)
         if hasher is not None:
             _check_record(chunk, hasher.result())
-        return elements(record[chunk.start : chunk.start + chunk.box.volume * dtype.itemsize], dtype, chunk.box)
+        begin, size = chunk.elements_at, chunk.box.volume * dtype.itemsize
+        return elements(record[begin : begin + size], dtype, chunk.box)
 
     def verify(self, chunk: StoredChunk, scratch: Scratch) -> None:
         """See `CheckpointSource`; a table was verified when it was opened."""
         if not chunk.data:
-            _check_record(chunk, self._files.checksum(chunk.path, chunk.offset, chunk.length, scratch))
+            _check_record(chunk, self._files.checksum(chunk.path, *chunk.record, scratch))
 
     def ranks(self) -> Iterator[RankRecord]:
         """See `CheckpointSource`."""
@@ -114,7 +116,7 @@ def _check_record(chunk: StoredChunk, found: str) -> None:
     if found != chunk.checksum:
         raise DamagedCheckpointError(
             expected=f"{chunk.checksum} of {chunk.key} {chunk.box}",
-            found=f"{found} in bytes [{chunk.offset}, {chunk.offset + chunk.length})",
+            found=f"{found} in bytes [{chunk.record.offset}, {chunk.record.end})",
             remedy="The file was changed after it was written: use another checkpoint.",
             key=str(chunk.path),
         )

@@ -70,10 +70,10 @@ ChunkRow = Annotated[
     tuple[
         _RowKey,
         Annotated[Count, Field(title="file", description="Index into the header's files.")],
-        Annotated[Count, Field(title="offset", description="First byte of the raw elements in that file.")],
+        Annotated[Count, Field(title="elements_offset", description="First byte of the raw elements in that file.")],
         Annotated[
             Count,
-            Field(title="length", description="Bytes of raw elements: the box's volume times the dtype's size."),
+            Field(title="elements_length", description="Bytes of them: the box's volume times the dtype's size."),
         ],
         Annotated[
             tuple[Count, ...], Field(title="box_offset", description="First element of the block, by dimension.")
@@ -83,8 +83,8 @@ ChunkRow = Annotated[
             str,
             Field(title="checksum", description="Of the enclosing record's bytes.", pattern=CHECKSUM_PATTERN),
         ],
-        Annotated[Count, Field(title="frame_offset", description="First byte of the enclosing record.")],
-        Annotated[Count, Field(title="frame_length", description="Bytes of the enclosing record.")],
+        Annotated[Count, Field(title="record_offset", description="First byte of the enclosing record.")],
+        Annotated[Count, Field(title="record_length", description="Bytes of the enclosing record.")],
     ],
     Field(title="Chunk row", description="One block of one key in a file."),
 ]

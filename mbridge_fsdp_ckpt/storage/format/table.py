@@ -21,6 +21,7 @@ from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.storage.files import malformed, opened, parse_json
 from mbridge_fsdp_ckpt.storage.format.manifest import validated
 from mbridge_fsdp_ckpt.storage.format.schema import ROW, TableHeader
+from mbridge_fsdp_ckpt.storage.ranges import ByteRange
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 _MAX_LINE_BYTES = 1 << 26
@@ -33,25 +34,23 @@ class Chunk:
     Args:
         key: The key.
         file: Index into the header's files.
-        offset: First byte of the raw elements, row-major, little-endian.
-        length: Bytes of raw elements.
+        elements: Where in the file the raw elements are, row-major, little-endian.
         box: Which block of the key.
-        checksum: Of the frame's bytes, the raw elements among them.
-        frame: (offset, length) of the enclosing `torch.save` record, which stock DCP reads.
+        checksum: Of the record's bytes, the raw elements among them.
+        record: What `torch.save` wrote, the raw elements in it; stock DCP reads that.
     """
 
     key: str
     file: int
-    offset: int
-    length: int
+    elements: ByteRange
     box: Box
     checksum: str
-    frame: tuple[int, int]
+    record: ByteRange
 
     def to_row(self) -> list[Any]:
         """A line of the table."""
         box = list(self.box.offset), list(self.box.size)
-        return [self.key, self.file, self.offset, self.length, *box, self.checksum, *self.frame]
+        return [self.key, self.file, *self.elements, *box, self.checksum, *self.record]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +124,9 @@ def _row(path: AnyPath, line: bytes) -> Row:
         row = ROW.validate_json(line)
         if len(row) == 2:
             return Scalar(row[0], bytes.fromhex(row[1]))
-        key, file, offset, length, box_offset, box_size, digest, frame_offset, frame_length = row
-        return Chunk(key, file, offset, length, Box(box_offset, box_size), digest, (frame_offset, frame_length))
+        key, file, offset, length, box_offset, box_size, digest, record_offset, record_length = row
+        elements, record = ByteRange(offset, length), ByteRange(record_offset, record_length)
+        return Chunk(key, file, elements, Box(box_offset, box_size), digest, record)
     except ValueError as error:
         raise _no_row(path, line, error) from error
 
@@ -158,10 +158,10 @@ def _check_chunk(path: AnyPath, chunk: Chunk, header: TableHeader, entry: KeyEnt
         raise malformed(path, f"{chunk.key}: its element in the table, being of kind {entry.kind}", "a chunk in a file")
     if not chunk.box.inside(entry.shape):
         raise malformed(path, f"{chunk.key}: a box inside shape {entry.shape}", f"{chunk.box}"[:300])
-    if chunk.length != chunk.box.volume * dtype_from_name(entry.dtype).itemsize:
-        raise malformed(path, f"{chunk.key}: {chunk.box.volume} elements of {entry.dtype}", f"{chunk.length} bytes")
+    elements, record = chunk.elements, chunk.record
+    if elements.length != chunk.box.volume * dtype_from_name(entry.dtype).itemsize:
+        raise malformed(path, f"{chunk.key}: {chunk.box.volume} elements of {entry.dtype}", f"{elements.length} bytes")
     if chunk.file >= len(header.files):
         raise malformed(path, f"one of {len(header.files)} files", f"file {chunk.file}")
-    start, end = chunk.frame[0], sum(chunk.frame)
-    if not (start <= chunk.offset and chunk.offset + chunk.length <= end <= header.files[chunk.file].size):
+    if not (record.offset <= elements.offset and elements.end <= record.end <= header.files[chunk.file].size):
         raise malformed(path, f"{chunk.key}: bytes inside {header.files[chunk.file]}", f"{chunk}"[:500])

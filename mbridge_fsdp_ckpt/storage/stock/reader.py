@@ -21,7 +21,7 @@ from mbridge_fsdp_ckpt.plan.keys import MODEL_PREFIX, STATE_PREFIX, KeyEntry, Ki
 from mbridge_fsdp_ckpt.storage.entries import FileEntry
 from mbridge_fsdp_ckpt.storage.files import check_file, file_checksum, hold, is_plain_file, size_of
 from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, STOCK_FORMAT
-from mbridge_fsdp_ckpt.storage.ranges import Bytes, OpenFiles, Scratch
+from mbridge_fsdp_ckpt.storage.ranges import ByteRange, Bytes, OpenFiles, Scratch
 from mbridge_fsdp_ckpt.storage.source import Head, RankRecord, StoredChunk
 from mbridge_fsdp_ckpt.storage.stock.unpickler import REMEDY, load_record, malformed, read_metadata
 from mbridge_fsdp_ckpt.storage.store import AnyPath
@@ -111,7 +111,7 @@ class DcpSource:
 
     def read(self, chunk: StoredChunk, *, verify: bool = True, scratch: Scratch | None = None) -> torch.Tensor:
         """See `CheckpointSource`; there is nothing to verify bytes against."""
-        tensor = self._load(chunk, self._files.read(chunk.path, chunk.offset, chunk.length, scratch=scratch))
+        tensor = self._load(chunk, self._files.read(chunk.path, *chunk.record, scratch=scratch))
         entry = self._tensors[chunk.key]
         if (
             not isinstance(tensor, torch.Tensor)
@@ -155,7 +155,7 @@ class DcpSource:
             raise DamagedCheckpointError(
                 expected=f"{offset + length} bytes or more", found=f"{self._sizes[name]}", remedy=REMEDY, key=str(path)
             )
-        return StoredChunk(key, box, path, offset, length, "")
+        return StoredChunk(key, box, path, ByteRange(offset, length))
 
     def _file(self, name: Any) -> AnyPath:
         if not isinstance(name, str):
@@ -179,7 +179,7 @@ class DcpSource:
             ManifestError: The metadata does not know it.
         """
         chunk = self._place(key, Box((), ()), (key, None))
-        return self._load(chunk, self._files.read(chunk.path, chunk.offset, chunk.length))
+        return self._load(chunk, self._files.read(chunk.path, *chunk.record))
 
     def _load(self, chunk: StoredChunk, data: Bytes) -> Any:
         try:

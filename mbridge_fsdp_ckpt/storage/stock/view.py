@@ -101,7 +101,7 @@ class _View:
 
     def add_chunk(self, chunk: Chunk, entry: KeyEntry, file: str) -> None:
         self._paths[chunk.key] = _path_of(chunk.key)
-        self._add(chunk.key, dtype_from_name(entry.dtype), entry.shape, chunk.box, (file, *chunk.frame))
+        self._add(chunk.key, dtype_from_name(entry.dtype), entry.shape, chunk.box, (file, *chunk.record))
 
     def add_scalar(self, scalar: Scalar, entry: KeyEntry) -> None:
         """Equal numbers share a record in the values file, which `add_values` writes."""
@@ -123,12 +123,12 @@ class _View:
             dtype = dtype_from_name(name)
             chunk = writer.add(keys[0], torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype), whole(()))
             for key in keys:
-                self._add(key, dtype, (), chunk.box, (path.name, *chunk.frame))
+                self._add(key, dtype, (), chunk.box, (path.name, *chunk.record))
         seen: dict[bytes, tuple[int, int]] = {}
         for key, value in flat.items():
             if isinstance(value, torch.Tensor):
                 chunk = writer.add(key, value.reshape(-1), whole(tuple(value.shape)))
-                self._add(key, value.dtype, tuple(value.shape), chunk.box, (path.name, *chunk.frame))
+                self._add(key, value.dtype, tuple(value.shape), chunk.box, (path.name, *chunk.record))
                 continue
             buffer = io.BytesIO()
             torch.save(value, buffer)

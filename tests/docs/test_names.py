@@ -29,7 +29,7 @@ MODULE_OF_FOLDER = re.compile(rf"`((?:{'|'.join(name for name in FOLDERS if name
 STARTED = re.compile(r"-m ((?:tests|tools|benchmarks|mbridge_fsdp_ckpt)\b[\w.]*\w)")
 TARGET = re.compile(r"(?:`|^|\$ )make ([a-z][a-z-]*)\b", re.MULTILINE)
 IDENTIFIER = re.compile(r"`([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)(?:\(\))?`")
-DEFINED = re.compile(r"\b(?:def|class) (\w+)|^[ \t]*(?:self\.)?(\w+)\b[^\n=:(]*(?::|=)", re.MULTILINE)
+DEFINED = re.compile(r"\b(?:def|class|type) (\w+)|^[ \t]*(?:self\.)?(\w+)\b[^\n=:(]*(?::|=)", re.MULTILINE)
 
 UPSTREAM = {"train.py", "pretrain_gpt.py", "convert_checkpoints_fsdp.py"}
 UPSTREAM |= {"test_fsdp_layout_change_ignores_rng_state", "test_fsdp_dtensor_skips_tracker_resolution"}

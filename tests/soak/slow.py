@@ -54,7 +54,7 @@ class Trial:
         scenario: During what.
         call: Of which kind.
         rank: On which rank.
-        number: The rank's how manieth call of the kind, from 1; with 0 they are only counted.
+        number: Which of the rank's calls of the kind, counted from 1; with 0 they are only counted.
     """
 
     scenario: str

@@ -72,7 +72,7 @@ class Holding:
         return block.reshape(-1)
 
 
-_plans: WeakKeyDictionary[Any, dict[ParameterLayout, ParameterPlan]] = WeakKeyDictionary()
+_plans: WeakKeyDictionary[object, dict[ParameterLayout, ParameterPlan]] = WeakKeyDictionary()
 
 
 def plan_model(module: Any) -> list[Planned]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
@@ -63,7 +64,7 @@ def sharding_strategy(module: Any) -> str:
     return f"{config.data_parallel_sharding_strategy}{outer}"
 
 
-def _parallel_state() -> Any:
+def _parallel_state() -> ModuleType | None:
     from megatron.core import parallel_state
 
     return parallel_state if parallel_state.model_parallel_is_initialized() else None

@@ -19,6 +19,7 @@ from mbridge_fsdp_ckpt.live.fp8 import state as extra_state
 from mbridge_fsdp_ckpt.storage.format.values import decode, encode
 from mbridge_fsdp_ckpt.testing.modules import is_installed
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from tests.extra_state import restore
 
 pytestmark = pytest.mark.skipif(not is_installed("transformer_engine"), reason="needs Transformer Engine")
 
@@ -122,7 +123,7 @@ def round_trip(kind: str) -> None:
     saved = fill(start(build(kind)), seed=1)
     states = through_json(extra_state.collect([("x", saved)]))
     for fresh in (build(kind), start(build(kind)), fill(start(build(kind)), seed=2)):
-        extra_state.restore([("x", fresh)], states)
+        restore([("x", fresh)], states)
         same(fresh, saved)
         expected, found = own_state(saved), own_state(fresh)
         assert found.keys() == expected.keys()
@@ -170,7 +171,7 @@ def experts_move(saved_ranks: int, loaded_ranks: int) -> None:
     for rank in range(loaded_ranks):
         local = count // loaded_ranks
         fresh = build_experts(local, loaded_ranks)
-        extra_state.restore([(EXPERTS, fresh)], states, numbered(local * rank))
+        restore([(EXPERTS, fresh)], states, numbered(local * rank))
         start(fresh)
         for gemm in range(local):
             pairs = zip(used_by(fresh, gemm), columns[local * rank + gemm], strict=True)
@@ -206,7 +207,7 @@ def weights_in_fp8() -> None:
     with te.quantized_model_init(enabled=True, recipe=get_fp8_recipe(config())):
         fresh = te.Linear(HIDDEN, HIDDEN, params_dtype=torch.bfloat16, device="meta")
     weight = fresh.quantizers["scaling_fwd"][1]
-    extra_state.restore([("x", fresh)], states)
+    restore([("x", fresh)], states)
     same(fresh, saved)
     assert fresh.quantizers["scaling_fwd"][1] is weight
     assert torch.equal(weight.scale, saved.fp8_meta["scaling_fwd"].scale[1])
@@ -226,9 +227,9 @@ def meets_other_models() -> list[str]:
     states = extra_state.collect([("x", fill(start(build(kind)), seed=1))])
     for settings in ({"fp8": None}, {"fp8_recipe": "tensorwise"}, {"fp8": "e4m3"}):
         module = build(kind, **settings)
-        extra_state.restore([("x", module)], states)
+        restore([("x", module)], states)
         assert module.get_extra_state().numel() == 0
-    extra_state.restore([("x", build(kind))], {})
+    restore([("x", build(kind))], {})
     stateless = start(build(kind), fp8_recipe="tensorwise")
     assert extra_state.collect([("x", stateless)]) == {}
     log.filters.clear()
@@ -249,7 +250,7 @@ def other_lengths() -> None:
         states = extra_state.collect([("x", saved)])
         fresh, ran = build("Linear"), start(build("Linear"), fp8_amax_history_len=length)
         for module in (fresh, ran):
-            extra_state.restore([("x", module)], states)
+            restore([("x", module)], states)
             start(module, fp8_amax_history_len=length)
             common = min(length, HISTORY)
             for way in ("scaling_fwd", "scaling_bwd"):
@@ -274,7 +275,7 @@ def wrong_recipes() -> None:
         before = dict(fresh.fp8_meta)
         recipe = {**typed["recipe"], **change}
         with pytest.raises(LayoutError, match="recipe"):
-            extra_state.restore([("x", fresh)], {"x._extra_state": {**typed, "recipe": recipe}})
+            restore([("x", fresh)], {"x._extra_state": {**typed, "recipe": recipe}})
         assert fresh.fp8_meta == before
 
 

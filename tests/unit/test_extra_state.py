@@ -18,6 +18,7 @@ from torch import nn
 from mbridge_fsdp_ckpt.errors import LayoutError, UnsupportedVersionError
 from mbridge_fsdp_ckpt.live.fp8 import state as extra_state
 from mbridge_fsdp_ckpt.storage.format.values import decode, encode
+from tests.extra_state import restore
 
 HISTORY = 4
 EXPERTS = "module.decoder.layers.0.mlp.experts.linear_fc1"
@@ -122,7 +123,7 @@ def test_state_returns_bit_for_bit_in_place() -> None:
         "amax_compute_algo": "max",
         "reduce_amax": True,
     }
-    extra_state.restore([("x", live)], states)
+    restore([("x", live)], states)
     assert same(saved, live)
     assert all(torch.equal(v, t.view(-1)[:1]) for v, t in zip(views, tensors_of(saved), strict=True))
     assert live.fp8_meta["fp8_checkpoint"]
@@ -163,7 +164,7 @@ def test_grouped_experts_move_to_other_ranks() -> None:
     assert sorted(states) == [f"{EXPERTS}._extra_state{expert}" for expert in range(8)]
     for rank in range(4):
         live = Grouped(2)
-        extra_state.restore([(EXPERTS, live)], states, numbered(2 * rank))
+        restore([(EXPERTS, live)], states, numbered(2 * rank))
         origin, column = saved[rank // 2], 2 * (rank % 2)
         for ours, theirs in zip(tensors_of(live), tensors_of(origin), strict=True):
             width = theirs.shape[-1] // 4
@@ -179,7 +180,7 @@ def test_sequential_experts_are_numbered_globally() -> None:
 @pytest.mark.parametrize(("saved", "live"), [(6, HISTORY), (2, HISTORY)])
 def test_a_history_of_another_length_is_cut_or_padded(saved: int, live: int) -> None:
     source, target = Linear(history=saved), Linear(history=live)
-    extra_state.restore([("x", target)], extra_state.collect([("x", source)]))
+    restore([("x", target)], extra_state.collect([("x", source)]))
     history = target.fp8_meta["scaling_fwd"].amax_history
     common = min(saved, live)
     assert torch.equal(history[:common], source.fp8_meta["scaling_fwd"].amax_history[:common])
@@ -214,7 +215,7 @@ def test_wrong_state_changes_nothing(wrong: str) -> None:
     before = [tensor.clone() for module in (good, bad) for tensor in tensors_of(module)]
     states = extra_state.collect([("good", Linear())]) | spoiled(WRONG[wrong])
     with pytest.raises(LayoutError, match=r"x\._extra_state"):
-        extra_state.restore([("good", good), ("x", bad)], states)
+        restore([("good", good), ("x", bad)], states)
     after = [tensor for module in (good, bad) for tensor in tensors_of(module)]
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 

@@ -14,7 +14,7 @@ Coordinates = Mapping[str, int]
 _STATES, _OPEN = "states", "open_rows"
 
 
-def own_states(module: Any) -> dict[str, Any] | None:
+def own_states(module: Any) -> Mapping[str, Mapping[str, extra_state.State]] | None:
     """What this rank writes: states that no earlier replica writes, and every history's row that waits to be reduced.
 
     Args:
@@ -23,7 +23,7 @@ def own_states(module: Any) -> dict[str, Any] | None:
     Returns:
         None where nothing scales with delay.
     """
-    naming, written, every = naming_of(module), dict[str, Any](), dict[str, Any]()
+    naming, written, every = naming_of(module), dict[str, extra_state.State](), dict[str, extra_state.State]()
     for name, part in module.named_modules():
         states = extra_state.collect([(name, part)], naming.on_disk)
         if not states:
@@ -48,7 +48,7 @@ def restorations(module: Any, saved_by: Iterable[tuple[Coordinates, Any]]) -> li
         LayoutError: A state is malformed or does not fit its module.
     """
     place = coordinates()
-    states: dict[str, Any] = {}
+    states: dict[str, extra_state.State] = {}
     rows: dict[str, list[Any]] = {}
     for _, own in sorted(saved_by, key=lambda rank: _nearness(rank[0], place)):  # the nearest comes last
         saved = own or {}

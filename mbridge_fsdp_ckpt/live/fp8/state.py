@@ -39,6 +39,9 @@ from mbridge_fsdp_ckpt.versions import require
 Modules = Iterable[tuple[str, nn.Module]]
 """Names and modules, as `named_modules` gives them."""
 
+State = dict[str, Any]
+"""Of one key: the recipe's fields, and tensors by name."""
+
 OnDisk = Callable[[str], str]
 """A parameter's name on this rank -> its name on disk, numbered over all ranks."""
 
@@ -49,7 +52,7 @@ _GEMMS = {"LayerNormMLP": 2, "DotProductAttention": 3}  # all others have one; g
 _log = logging.getLogger(__name__)
 
 
-def collect(modules: Modules, on_disk: OnDisk = str) -> dict[str, dict[str, Any]]:
+def collect(modules: Modules, on_disk: OnDisk = str) -> dict[str, State]:
     """FP8 state by key, copied to the host; nothing for modules that have none.
 
     Args:
@@ -59,7 +62,7 @@ def collect(modules: Modules, on_disk: OnDisk = str) -> dict[str, dict[str, Any]
     Raises:
         UnsupportedVersionError: This Transformer Engine's internals may differ.
     """
-    states, left_out = dict[str, dict[str, Any]](), []
+    states, left_out = dict[str, State](), []
     for name, module in modules:
         if _has_state(module):
             require("transformer-engine")
@@ -83,13 +86,13 @@ def replicas_agree(module: nn.Module, ranks: int) -> bool:
     return bool(meta["recipe"].reduce_amax) and dist.get_world_size(meta["fp8_group"]) >= ranks
 
 
-def open_rows(states: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, torch.Tensor]]:
+def open_rows(states: Mapping[str, State]) -> dict[str, dict[str, torch.Tensor]]:
     """The rows that wait for their reduction, and differ by rank: empty after a training step, not after evaluation."""
     rows = {key: {way: state[f"amax_history_{way}"][0] for way in _WAYS} for key, state in states.items()}
     return {key: row for key, row in rows.items() if any(bool(tensor.any()) for tensor in row.values())}
 
 
-def with_open_rows(key: str, state: Mapping[str, Any], rows: Iterable[Any]) -> dict[str, Any]:
+def with_open_rows(key: str, state: State, rows: Iterable[Any]) -> State:
     """Checked state with the maximum of several ranks' open rows, which is what their reduction would have found.
 
     Raises:
@@ -110,7 +113,7 @@ class Restoration:
 
     module: Any
     recipe: Any
-    state: Mapping[str, Any]
+    state: State
 
     def apply(self) -> None:
         """Do what `set_extra_state` would do.  Weights that are stored in FP8 must be quantized afterwards."""
@@ -131,7 +134,7 @@ class Restoration:
                 history[: len(saved)].copy_(saved)
 
 
-def find_restorations(modules: Modules, saved: Mapping[str, Any], on_disk: OnDisk = str) -> list[Restoration]:
+def find_restorations(modules: Modules, saved: Mapping[str, State], on_disk: OnDisk = str) -> list[Restoration]:
     """Find and check what each module shall get.  Changes nothing.
 
     Args:
@@ -162,13 +165,7 @@ def find_restorations(modules: Modules, saved: Mapping[str, Any], on_disk: OnDis
     return restorations
 
 
-def restore(modules: Modules, saved: Mapping[str, Any], on_disk: OnDisk = str) -> None:
-    """`find_restorations`, then apply: a wrong input changes nothing."""
-    for restoration in find_restorations(modules, saved, on_disk):
-        restoration.apply()
-
-
-def check(key: str, typed: Any) -> Mapping[str, Any]:
+def check(key: str, typed: object) -> State:
     """One key's state, if it is what `collect` makes.
 
     Raises:
@@ -183,7 +180,7 @@ def check(key: str, typed: Any) -> Mapping[str, Any]:
     return {"recipe": recipe, **fields}
 
 
-def _typed(module: Any) -> dict[str, Any]:
+def _typed(module: Any) -> State:
     recipe: Any = _meta(module)["recipe"]
     fields = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
     plain = {name: value.name if isinstance(value, enum.Enum) else value for name, value in fields.items()}
@@ -193,7 +190,7 @@ def _typed(module: Any) -> dict[str, Any]:
     return {"recipe": {**plain, "class": _RECIPE}, **tensors}
 
 
-def _recipe_from(key: str, state: Mapping[str, Any]) -> Any:
+def _recipe_from(key: str, state: State) -> Any:
     from transformer_engine.common.recipe import DelayedScaling, Format
 
     fields = {name: value for name, value in state["recipe"].items() if name != "class"}
@@ -207,12 +204,12 @@ def _recipe_from(key: str, state: Mapping[str, Any]) -> Any:
         raise _misfit(f"fields of a {_RECIPE} recipe", f"{type(error).__name__}: {error}", key) from error
 
 
-def _split(state: Mapping[str, Any], parts: int) -> list[dict[str, Any]]:
+def _split(state: State, parts: int) -> list[State]:
     columns = zip(*(state[name].chunk(parts, dim=-1) for name in _TENSORS), strict=True)
     return [{"recipe": state["recipe"], **dict(zip(_TENSORS, piece, strict=True))} for piece in columns]
 
 
-def _merge(keys: list[str], states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def _merge(keys: list[str], states: Mapping[str, State]) -> State:
     first = next(iter(states.values()))
     for key in keys:
         state = states.get(key, {})
@@ -221,7 +218,7 @@ def _merge(keys: list[str], states: Mapping[str, Mapping[str, Any]]) -> dict[str
     return {**first, **{name: torch.cat([states[key][name] for key in keys], dim=-1) for name in _TENSORS}}
 
 
-def _check_fits(key: str, module: Any, state: Mapping[str, Any]) -> None:
+def _check_fits(key: str, module: Any, state: State) -> None:
     kinds = {kind.__name__ for kind in type(module).__mro__}
     gemms = getattr(module, "num_gemms", next((n for name, n in _GEMMS.items() if name in kinds), 1))
     width = gemms * _WAYS["fwd"]
@@ -271,7 +268,7 @@ def _live_format(module: Any) -> str | None:
     return (config.fp8 or "").upper() if getattr(kind, "value", kind) == "delayed" else ""
 
 
-def _is_regular(tensors: Mapping[str, Any]) -> bool:
+def _is_regular(tensors: Mapping[str, object]) -> bool:
     """Whether these are float32 tensors of one number of GEMMs and one length of history."""
     found = _shapes(tensors)
     if found.keys() != set(_TENSORS) or () in found.values() or not math.prod(found["amax_history_fwd"]):
@@ -281,7 +278,7 @@ def _is_regular(tensors: Mapping[str, Any]) -> bool:
     return found == scales | {f"amax_history_{way}": (length, gemms * n) for way, n in _WAYS.items()}
 
 
-def _shapes(tensors: Any) -> dict[str, tuple[int, ...]]:
+def _shapes(tensors: object) -> dict[str, tuple[int, ...]]:
     """Shapes of float32 tensors; what else is there has ()."""
     fields = tensors if isinstance(tensors, Mapping) else {}
     fits = {name: isinstance(t, torch.Tensor) and t.dtype == torch.float32 for name, t in fields.items()}
@@ -293,7 +290,7 @@ def _tell(names: list[str], message: str) -> None:
         _log.warning(message, len(names), names[0])
 
 
-def _misfit(expected: str, found: Any, key: str) -> LayoutError:
+def _misfit(expected: str, found: object, key: str) -> LayoutError:
     told = found if isinstance(found, str) else f"{type(found).__name__} with {_shapes(found)}"
     remedy = "Load a checkpoint of the same model, saved by this release."
     return LayoutError(expected=expected, found=told[:500], remedy=remedy, key=key)

@@ -52,6 +52,9 @@ class SlotSpec:
 Hyperparameters = dict[str, Any]
 """Of a param group, as its optimizer keeps them."""
 
+State = dict[str, Any]
+"""Of a parameter, as its optimizer keeps it."""
+
 
 @dataclass(slots=True)
 class Group:
@@ -118,7 +121,7 @@ def empty_slot(parameter: torch.Tensor, spec: SlotSpec, device: torch.device) ->
     return Slot(spec.kind, torch.zeros((), dtype=spec.dtype))
 
 
-def put_in_place(live: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+def put_in_place(live: State, new: State) -> State:
     """New state, in the live state's own tensors where those fit: a captured graph knows them by their address."""
     return {name: _in_place(live.get(name), value) for name, value in new.items()}
 
@@ -133,7 +136,7 @@ def _in_place(live: object, new: object) -> object:
     return live
 
 
-def restored(live: Any, saved: Any) -> Any:
+def restored(live: object, saved: object) -> object:
     """A saved number as the live optimizer keeps it: in its tensor, which a captured graph reads, or as a number."""
     if not isinstance(saved, torch.Tensor | int | float) or getattr(saved, "numel", lambda: 1)() != 1:
         return saved

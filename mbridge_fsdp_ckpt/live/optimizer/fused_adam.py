@@ -20,6 +20,7 @@ from mbridge_fsdp_ckpt.live.optimizer.base import (
     Hyperparameters,
     Slot,
     SlotSpec,
+    State,
     empty_slot,
     put_in_place,
     restored,
@@ -28,7 +29,7 @@ from mbridge_fsdp_ckpt.live.optimizer.base import (
 from mbridge_fsdp_ckpt.live.optimizer.torch_optimizer import TorchOptimizerAdapter, set_hyperparameters
 
 _SCALED = (torch.float16, torch.uint8)
-_State = tuple[dict[str, Any], dict[str, Any]]
+_Kept = tuple[State, State]
 """What the optimizer keeps of a parameter: its state, and the scales of slots of low precision."""
 
 
@@ -37,7 +38,7 @@ class FusedAdamAdapter:
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
-        self._made: dict[torch.Tensor, _State] = {}
+        self._made: dict[torch.Tensor, _Kept] = {}
 
     def groups(self) -> list[Group]:
         """See `OptimizerAdapter`."""
@@ -62,7 +63,7 @@ class FusedAdamAdapter:
         made, _ = self._made[parameter] = self._make_state(parameter)
         return {name: self._slot(parameter, name, spec, made) for name, spec in specs.items() if name != STEP}
 
-    def _slot(self, parameter: torch.Tensor, name: str, spec: SlotSpec, made: dict[str, Any]) -> Slot:
+    def _slot(self, parameter: torch.Tensor, name: str, spec: SlotSpec, made: State) -> Slot:
         live = local_shard(made[name]) if name in made else None
         if live is None or spec.kind != "sharded" or spec.dtype.is_floating_point != live.is_floating_point():
             kept = ", ".join(f"{slot} ({local_shard(value).dtype})" for slot, value in made.items())
@@ -75,7 +76,7 @@ class FusedAdamAdapter:
             return empty_slot(parameter, SlotSpec(spec.kind, torch.float32), torch.device("cpu"))
         return Slot("sharded", live.view(-1))
 
-    def _make_state(self, parameter: torch.Tensor) -> _State:
+    def _make_state(self, parameter: torch.Tensor) -> _Kept:
         """A parameter's state and scales as the installed version keeps them; the optimizer's own stay as they are."""
         optimizer = self.optimizer
         remainders = optimizer.store_param_remainders and parameter.dtype == torch.bfloat16
@@ -125,11 +126,11 @@ class FusedAdamAdapter:
         return self.optimizer.name_to_dtype_map.get(name) in _SCALED
 
 
-def _take(optimizer: Any, parameter: torch.Tensor) -> _State:
+def _take(optimizer: Any, parameter: torch.Tensor) -> _Kept:
     return optimizer.state.pop(parameter, {}), optimizer._scales.pop(parameter, {})
 
 
-def _put(optimizer: Any, parameter: torch.Tensor, state: _State) -> None:
+def _put(optimizer: Any, parameter: torch.Tensor, state: _Kept) -> None:
     for holder, values in zip((optimizer.state, optimizer._scales), state, strict=True):
         if values:
             holder[parameter] = values

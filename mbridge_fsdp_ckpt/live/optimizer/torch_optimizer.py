@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from mbridge_fsdp_ckpt.live.optimizer.base import (
@@ -12,6 +10,7 @@ from mbridge_fsdp_ckpt.live.optimizer.base import (
     Hyperparameters,
     Slot,
     SlotSpec,
+    State,
     empty_slot,
     like_parameter,
     put_in_place,
@@ -51,7 +50,7 @@ class TorchOptimizerAdapter:
             if slots is not None:
                 self.optimizer.state.pop(parameter, None)
             return
-        state: dict[str, Any] = {
+        state: State = {
             name: like_parameter(parameter, slot.tensor) if slot.kind == "sharded" else slot.value()
             for name, slot in slots.items()
         }

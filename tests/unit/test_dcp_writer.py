@@ -15,6 +15,7 @@ from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.storage.format.payload import scalar_of
 from mbridge_fsdp_ckpt.storage.format.schema import TableHeader
 from mbridge_fsdp_ckpt.storage.format.table import table_bytes
+from mbridge_fsdp_ckpt.storage.format.values import encode
 from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
 from mbridge_fsdp_ckpt.storage.stock.view import write_dcp_view
 from tests.unit import handmade
@@ -71,6 +72,17 @@ def test_the_view_reads_like_stock_through_the_safe_reader(directory: Path) -> N
     }
     assert source.hyperparameters([NAME]) == {NAME: HYPERPARAMETERS}
     assert source.head.values == VALUES
+
+
+def test_a_callers_own_random_number_state_is_no_hindrance(tmp_path: Path) -> None:
+    """Stock nests these by place; what a caller of `save` calls so may be anything, and then is not stock's."""
+    directory = handmade.make(tmp_path / "iter_0000010")
+    header = TableHeader(
+        rank=0, coordinates={"rank": 0}, files=(), keys={}, values=encode({"rng_state": torch.arange(3)}), chunks=0
+    )
+    (directory / table(0)).write_bytes(table_bytes(header, []))
+    write_dcp_view(directory, KEYS, [directory / table(0), directory / table(1)], VALUES)
+    assert next(iter(DcpSource(directory).ranks())).values["rng_state"].keys() == {"(0, 1)"}
 
 
 def test_equal_values_are_written_once(directory: Path) -> None:

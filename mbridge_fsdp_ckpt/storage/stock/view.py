@@ -71,8 +71,9 @@ def write_dcp_view(
                 view.add_chunk(row, keys[row.key], header.files[row.file].name)
         for group in header.parameter_groups:
             groups.update(dict.fromkeys(group.parameters, group.hyperparameters))
-        for name, value in (decode(header.values) or {}).get("rng_state", {}).items():
-            merged.setdefault("rng_state", {}).setdefault(name, value)
+        states = (decode(header.values) or {}).get("rng_state")
+        if isinstance(states, Mapping):  # by place, as stock has it; a caller of `save` may have another
+            merged["rng_state"] = {**states, **merged.get("rng_state", {})}
         progress()
     if groups:
         decoded = {name: decode(hyperparameters) for name, hyperparameters in groups.items()}

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mbridge_fsdp_ckpt.bridge.names import RUN_CONFIG
 from mbridge_fsdp_ckpt.bridge.run_config import RunConfig
@@ -15,7 +14,7 @@ from mbridge_fsdp_ckpt.convert.description import Description
 from mbridge_fsdp_ckpt.convert.destination import Published, check_free, open_destination, publish
 from mbridge_fsdp_ckpt.convert.files import carry_over, other_files
 from mbridge_fsdp_ckpt.convert.rewrite import Chunks, Rewriting, Shares, rewrite
-from mbridge_fsdp_ckpt.convert.torch_dist.reader import COMMON, METADATA
+from mbridge_fsdp_ckpt.convert.torch_dist.reader import COMMON, METADATA, TORCH_DIST
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.hosts.root import find_checkpoint
 from mbridge_fsdp_ckpt.settings import Settings
@@ -23,16 +22,9 @@ from mbridge_fsdp_ckpt.storage.commit import methods, removal
 from mbridge_fsdp_ckpt.storage.commit.content import Commit
 from mbridge_fsdp_ckpt.storage.commit.retention import reading
 from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, MANIFEST_NAME, STOCK_FORMAT
-from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
 from mbridge_fsdp_ckpt.storage.progress import Progress
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource, batches
-from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
 from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path, is_local
-
-if TYPE_CHECKING:
-    from mbridge_fsdp_ckpt.convert.torch_dist.common import Common
-
-TORCH_DIST = "torch_dist"
 
 
 @dataclass(slots=True)
@@ -64,8 +56,8 @@ class Report:
     notes: list[str] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class Job:
+@dataclass(frozen=True, slots=True)
+class Job[S: CheckpointSource]:
     """A checkpoint on its way from one directory to another.
 
     Args:
@@ -75,20 +67,23 @@ class Job:
         report: What to say in the end.
         alive: Gives a sign of life, so that nobody prunes the source.
         progress: Who watches.
-        common: Non-tensor state of torch_dist.
     """
 
     directory: AnyPath
-    source: CheckpointSource
+    source: S
     target: AnyPath
     report: Report
     alive: Callable[[], None]
     progress: Progress
-    common: Common | None = None
+
+
+AnyJob = Job[CheckpointSource]
 
 
 @contextmanager
-def job_of(source: str, destination: str, written: str, progress: Progress, read: str = "") -> Iterator[Job]:
+def job_of[S: CheckpointSource](
+    source: str, destination: str, written: str, progress: Progress, opener: Callable[[AnyPath], S], read: str = ""
+) -> Iterator[Job[S]]:
     """Open both ends; the source is kept from being pruned meanwhile.
 
     Args:
@@ -96,23 +91,19 @@ def job_of(source: str, destination: str, written: str, progress: Progress, read
         destination: What the user gave.
         written: The format to write.
         progress: Who watches.
+        opener: Opens the source.
         read: The format to read, where it is torch_dist.
     """
     directory = find_checkpoint(as_path(source))
     _check_kind(directory, read)
     with reading(directory) as alive:
-        opened, common = open_checkpoint(directory), None
-        if read == TORCH_DIST:
-            from mbridge_fsdp_ckpt.convert.torch_dist.common import read_common
-
-            assert isinstance(opened, DcpSource)
-            common = read_common(opened)
-        values = opened.head.values if common is None else common.values
-        target = open_destination(destination, directory, values.get("iteration"))
-        report = Report(str(directory), read or opened.head.format, str(target), written, len(opened.head.keys))
+        opened = opener(directory)
+        head = opened.head
+        target = open_destination(destination, directory, head.values.get("iteration"))
+        report = Report(str(directory), head.format, str(target), written, len(head.keys))
         missing = [path for path in (target.parent, *target.parent.parents) if not path.exists()]
         try:
-            yield Job(directory, opened, target, report, alive, progress, common)
+            yield Job(directory, opened, target, report, alive, progress)
         except BaseException:
             if is_local(target):
                 _remove_empty(missing)
@@ -140,7 +131,11 @@ def _remove_empty(folders: Iterable[AnyPath]) -> None:
 
 
 def write_safe(
-    job: Job, description: Description, shares: Shares, writers: Sequence[int], chunks: Chunks | None = None
+    job: AnyJob,
+    description: Description,
+    shares: Shares,
+    writers: Sequence[int],
+    chunks: Chunks | None = None,
 ) -> None:
     """Write the destination in this format, commit it, and let a new tracker name it."""
     job.report.notes += description.notes
@@ -161,7 +156,7 @@ def write_safe(
     publish_to_tracker(job)
 
 
-def _wants_view(job: Job, chunks: int) -> bool:
+def _wants_view(job: AnyJob, chunks: int) -> bool:
     wanted = Settings().writes_dcp_metadata(chunks)
     if not wanted:
         job.report.notes.append(f"stock's view of {chunks} chunks is left out: repair --stock-view makes it")
@@ -179,7 +174,7 @@ def committing(place: Commit) -> Iterator[Commit]:
         raise
 
 
-def counting(job: Job, total: int) -> Callable[[int], None]:
+def counting(job: AnyJob, total: int) -> Callable[[int], None]:
     """What is told of bytes that were written: counts them, shows them, and keeps the source from being pruned."""
     job.progress.begin(job.target.name, total)
 
@@ -191,12 +186,12 @@ def counting(job: Job, total: int) -> Callable[[int], None]:
     return count
 
 
-def last_call(job: Job) -> Callable[[], None]:
+def last_call(job: AnyJob) -> Callable[[], None]:
     """Nothing may have come to be at the destination meanwhile: a commit would replace it."""
     return partial(check_free, job.target, job.directory) if is_local(job.target) else lambda: None
 
 
-def added_files(job: Job) -> Callable[[Path], None]:
+def added_files(job: AnyJob) -> Callable[[Path], None]:
     """What puts run files into a directory, the format's name in the run configuration changed."""
     directory = job.source.head.directory
     names = other_files(directory)
@@ -215,7 +210,7 @@ def added_files(job: Job) -> Callable[[Path], None]:
     return lambda into: carry_over(directory, names, into, listed, edited)
 
 
-def publish_to_tracker(job: Job) -> None:
+def publish_to_tracker(job: AnyJob) -> None:
     """Let the tracker name what was written, where there is none yet."""
     published: Published = publish(job.target)
     job.report.tracker, job.report.resume = published.tracker, published.resume

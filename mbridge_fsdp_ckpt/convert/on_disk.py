@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from mbridge_fsdp_ckpt.convert.description import Description, describe, with_few_records
 from mbridge_fsdp_ckpt.convert.from_stock import describe_stock
 from mbridge_fsdp_ckpt.convert.job import (
-    TORCH_DIST,
+    AnyJob,
     Report,
     added_files,
     committing,
@@ -20,17 +21,19 @@ from mbridge_fsdp_ckpt.convert.job import (
 )
 from mbridge_fsdp_ckpt.convert.shares import even_shares
 from mbridge_fsdp_ckpt.convert.to_stock import not_in_stock, payload_files, write_stock
+from mbridge_fsdp_ckpt.convert.torch_dist.common import TorchDistSource
+from mbridge_fsdp_ckpt.convert.torch_dist.reader import TORCH_DIST
 from mbridge_fsdp_ckpt.errors import ConfigurationError
+from mbridge_fsdp_ckpt.hosts.root import find_checkpoint
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.storage.commit.rename import RenameCommit
-from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, STOCK_FORMAT, rank_of_payload
-from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
+from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, MANIFEST_NAME, STOCK_FORMAT, rank_of_payload
+from mbridge_fsdp_ckpt.storage.opening import open_safe, open_stock
 from mbridge_fsdp_ckpt.storage.progress import Progress
-from mbridge_fsdp_ckpt.storage.source import CheckpointSource, StoredChunk
-from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
-from mbridge_fsdp_ckpt.storage.store import store_of
+from mbridge_fsdp_ckpt.storage.source import StoredChunk
+from mbridge_fsdp_ckpt.storage.store import as_path, store_of
 
 
 def from_stock(source: str, destination: str, progress: Progress) -> Report:
@@ -47,13 +50,8 @@ def from_stock(source: str, destination: str, progress: Progress) -> Report:
         CheckpointError: The source is not of that format, or cannot be read; or there is a destination.
             Nothing is left of what was begun.
     """
-    with job_of(source, destination, FORMAT_NAME, progress) as job:
-        if not isinstance(job.source, DcpSource):
-            raise ConfigurationError(
-                expected=f"a checkpoint in the format {STOCK_FORMAT}",
-                found=f"{job.directory}, which is in the format {FORMAT_NAME}",
-                remedy="To change the number of its files, use reshard; for the other way, to-stock.",
-            )
+    opener = partial(open_stock, remedy="To change the number of its files, use reshard; for the other way, to-stock.")
+    with job_of(source, destination, FORMAT_NAME, progress, opener) as job:
         chunks = job.source.chunks(job.source.head.keys)
         ranks = {rank_of_payload(chunk.path.name) for held in chunks.values() for chunk in held if chunk.box.volume}
         write_safe(job, describe_stock(job.source), _as_they_are, sorted(ranks))
@@ -82,12 +80,11 @@ def from_torch_dist(source: str, destination: str, progress: Progress, *, trust_
             found=f"one of {os.environ['WORLD_SIZE']}",
             remedy="Start it without torchrun: tensors go from file to file, no rank holds a model.",
         )
-    with job_of(source, destination, FORMAT_NAME, progress, read=TORCH_DIST) as job:
+    with job_of(source, destination, FORMAT_NAME, progress, TorchDistSource, TORCH_DIST) as job:
         from mbridge_fsdp_ckpt.convert.torch_dist.description import describe_torch_dist
 
-        assert isinstance(job.source, DcpSource)
-        assert job.common is not None
-        chunks, description = describe_torch_dist(job.source, job.common, trust_run_config=trust_run_config)
+        common = job.source.common
+        chunks, description = describe_torch_dist(job.source, common, trust_run_config=trust_run_config)
         job.report.keys = len(description.keys)
         held = (chunk for found in chunks.chunks(description.keys).values() for chunk in found)
         write_safe(job, description, _as_they_are, sorted({rank_of_payload(chunk.path.name) for chunk in held}), chunks)
@@ -113,10 +110,16 @@ def reshard(source: str, destination: str, progress: Progress, *, ranks: int, me
     def evenly(key: str, entry: KeyEntry, chunks: Sequence[StoredChunk]) -> Iterable[tuple[int, Box]]:
         return even_shares(key, entry.shape, dtype_from_name(entry.dtype).itemsize, ranks)
 
-    with job_of(source, destination, FORMAT_NAME, progress) as job:
-        description = describe(job.source) if isinstance(job.source, SafeSource) else _described_stock(job.source)
+    def written(job: AnyJob, description: Description) -> Report:
         write_safe(job, with_few_records(description) if merge_tables else description, evenly, range(ranks))
-    return job.report
+        return job.report
+
+    again = "The checkpoint was replaced meanwhile: start again."
+    if (find_checkpoint(as_path(source)) / MANIFEST_NAME).exists():
+        with job_of(source, destination, FORMAT_NAME, progress, partial(open_safe, remedy=again)) as safe:
+            return written(safe, describe(safe.source))
+    with job_of(source, destination, FORMAT_NAME, progress, partial(open_stock, remedy=again)) as stock:
+        return written(stock, describe_stock(stock.source))
 
 
 def to_stock(source: str, destination: str, progress: Progress) -> Report:
@@ -133,13 +136,8 @@ def to_stock(source: str, destination: str, progress: Progress) -> Report:
         CheckpointError: The source is not of this format, or cannot be read; or there is a destination.
             Nothing is left of what was begun.
     """
-    with job_of(source, destination, STOCK_FORMAT, progress) as job:
-        if not isinstance(job.source, SafeSource):
-            raise ConfigurationError(
-                expected=f"a checkpoint in the format {FORMAT_NAME}",
-                found=f"{job.directory}, which is in the format {STOCK_FORMAT}",
-                remedy="Stock loads it as it is; to convert it the other way, use from-stock.",
-            )
+    opener = partial(open_safe, remedy="Stock loads it as it is; to convert it the other way, use from-stock.")
+    with job_of(source, destination, STOCK_FORMAT, progress, opener) as job:
         target = store_of(job.target).local
         if target is None:
             raise ConfigurationError(
@@ -160,8 +158,3 @@ def to_stock(source: str, destination: str, progress: Progress) -> Report:
 
 def _as_they_are(key: str, entry: KeyEntry, chunks: Sequence[StoredChunk]) -> Iterable[tuple[int, Box]]:
     return [(rank_of_payload(chunk.path.name), chunk.box) for chunk in chunks]
-
-
-def _described_stock(source: CheckpointSource) -> Description:
-    assert isinstance(source, DcpSource)
-    return describe_stock(source)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, NotACheckpointError
+from mbridge_fsdp_ckpt.errors import ConfigurationError, DamagedCheckpointError, NotACheckpointError
 from mbridge_fsdp_ckpt.storage.files import check_content, check_file, hold, what_is_there
-from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, MANIFEST_NAME, TABLES
+from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, FORMAT_NAME, MANIFEST_NAME, STOCK_FORMAT, TABLES
 from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource, Head
 from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
@@ -21,11 +21,57 @@ def open_checkpoint(directory: AnyPath) -> CheckpointSource:
         ManifestError, UnsupportedVersionError, DamagedCheckpointError: See the readers.
     """
     directory = hold(directory)
+    return SafeSource(directory) if _format_of(directory) == FORMAT_NAME else DcpSource(directory)
+
+
+def open_safe(directory: AnyPath, *, remedy: str) -> SafeSource:
+    """Open a checkpoint of this format, for what can be done with no other.
+
+    Args:
+        directory: An iteration directory.
+        remedy: What to do with one of stock.
+
+    Raises:
+        ConfigurationError: It is one of stock.
+        CheckpointError: As `open_checkpoint`.
+    """
+    directory = hold(directory)
+    _refuse_other(directory, FORMAT_NAME, remedy)
+    return SafeSource(directory)
+
+
+def open_stock(directory: AnyPath, *, remedy: str) -> DcpSource:
+    """Open a checkpoint of stock `fsdp_dtensor`, for what can be done with no other.
+
+    Args:
+        directory: An iteration directory.
+        remedy: What to do with one of this format.
+
+    Raises:
+        ConfigurationError: It is one of this format.
+        CheckpointError: As `open_checkpoint`.
+    """
+    directory = hold(directory)
+    _refuse_other(directory, STOCK_FORMAT, remedy)
+    return DcpSource(directory)
+
+
+def _refuse_other(directory: AnyPath, wanted: str, remedy: str) -> None:
+    found = _format_of(directory)
+    if found != wanted:
+        raise ConfigurationError(
+            expected=f"a checkpoint in the format {wanted}",
+            found=f"{directory}, which is in the format {found}",
+            remedy=remedy,
+        )
+
+
+def _format_of(directory: AnyPath) -> str:
     if (directory / MANIFEST_NAME).exists():
-        return SafeSource(directory)
+        return FORMAT_NAME
     if (directory / DCP_METADATA).exists():
         _check_written_by_stock(directory)
-        return DcpSource(directory)
+        return STOCK_FORMAT
     raise NotACheckpointError(
         expected=f"{MANIFEST_NAME} or {DCP_METADATA} in the directory",
         found=what_is_there(directory),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from mbridge_fsdp_ckpt.bridge.names import PROGRESS, TRAIN_STATE
 from mbridge_fsdp_ckpt.convert.description import Record
 from mbridge_fsdp_ckpt.convert.from_stock import read_train_state
-from mbridge_fsdp_ckpt.convert.torch_dist.reader import COMMON
+from mbridge_fsdp_ckpt.convert.torch_dist.reader import COMMON, TORCH_DIST
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, UnsupportedStateError, brief
 from mbridge_fsdp_ckpt.storage.files import is_plain_file, read_bounded
 from mbridge_fsdp_ckpt.storage.format.values import encode
@@ -55,6 +55,19 @@ class Common:
             f"optimizer state is left out: {', '.join(sorted(self.sharding))} keeps it by ranks' buffers, not by "
             "parameters. Save once with dist_ckpt_optim_fully_reshardable=True to convert it"
         )
+
+
+class TorchDistSource(DcpSource):
+    """A checkpoint of `torch_dist`: torch's files, as stock's are, with non-tensor state of another kind.
+
+    Raises:
+        ManifestError, DamagedCheckpointError: It cannot be read.
+    """
+
+    def __init__(self, directory: AnyPath) -> None:
+        super().__init__(directory)
+        self.common = read_common(self)
+        self.head = replace(self.head, format=TORCH_DIST, values=self.common.values)
 
 
 def read_common(source: DcpSource) -> Common:

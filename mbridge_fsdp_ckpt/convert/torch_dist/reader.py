@@ -19,6 +19,7 @@ from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 _NOWHERE = Box((), ())
+TORCH_DIST = "torch_dist"
 METADATA, COMMON = "metadata.json", "common.pt"
 """Files that only `torch_dist` has; older releases kept non-tensor state in the second."""
 

@@ -7,9 +7,13 @@ import enum
 import sys
 import types
 import typing
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, InstanceOf, PlainValidator, Strict, TypeAdapter, ValidationError
 
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 
@@ -19,7 +23,6 @@ CHOICES = {
 }
 """Fields that are plain strings to Megatron-Core, which looks at their values much later."""
 
-_ABSENT = object()
 _WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "text", type(None): "null"}
 
 
@@ -39,10 +42,9 @@ def fitted(name: str, owner: Any, field: str, value: Any) -> Any:
     if value is None and present is None:
         return None
     kinds, named = list(_alternatives(_hint(owner, field), present)), _named_choices(name)
-    for kind in kinds:
-        converted = _converted(kind, value)
-        if converted is not _ABSENT and (not named or value in named):
-            return converted
+    for kind in kinds if not named or value in named else ():
+        with suppress(ValidationError):
+            return TypeAdapter(_checked(kind)).validate_python(value)
     choices = list(named) or [choice for kind in kinds for choice in _choices(kind)]
     near = difflib.get_close_matches(str(value), choices, 1)
     raise ConfigurationError(
@@ -79,30 +81,40 @@ def _alternatives(hint: Any, present: Any) -> Iterator[Any]:
         yield hint
 
 
-def _converted(kind: Any, value: Any) -> Any:
-    """The value as one of this type; `_ABSENT` where it can't be."""
-    kind, allowed = typing.get_origin(kind) or kind, typing.get_args(kind)
-    if kind is typing.Literal:
-        return value if value in allowed else _ABSENT
+def _checked(kind: Any) -> Any:
+    """The type as pydantic is to check it: enums and dtypes by name, numbers and texts as they are written."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Literal:
+        return kind
+    if origin in (typing.Union, types.UnionType):
+        return typing.Union[tuple(map(_checked, arguments))]  # noqa: UP007 - the members are known at run time alone
+    if origin in (list, tuple, dict):
+        return types.GenericAlias(origin, tuple(inner if inner is ... else _checked(inner) for inner in arguments))
+    kind = origin or kind
     if kind is Any or not isinstance(kind, type) or getattr(kind, "_is_protocol", False):
-        return value  # the user knows better
+        return Any  # the user knows better
     if issubclass(kind, enum.Enum):
-        return kind.__members__.get(value, _ABSENT) if isinstance(value, str) else _ABSENT
+        return Annotated[Any, PlainValidator(partial(_named, kind.__members__))]
     if kind.__name__ == "dtype":
-        return _dtypes().get(str(value).removeprefix("torch."), _ABSENT)
-    if kind in (int, float):
-        return _number(kind, value)
-    if issubclass(kind, Path):
-        return kind(value) if isinstance(value, str) else _ABSENT
-    if kind is tuple:
-        return tuple(value) if isinstance(value, list) else _ABSENT
-    return value if isinstance(value, kind) else _ABSENT
+        return Annotated[Any, PlainValidator(lambda name: _named(_dtypes(), str(name).removeprefix("torch.")))]
+    if kind is int:
+        return Annotated[int, Strict(), BeforeValidator(_whole)]
+    if kind in (bool, float, str):
+        return Annotated[kind, Strict()]
+    if issubclass(kind, (Path, list, tuple, dict, type(None))):
+        return kind
+    return InstanceOf[kind]  # type: ignore[misc]  # which type it is, is known at run time alone
 
 
-def _number(kind: type, value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return _ABSENT
-    return kind(value) if kind(value) == value else _ABSENT
+def _named(members: Mapping[str, Any], name: Any) -> Any:
+    if not isinstance(name, str) or name not in members:
+        raise ValueError("no such name")
+    return members[name]
+
+
+def _whole(value: Any) -> Any:
+    """1e3 is an integer to whoever writes YAML."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _dtypes() -> dict[str, Any]:

@@ -60,7 +60,9 @@ class _Renamed:
         """See `CheckpointSource`; what was saved under a new name counts for more."""
         asked = None if names is None else {both for name in names for both in (name, name.replace(_NEW, _OLD))}
         found = self._source.hyperparameters(asked)
-        return {name.replace(_OLD, _NEW): values for name, values in found.items()} | found
+        older = {name: values for name, values in found.items() if _OLD in name}
+        newer = {name: values for name, values in found.items() if _OLD not in name}
+        return {name.replace(_OLD, _NEW): values for name, values in older.items()} | newer
 
     def ranks(self) -> Iterator[RankRecord]:
         """See `CheckpointSource`."""

@@ -17,11 +17,11 @@ from torch.distributed import checkpoint as dcp
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.storage.files import file_checksum
-from mbridge_fsdp_ckpt.storage.format.manifest import write_manifest
 from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME
 from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter
 from mbridge_fsdp_ckpt.storage.format.schema import VERSION, Manifest, TableEntry, TableHeader
 from mbridge_fsdp_ckpt.storage.format.table import table_bytes
+from tests.unit.handmade import write_manifest
 
 Choose = Callable[[int], int]
 """A number below another."""

@@ -10,7 +10,7 @@ import torch
 from mbridge_fsdp_ckpt.plan.boxes import Box, whole
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.storage.files import file_checksum
-from mbridge_fsdp_ckpt.storage.format.manifest import write_manifest
+from mbridge_fsdp_ckpt.storage.format.manifest import manifest_bytes
 from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME
 from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter
 from mbridge_fsdp_ckpt.storage.format.schema import VERSION, Manifest, ParameterGroup, TableEntry, TableHeader
@@ -95,3 +95,8 @@ def write_head(directory: Path, tables: list[TableEntry]) -> None:
         values=encode(VALUES),
     )
     write_manifest(directory / "manifest.json", head)
+
+
+def write_manifest(path: Path, manifest: Manifest) -> None:
+    """A head that says of itself what it should, whatever it says of the rest."""
+    path.write_bytes(manifest_bytes(manifest))

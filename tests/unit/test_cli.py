@@ -17,9 +17,9 @@ from mbridge_fsdp_ckpt.cli import convert, diff, families, inspect, prune, repai
 from mbridge_fsdp_ckpt.cli import run as run_command
 from mbridge_fsdp_ckpt.families import default_registry
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
-from mbridge_fsdp_ckpt.storage.format.manifest import write_manifest
 from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME
 from mbridge_fsdp_ckpt.storage.format.schema import VERSION, Manifest
+from tests.unit.handmade import write_manifest
 
 SUBCOMMANDS = [convert, diff, families, inspect, prune, repair, run_command, verify]
 

@@ -16,12 +16,13 @@ from mbridge_fsdp_ckpt.plan.boxes import Box, whole
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.storage import source
 from mbridge_fsdp_ckpt.storage.files import file_checksum
-from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest, write_manifest
+from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
 from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME
 from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter
 from mbridge_fsdp_ckpt.storage.format.schema import VERSION, Manifest, ParameterGroup, TableEntry, TableHeader
 from mbridge_fsdp_ckpt.storage.format.table import table_bytes
 from mbridge_fsdp_ckpt.storage.format.values import encode
+from tests.unit.handmade import write_manifest
 from tests.unit.test_cli import call, data
 
 NAME = "module.weight"

@@ -13,9 +13,9 @@ from upath import UPath
 from mbridge_fsdp_ckpt.cli import console as frame
 from mbridge_fsdp_ckpt.storage.checksums import checksum
 from mbridge_fsdp_ckpt.storage.entries import ExtraEntry
-from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest, write_manifest
+from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
 from tests.unit import handmade
-from tests.unit.handmade import payload
+from tests.unit.handmade import payload, write_manifest
 from tests.unit.test_cli import call, data, run
 
 TRACKER, STATE = "latest_checkpointed_iteration.txt", "latest_train_state.pt"

@@ -13,11 +13,11 @@ from mbridge_fsdp_ckpt.storage import files
 from mbridge_fsdp_ckpt.storage.checksums import checksum
 from mbridge_fsdp_ckpt.storage.entries import ExtraEntry
 from mbridge_fsdp_ckpt.storage.files import file_checksum
-from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest, write_manifest
+from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
 from mbridge_fsdp_ckpt.storage.format.schema import TableEntry, TableHeader
 from mbridge_fsdp_ckpt.storage.format.table import Chunk, read_table, read_table_header, table_bytes
 from tests.unit import handmade
-from tests.unit.handmade import AVERAGE, BIAS, KEYS, WEIGHT, payload, table
+from tests.unit.handmade import AVERAGE, BIAS, KEYS, WEIGHT, payload, table, write_manifest
 from tests.unit.test_cli import call, data
 
 Named = list[tuple[str, str, str | None]]

@@ -16,9 +16,9 @@ from torch.distributed import checkpoint as dcp
 from upath import UPath
 
 from mbridge_fsdp_ckpt.storage.entries import ExtraEntry
-from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest, write_manifest
+from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
 from tests.unit import handmade
-from tests.unit.handmade import BIAS, payload
+from tests.unit.handmade import BIAS, payload, write_manifest
 from tests.unit.test_cli import call, data, run
 from tests.unit.test_cli_verify import chunks_of, flip, named, truncate
 

@@ -12,6 +12,7 @@ import torch
 from torch.distributed import checkpoint as dcp
 
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, ManifestError
+from mbridge_fsdp_ckpt.loading.renaming import under_new_names
 from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
 from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
 
@@ -186,3 +187,17 @@ def test_metadata_that_is_damaged_or_linked_is_refused(tmp_path: Path) -> None:
     path.symlink_to(tmp_path / "moved")
     with pytest.raises(ManifestError):
         open_checkpoint(directory)
+
+
+def test_an_older_name_of_multi_token_prediction_is_read_as_the_newer(tmp_path: Path) -> None:
+    old, new = (f"module.mtp.layers.0.{name}.weight" for name in ("mtp_model_layer", "transformer_layer"))
+    tensor = torch.arange(6.0).reshape(2, 3)
+    optimizer = {"state": {old: {"exp_avg": tensor + 1}}, "param_to_group_meta": {old: {"lr": 0.1}, "b": {"lr": 0.2}}}
+    state = {"model": {old: tensor, "b": tensor}, "optimizer": optimizer}
+    source = under_new_names(open_checkpoint(write(tmp_path / "iter_0000010", state)), [])
+    assert set(source.head.keys) == {f"model.{new}", "model.b", f"optimizer.state.{new}.exp_avg"}
+    [chunk] = source.chunks([f"optimizer.state.{new}.exp_avg"])[f"optimizer.state.{new}.exp_avg"]
+    assert chunk.key == f"optimizer.state.{new}.exp_avg"
+    assert torch.equal(source.read(chunk), tensor + 1)
+    assert source.hyperparameters([new, "absent"]) == {new: {"lr": 0.1}}
+    assert source.hyperparameters() == {new: {"lr": 0.1}, "b": {"lr": 0.2}}

@@ -18,9 +18,10 @@ from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.storage.entries import FileEntry
 from mbridge_fsdp_ckpt.storage.files import check_file
 from mbridge_fsdp_ckpt.storage.format import manifest as module
-from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest, write_manifest
+from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
 from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME
 from mbridge_fsdp_ckpt.storage.format.schema import VERSION, Manifest, TableEntry
+from tests.unit.handmade import write_manifest
 
 Body = dict[str, Any]
 Change = Callable[[Body], Any]

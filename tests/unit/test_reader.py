@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, ManifestError, NotACheckpointError
+from mbridge_fsdp_ckpt.errors import ConfigurationError, DamagedCheckpointError, ManifestError, NotACheckpointError
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.storage.checksums import checksum
 from mbridge_fsdp_ckpt.storage.entries import FileEntry
@@ -17,7 +17,7 @@ from mbridge_fsdp_ckpt.storage.files import file_checksum
 from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
 from mbridge_fsdp_ckpt.storage.format.schema import TableEntry, TableHeader
 from mbridge_fsdp_ckpt.storage.format.table import Chunk, read_table_header, table_bytes
-from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
+from mbridge_fsdp_ckpt.storage.opening import open_checkpoint, open_safe, open_stock
 from mbridge_fsdp_ckpt.storage.ranges import ByteRange
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource
 from tests.unit import handmade
@@ -231,3 +231,14 @@ def test_what_is_no_checkpoint_says_what_is_there(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
     with pytest.raises(NotACheckpointError, match="a file"):
         open_checkpoint(tmp_path / "weights.safetensors")
+
+
+def test_what_works_on_one_format_names_the_other(directory: Path, tmp_path: Path) -> None:
+    stock = tmp_path / "stock"
+    stock.mkdir()
+    (stock / ".metadata").touch()
+    with pytest.raises(ConfigurationError, match=r"format fsdp_dtensor; .*format fsdp_dtensor_safe\. Try it so"):
+        open_stock(directory, remedy="Try it so.")
+    with pytest.raises(ConfigurationError, match=r"format fsdp_dtensor_safe; .*format fsdp_dtensor\. Try it so"):
+        open_safe(stock, remedy="Try it so.")
+    assert open_safe(directory, remedy="").head.format == "fsdp_dtensor_safe"

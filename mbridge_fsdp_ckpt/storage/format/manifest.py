@@ -24,11 +24,6 @@ def manifest_bytes(manifest: Manifest) -> bytes:
     return (json.dumps(body, indent=1) + "\n").encode()
 
 
-def write_manifest(path: AnyPath, manifest: Manifest) -> None:
-    """Write the head."""
-    path.write_bytes(manifest_bytes(manifest))
-
-
 def read_manifest(directory: AnyPath) -> Manifest:
     """Read and check the head.
 

@@ -1,1 +1,4 @@
-"""The command `mbridge_fsdp_ckpt`, also `python -m mbridge_fsdp_ckpt`."""
+"""The command: options, questions and printing.
+
+What a command does lies in `care` and `convert`, and is imported when it is done: to show a help takes no torch.
+"""

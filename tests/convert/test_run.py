@@ -35,7 +35,7 @@ if args.end == "text":
 """
 
 IN_BRIDGE = """
-import argparse, os
+import argparse, os, time
 parser = argparse.ArgumentParser()
 parser.add_argument("--ckpt-format", choices=("fsdp_dtensor",))
 args = parser.parse_args()
@@ -44,8 +44,12 @@ from megatron.bridge.training.config import CheckpointConfig
 assert CheckpointConfig(ckpt_format=args.ckpt_format)
 from mbridge_fsdp_ckpt.bridge.choice import is_ours
 routed = hasattr(checkpointing.save_checkpoint, "__wrapped__") and is_ours(args.ckpt_format)
-print("RANK", os.environ.get("RANK"), args.ckpt_format, routed, flush=True)
-if os.environ.get("RANK", "1") == "1":
+os.write(1, f"RANK {os.environ['RANK']} {args.ckpt_format} {routed}\\n".encode())  # in one piece
+if os.environ["RANK"] == "0":
+    open("rank 0 is through", "x")
+else:
+    while not os.path.exists("rank 0 is through"):  # whoever ends with an error has the others killed
+        time.sleep(0.05)
     raise SystemExit(7)
 """
 

@@ -13,7 +13,7 @@ help: ## Show this list
 demo: core ## Show the package at work on CPU ranks (a minute or two, set-up included)
 	@$(RUN) .venv/bin/python -m mbridge_fsdp_ckpt.testing.demo $(ARGS)
 
-test: full lint ## Linters, then every test, on the real stack (its first set-up compiles for about 10 minutes)
+test: full lint ## Linters, then tests on the real stack: half an hour (its first set-up compiles for about 10 minutes)
 	$(RUN) python -m pytest $(ARGS)
 
 test-all: full lint ## Linters, then every test with every case of what `make test` samples; writes docs/soak/ and docs/soak.md (two hours)

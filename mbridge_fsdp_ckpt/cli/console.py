@@ -50,7 +50,7 @@ app = typer.Typer(
     epilog=EXIT_CODES,
 )
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 Checkpoint = Annotated[
     str, typer.Argument(help="An iteration directory, or the root of a run's checkpoints; a path or a URL.")
 ]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mbridge_fsdp_ckpt.cli.console import Json, print_facts, print_json, progress_bar, say, size_text
+from mbridge_fsdp_ckpt.cli.console import AsJson, print_facts, print_json, progress_bar, say, size_text
 
 if TYPE_CHECKING:
     from mbridge_fsdp_ckpt.convert.job import Report
@@ -18,7 +18,7 @@ Destination = Annotated[
 ]
 
 
-def from_stock(source: Source, destination: Destination, as_json: Json = False) -> None:
+def from_stock(source: Source, destination: Destination, as_json: AsJson = False) -> None:
     """Convert a checkpoint that Bridge wrote alone (fsdp_dtensor) into fsdp_dtensor_safe.
 
     Every block stays with the rank that wrote it. Training goes on from the result as it would from the original.
@@ -40,7 +40,7 @@ def from_torch_dist(
             help="Let Bridge call what the checkpoint's run configuration names, which can be any code. Needed.",
         ),
     ] = False,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Convert Megatron's torch_dist checkpoint, which Bridge wrote, into fsdp_dtensor_safe.
 
@@ -66,7 +66,7 @@ def reshard(
             "instead of a small table for every rank that saved.",
         ),
     ] = False,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Rewrite a checkpoint as if so many ranks had saved it: few large files out of many, or the reverse.
 
@@ -79,7 +79,7 @@ def reshard(
     _show(report, as_json)
 
 
-def to_stock(source: Source, destination: Destination, as_json: Json = False) -> None:
+def to_stock(source: Source, destination: Destination, as_json: AsJson = False) -> None:
     """Convert a checkpoint into fsdp_dtensor, which Bridge loads without this package.
 
     Notes name what stock has no place for. What is read is verified; stock itself has no checksums.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mbridge_fsdp_ckpt.cli.console import EXIT_CODES, Json, app, print_json, progress_bar, say
+from mbridge_fsdp_ckpt.cli.console import EXIT_CODES, AsJson, app, print_json, progress_bar, say
 from mbridge_fsdp_ckpt.cli.places import checkpoint_at
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def diff(
         bool, typer.Option(help="Compare what tensors and other state hold, not only keys, shapes and dtypes.")
     ] = True,
     key: Annotated[str, typer.Option(metavar="PATTERN", help="Compare only names like this.")] = "*",
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Compare two checkpoints: keys, shapes, dtypes, tensors, and other state.
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mbridge_fsdp_ckpt.cli.console import EXIT_CODES, Json, app, print_json, print_table, say
+from mbridge_fsdp_ckpt.cli.console import EXIT_CODES, AsJson, app, print_json, print_table, say
 from mbridge_fsdp_ckpt.cli.places import checkpoint_at
 
 
@@ -15,7 +15,7 @@ def families(
     checkpoint: Annotated[
         str | None, typer.Argument(help="An iteration directory, or the root of a run's checkpoints.")
     ] = None,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """List the installed model families, or the parameters that each claimed in a checkpoint's model."""
     if checkpoint is None:

@@ -8,8 +8,8 @@ import typer
 
 from mbridge_fsdp_ckpt.cli.console import (
     EXIT_CODES,
+    AsJson,
     Checkpoint,
-    Json,
     app,
     print_facts,
     print_json,
@@ -35,7 +35,7 @@ def inspect(
     key: Annotated[
         str | None, typer.Option(metavar="PATTERN", help=f"List keys like this, and draw them (default {_MODEL_KEYS}).")
     ] = None,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show what a checkpoint holds: format, topology, sizes, families, and how the ranks share it."""
     if png is not None:

@@ -6,7 +6,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mbridge_fsdp_ckpt.cli.console import EXIT_CODES, DryRun, Json, Root, Yes, app, confirm, print_json, say, size_text
+from mbridge_fsdp_ckpt.cli.console import (
+    EXIT_CODES,
+    AsJson,
+    DryRun,
+    Root,
+    Yes,
+    app,
+    confirm,
+    print_json,
+    say,
+    size_text,
+)
 from mbridge_fsdp_ckpt.cli.places import root_at
 
 if TYPE_CHECKING:
@@ -20,7 +31,7 @@ def prune(
     keep: Annotated[int, typer.Option(min=1, help="How many of the newest complete checkpoints stay.")],
     dry_run: DryRun = False,
     yes: Yes = False,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Remove all but the newest complete checkpoints.
 

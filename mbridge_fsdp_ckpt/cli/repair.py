@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mbridge_fsdp_ckpt.cli.console import EXIT_CODES, DryRun, Json, Yes, app, confirm, print_json, say
+from mbridge_fsdp_ckpt.cli.console import EXIT_CODES, AsJson, DryRun, Yes, app, confirm, print_json, say
 from mbridge_fsdp_ckpt.cli.places import checkpoint_at, root_at
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def repair(
     ] = False,
     dry_run: DryRun = False,
     yes: Yes = False,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Move back checkpoints that dead saves put aside, rebuild the tracker, delete leftovers.
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mbridge_fsdp_ckpt.cli.console import EXIT_CODES, Checkpoint, Json, app, print_json, progress_bar, say, size_text
+from mbridge_fsdp_ckpt.cli.console import EXIT_CODES, AsJson, Checkpoint, app, print_json, progress_bar, say, size_text
 from mbridge_fsdp_ckpt.cli.places import checkpoint_at
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def verify(
         bool, typer.Option("--header", help="Check structure and sizes only: payload is not read.")
     ] = False,
     workers: Annotated[int, typer.Option(min=1, max=256, help="Files that are read at a time.")] = 4,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check a checkpoint's structure and every byte of it, and name all that is damaged."""
     from mbridge_fsdp_ckpt.care import verify as care

@@ -11,9 +11,9 @@ from mbridge_fsdp_ckpt.errors import ManifestError
 from mbridge_fsdp_ckpt.plan.boxes import whole
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry, Section
 from mbridge_fsdp_ckpt.plan.tiling import tiling_defect
+from mbridge_fsdp_ckpt.storage.files import Json
 from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
 from mbridge_fsdp_ckpt.storage.format.schema import ParameterGroup
-from mbridge_fsdp_ckpt.storage.format.values import Json
 from mbridge_fsdp_ckpt.storage.source import StoredChunk
 from mbridge_fsdp_ckpt.versions import writer_versions
 

@@ -7,12 +7,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, NoReturn
 
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, ManifestError
 from mbridge_fsdp_ckpt.storage.checksums import Hasher
 from mbridge_fsdp_ckpt.storage.entries import FileEntry
 from mbridge_fsdp_ckpt.storage.store import AnyPath, store_of
+
+Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
+"""What JSON can say."""
 
 _BLOCK = 1 << 22
 _REMEDY = "The checkpoint is damaged or was edited: use another one."
@@ -181,19 +184,20 @@ def read_bounded(path: AnyPath, limit: int) -> bytes:
         return file.read(size)  # of the limit, Python would reserve the memory first
 
 
-def parse_json(path: AnyPath, data: bytes) -> Any:
+def parse_json(path: AnyPath, data: bytes) -> Json:
     """JSON without duplicate keys, and without the NaN and Infinity that Python would take.
 
     Raises:
         ManifestError: It is not, or what it describes does not fit into memory.
     """
     try:
-        return json.loads(data, object_pairs_hook=_unique, parse_constant=_no_constant)
+        found: Json = json.loads(data, object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError, MemoryError) as error:
         raise malformed(path, "JSON", f"{type(error).__name__}: {error}"[:300]) from error
+    return found
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     found = dict(pairs)
     if len(found) != len(pairs):
         counts = Counter(name for name, _ in pairs)
@@ -201,7 +205,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _no_constant(name: str) -> Any:
+def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 

@@ -9,10 +9,10 @@ from typing import Any
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry, Section
 from mbridge_fsdp_ckpt.storage.commit.content import Commit, Content
 from mbridge_fsdp_ckpt.storage.entries import ExtraEntry
+from mbridge_fsdp_ckpt.storage.files import Json
 from mbridge_fsdp_ckpt.storage.format.manifest import manifest_bytes
 from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME
 from mbridge_fsdp_ckpt.storage.format.schema import VERSION, Manifest, TableEntry
-from mbridge_fsdp_ckpt.storage.format.values import Json
 from mbridge_fsdp_ckpt.storage.stock.view import write_dcp_view
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 

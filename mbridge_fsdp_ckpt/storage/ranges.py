@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError
 from mbridge_fsdp_ckpt.storage.checksums import HASHED_AT_ONCE, Hasher
 from mbridge_fsdp_ckpt.storage.store import AnyPath, Ranges, store_of
 
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+Bytes = npt.NDArray[np.uint8]
 
 MAX_OPEN = 128
 """Files open at a time: half of what is left of the usual limit of 1,024 when sockets and libraries have theirs."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from mbridge_fsdp_ckpt.errors import NotACheckpointError, UnsupportedVersionError
 from mbridge_fsdp_ckpt.storage.checksums import checksum
-from mbridge_fsdp_ckpt.storage.files import is_plain_file, malformed, parse_json, read_bounded, what_is_there
+from mbridge_fsdp_ckpt.storage.files import Json, is_plain_file, malformed, parse_json, read_bounded, what_is_there
 from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, MANIFEST_NAME
 from mbridge_fsdp_ckpt.storage.format.schema import VERSION, Manifest
 from mbridge_fsdp_ckpt.storage.store import AnyPath
@@ -45,13 +44,13 @@ def read_manifest(directory: AnyPath) -> Manifest:
         found = repr(body.get("format") if isinstance(body, dict) else body)[:100]
         raise malformed(path, f"a {FORMAT_NAME} manifest", f"format {found}")
     _check_version(path, body.get("version"))
-    found = body.pop("checksum", None)
-    if found != _body_checksum(body):
+    said = body.pop("checksum", None)
+    if said != _body_checksum(body):
         raise malformed(path, "the content that its own checksum covers", "other content")
-    return validated(Manifest, {**body, "checksum": found}, path)
+    return validated(Manifest, {**body, "checksum": said}, path)
 
 
-def validated[M: BaseModel](model: type[M], body: Any, path: AnyPath) -> M:
+def validated[M: BaseModel](model: type[M], body: Json, path: AnyPath) -> M:
     """Data as the model has it.
 
     Raises:
@@ -65,11 +64,11 @@ def validated[M: BaseModel](model: type[M], body: Any, path: AnyPath) -> M:
         raise malformed(path, f"a valid {model.__name__}", f"{where}: {first['msg']}") from error
 
 
-def _body_checksum(body: dict[str, Any]) -> str:
+def _body_checksum(body: dict[str, Json]) -> str:
     return checksum(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
 
 
-def _check_version(path: AnyPath, version: Any) -> None:
+def _check_version(path: AnyPath, version: Json) -> None:
     major = version[0] if isinstance(version, list) and version else None
     if type(major) is not int:
         raise malformed(path, "version [major, minor]", repr(version)[:100])

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Buffer, Callable, Iterator
 from contextlib import contextmanager
-from typing import IO, Any, cast
+from typing import IO, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.serialization import get_crc32_options, set_crc32_options
 
@@ -105,7 +106,7 @@ class PayloadWriter:
         record = ByteRange(start, self._position - start)
         return Chunk(key, self._file_index, ByteRange(offset, raw.nbytes), box, self._record_hasher.result(), record)
 
-    def _save(self, key: str, raw: np.ndarray[Any, np.dtype[np.uint8]], dtype: torch.dtype, box: Box) -> int:
+    def _save(self, key: str, raw: npt.NDArray[np.uint8], dtype: torch.dtype, box: Box) -> int:
         """Append a record by `torch.save`; returns where its elements lie."""
         start, self._around = self._position, (bytearray(), bytearray())
         self._awaited, self._found = (_place(memoryview(raw)) if raw.nbytes else (0, 0)), -1
@@ -147,7 +148,7 @@ def _place(view: memoryview) -> tuple[int, int]:
     return np.frombuffer(view, dtype=np.uint8).ctypes.data, view.nbytes
 
 
-def host_bytes(elements: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def host_bytes(elements: torch.Tensor) -> npt.NDArray[np.uint8]:
     """A tensor's elements as bytes on the host; shares memory where it lies there already."""
     flat = elements.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy()

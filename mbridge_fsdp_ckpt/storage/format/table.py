@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO
 
 from pydantic import ValidationError
 
@@ -47,7 +47,7 @@ class Chunk:
     checksum: str
     record: ByteRange
 
-    def to_row(self) -> list[Any]:
+    def to_row(self) -> list[object]:
         """A line of the table."""
         box = list(self.box.offset), list(self.box.size)
         return [self.key, self.file, *self.elements, *box, self.checksum, *self.record]
@@ -70,7 +70,7 @@ class Scalar:
         """All of the key."""
         return Box((), ())
 
-    def to_row(self) -> list[Any]:
+    def to_row(self) -> list[object]:
         """A line of the table."""
         return [self.key, self.data.hex()]
 

@@ -20,8 +20,7 @@ import torch
 
 from mbridge_fsdp_ckpt.errors import ManifestError, UnsupportedStateError
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name, dtype_name
-
-Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
+from mbridge_fsdp_ckpt.storage.files import Json
 
 _MAX_DEPTH = 64
 _MAX_INLINE_BYTES = 1 << 20  # a tensor inside a value: RNG states, counters

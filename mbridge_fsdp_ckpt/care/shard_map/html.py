@@ -60,8 +60,9 @@ def _as_text(value: Any) -> Any:
 
 
 def _merged_note(bars: Iterable[Bar]) -> str:
-    merged = any(bar.merged for bar in bars)
-    return "Neighbouring blocks are drawn as one where a bar has very many; the colour is the first rank's." * merged
+    if not any(bar.merged for bar in bars):
+        return ""
+    return "Neighbouring blocks are drawn as one where a bar has very many; the colour is the first rank's."
 
 
 def _facts(found: Survey) -> list[tuple[str, str]]:
@@ -77,7 +78,7 @@ def _facts(found: Survey) -> list[tuple[str, str]]:
 def _tooltip(bar: Bar) -> list[str]:
     """A line for each block, as many as a tooltip can show."""
     rest = len(bar.blocks) - NAMED_RANKS
-    return [block.text for block in bar.blocks[:NAMED_RANKS]] + [f"and {rest} more"] * (rest > 0)
+    return [*(block.text for block in bar.blocks[:NAMED_RANKS]), *([f"and {rest} more"] if rest > 0 else [])]
 
 
 def _holders(bar: Bar) -> str:

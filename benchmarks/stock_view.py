@@ -22,7 +22,7 @@ from mbridge_fsdp_ckpt.storage.entries import FileEntry
 from mbridge_fsdp_ckpt.storage.format.schema import TableHeader
 from mbridge_fsdp_ckpt.storage.format.table import Chunk, table_bytes
 from mbridge_fsdp_ckpt.storage.ranges import ByteRange
-from mbridge_fsdp_ckpt.storage.stock.view import write_dcp_view
+from mbridge_fsdp_ckpt.storage.stock.writer import write_dcp_view
 from tools.circumstances import circumstances
 
 RESULTS = Path(__file__).parent / "results" / "stock_view"

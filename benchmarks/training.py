@@ -172,7 +172,7 @@ def _measured(format_name: str, meter: Meter, report: RankReport) -> Iterator[No
     """Wrap what is measured, for as long as the block runs."""
     from megatron.bridge.training import checkpointing, setup
 
-    from mbridge_fsdp_ckpt.agree.meeting import Agreement
+    from mbridge_fsdp_ckpt.agree.agreement import Agreement
     from mbridge_fsdp_ckpt.saving import snapshot
 
     create = setup.create_checkpoint_manager

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mbridge_fsdp_ckpt.agree.meeting import Agreement, next_agreement
+from mbridge_fsdp_ckpt.agree.agreement import Agreement, next_agreement
 from mbridge_fsdp_ckpt.agree.outcome import Outcome
 from mbridge_fsdp_ckpt.errors import CheckpointError, LoadInterruptedError
 from mbridge_fsdp_ckpt.live.holdings import KeyFilter

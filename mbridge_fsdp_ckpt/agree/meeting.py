@@ -1,197 +1,181 @@
-"""The one exchange between ranks: all arrive with a message, one judges, all get the same verdict.
+"""One meeting in the job's rendezvous store (`TCPStore` under torchrun).
 
-No collective.  Ranks meet in the job's rendezvous store, where waiting has a time limit and who is missing can be told
-by name (`room`).  A collective has neither: a rank that raised before it leaves the others waiting until a watchdog
-ends the job.
+    rank r                                   judge (rank 0)
+      set  <meeting>/<r> = message             wait until all arrived, one failed, or the limit is over
+      wait <meeting>/verdict                   set <meeting>/verdict = answer, or the error for everyone
 
-Who comes first in a sequence writes what it begins: whoever begins something else fails at once, and with it all.
-Rank 0 serves the store in many jobs: after the last word of a sequence it stays a little, until everyone has read it.
-
-Cost: a constant number of store requests a rank, messages bounded by the caller, one reader.
+Who waits in vain writes its error to <meeting>/outcome, once for all: whoever comes later raises the same.  A judge
+about to do what cannot be undone seals the meeting there first; from then on nobody gives up before the verdict.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import socket
+import logging
+import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from mbridge_fsdp_ckpt.agree.room import HOSTS, Room, lost
-from mbridge_fsdp_ckpt.agree.signs import STORE_ERRORS, Signs
-from mbridge_fsdp_ckpt.agree.wire import Judge, judged, to_wire
-from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError, InternalError
-from mbridge_fsdp_ckpt.settings import DEFAULT_STORAGE_LIMIT, DEFAULT_TIME_LIMIT
+from mbridge_fsdp_ckpt.agree.signs import STORE_ERRORS, Signs, Watch
+from mbridge_fsdp_ckpt.agree.wire import Judge, Wire, judged
+from mbridge_fsdp_ckpt.errors import CheckpointError, ErrorData, RankMissingError, brief
+
+HOSTS = "mbridge_fsdp_ckpt/hosts"
+"""Below it, ranks write what host they are on."""
+
+_GRACE = 15.0  # seconds that others wait for the judge's verdict beyond the limit it waited itself
+_LAST_WORD = 5.0, 0.005, 0.1  # seconds that rank 0 waits until it is read; between looks, first and longest
+_RENEWED = 60.0  # seconds after which rank 0, while it waits, does what it does with each step
+_MISSING_NAMED = 32
+
+_SEALED = "sealed"
+
+_log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class Agreement:
-    """A sequence of meetings of all ranks.
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """All ranks meet once.
 
     Args:
-        name: Common to all ranks and new for each sequence; see `next_agreement`.
+        store: The store.
+        name: Common to all ranks, and new for each meeting.
+        phase: What the meeting is for, in errors.
         rank: This rank.
         world_size: All ranks.
-        time_limit: Seconds that a rank waits for the others at each meeting, counted from its own arrival or from
-            the last sign of life of any other rank.
-        store: The store they meet in; None with a single rank.
-        storage_limit: Seconds that a rank may be inside one call of the storage, without a step of its own.
-        on_beat: Called with every step, in the thread that works.
+        time_limit: See `Agreement`.
+        signs: Signs of life of all ranks.
+        renew: What rank 0 does now and then while it waits.
     """
 
+    store: dist.Store
     name: str
+    phase: str
     rank: int
     world_size: int
     time_limit: float
-    store: dist.Store | None = None
-    storage_limit: float = DEFAULT_STORAGE_LIMIT
-    on_beat: Callable[[], None] = lambda: None
-    _meetings: int = field(default=0)
-    _sealed: bool = field(default=False)
-    _room: Room | None = field(default=None)
-    _signs: Signs = field(init=False)
+    signs: Signs
+    renew: Callable[[], None]
 
-    def __post_init__(self) -> None:
-        self._signs = Signs(self.store, self.name, self.time_limit, self.storage_limit)
-
-    def begin(self, purpose: str) -> None:
-        """Before the first meeting: what this rank is about to do, and where.
-
-        Raises:
-            ConfigurationError: The ranks begin different things.
-        """
-        if self.store is None:
-            return
-        own = json.dumps([self.rank, purpose])
-        first, begun = json.loads(self.store.compare_set(f"{self.name}/purpose", "", own))
-        if begun != purpose:
-            named = sorted([(first, begun), (self.rank, purpose)])
-            error = ConfigurationError(
-                expected="all ranks to begin the same save or load",
-                found=", ".join(f"rank {rank}: {what}" for rank, what in named),
-                remedy="Call save and load in the same order and with the same directory on every rank.",
-            )
-            self.meet("beginning", error, lambda messages: None)
-
-    def meet[M, V](self, phase: str, message: M | CheckpointError, judge: Judge[M, V]) -> V:
-        """Bring a message; get what `judge`, called on rank 0 with all messages by rank, returns.
-
-        Args:
-            phase: What this meeting is for, in errors.
-            message: JSON-able and bounded, or a `CheckpointError` that this rank failed with.
-            judge: Raises a `CheckpointError` to fail everyone alike.
-
-        Raises:
-            CheckpointError: The same on every rank: what a rank brought or the judge raised, or `RankMissingError`
-                naming the ranks that did not arrive.
-        """
-        self._meetings, self._sealed = self._meetings + 1, False
-        wire = to_wire(message, phase, self.rank)
-        if self.store is None:
-            verdict = judged([wire], judge, phase)
-        else:
-            self._room = self._enter(self.store, phase)
-            verdict = self._room.meet(wire, judge)
-        if "failed" in verdict:
-            self.end()
-            raise CheckpointError.from_wire(verdict["failed"])
-        return verdict["value"]
-
-    def _enter(self, store: dist.Store, phase: str) -> Room:
-        name = f"{self.name}/{self._meetings}"
-        limit, signs = self.time_limit, self._signs
-        return Room(store, name, phase, self.rank, self.world_size, limit, signs, lambda: self.on_beat())
-
-    def end(self) -> None:
-        """After the last meeting: rank 0 stays until the others have read the verdict.  An error is a last word too."""
-        if self._room is not None:
-            self._room.leave()
+    def meet[M, V](self, wire: Wire[M], judge: Judge[M, V]) -> Wire[V]:
+        """Bring what this rank has to say; returns the verdict."""
+        try:
+            self._arrive(wire)
+            return self._lead(judge) if self.rank == 0 else self._follow()
+        except STORE_ERRORS as error:
+            return {"failed": lost(error, self.phase, self.rank).to_wire()}
 
     def seal(self) -> None:
-        """Before a judge does what cannot be undone: from here on the others wait for it.
+        """Nobody gives up any more.
 
         Raises:
-            CheckpointError: What the others raised, if they gave up meanwhile.
+            CheckpointError: Somebody has.
         """
-        if self._room is not None:
-            self._room.seal()
-        self._sealed = True
+        outcome = self._settle(_SEALED)
+        if outcome != _SEALED:
+            raise CheckpointError.from_wire(json.loads(outcome))
 
     def was_sealed(self) -> bool:
-        """Whether the last meeting was sealed, as far as this rank can tell: what it was about may be done."""
-        return self._sealed or (self._room is not None and self._room.was_sealed())
+        """Whether nobody gave up, as far as can be told."""
+        try:
+            return self._outcome() == _SEALED
+        except STORE_ERRORS:
+            return True  # nobody knows
 
-    def beat(self) -> None:
-        """After each step of long work: others waiting for this rank begin their limit anew.  Cheap to call."""
-        self.on_beat()
-        self._signs.give()
+    def leave(self) -> None:
+        """Say that this rank has read the verdict; rank 0 stays until the others have."""
+        key, (limit, pause, longest) = f"{self.name}/read", _LAST_WORD
+        until = time.monotonic() + min(limit, self.time_limit)
+        try:
+            readers = self.store.add(key, int(self.rank != 0))
+            while self.rank == 0 and readers < self.world_size - 1 and time.monotonic() < until:
+                time.sleep(pause)
+                pause = min(pause * 1.5, longest)
+                readers = self.store.add(key, 0)
+        except STORE_ERRORS as error:  # the verdict is known here, and that is all that counts
+            _log.info("rank 0 does not hear that rank %d read its verdict: %s", self.rank, error)
 
-    def at_work(self) -> AbstractContextManager[None]:
-        """Around all that touches storage between meetings, on any rank: a call that takes long is no silence.
+    def _settle(self, outcome: str) -> str:
+        """Write the meeting's outcome unless there is one; returns the one that holds."""
+        return self.store.compare_set(f"{self.name}/outcome", "", outcome).decode()
 
-            with agreement.at_work():
-                for item in items:
-                    write(item)         # may block for up to the storage limit
-                    agreement.beat()    # a step is done: that limit, too, begins anew
+    def _outcome(self) -> str:
+        """What holds so far; empty where nothing does."""
+        key = f"{self.name}/outcome"
+        return self.store.get(key).decode() if self.store.check([key]) else ""
 
-        A judge is inside one already, and blocks may be nested.  Leave out what waits for other ranks, or for nothing
-        of the storage's: who is stuck there is to be named within the time limit.
-        """
-        return self._signs.at_work()
+    def _arrive[M](self, wire: Wire[M]) -> None:
+        self.store.set(f"{self.name}/{self.rank}", json.dumps(wire))
+        if "failed" in wire:
+            self.store.set(f"{self.name}/failed", str(self.rank))
+        self.store.add(f"{self.name}/arrived", 1)
+
+    def _lead[M, V](self, judge: Judge[M, V]) -> Wire[V]:
+        """Rank 0: collect, judge, publish.  An early failure does not wait for the rest."""
+        watch, renewed = Watch(self.signs, self.time_limit), time.monotonic()
+        while self.store.add(f"{self.name}/arrived", 0) < self.world_size:
+            if time.monotonic() - renewed > _RENEWED:
+                renewed = time.monotonic()
+                with self.signs.at_work():
+                    self.renew()
+            if self.store.check([f"{self.name}/failed"]):
+                failed = int(self.store.get(f"{self.name}/failed"))
+                return self._publish(json.loads(self.store.get(f"{self.name}/{failed}")))
+            if watch.over():
+                return self._publish({"failed": json.loads(self._give_up())})
+        wires = [json.loads(self.store.get(f"{self.name}/{rank}")) for rank in range(self.world_size)]
+        with self.signs.at_work():
+            verdict = judged(wires, judge, self.phase)
+        outcome = self._settle(_SEALED)
+        return self._publish(verdict if outcome == _SEALED else {"failed": json.loads(outcome)})
+
+    def _follow[V](self) -> Wire[V]:
+        watch, sealed = Watch(self.signs, self.time_limit + _GRACE), False
+        while not self.store.check([f"{self.name}/verdict"]):
+            outcome = self._outcome()
+            if not outcome and watch.over():
+                outcome = self._give_up()
+            if outcome == _SEALED and not sealed:
+                watch, sealed = Watch(self.signs, self.time_limit + _GRACE), True
+            elif outcome and outcome != _SEALED:
+                return {"failed": json.loads(outcome)}
+            if sealed and watch.over():
+                return {"failed": self._missing(sealed=True)}
+        verdict: Wire[V] = json.loads(self.store.get(f"{self.name}/verdict"))
+        return verdict
+
+    def _give_up(self) -> str:
+        return self._settle(json.dumps(self._missing()))
+
+    def _publish[V](self, verdict: Wire[V]) -> Wire[V]:
+        self.store.set(f"{self.name}/verdict", json.dumps(verdict))
+        for rank in range(self.world_size):
+            self.store.delete_key(f"{self.name}/{rank}")
+        return verdict
+
+    def _missing(self, *, sealed: bool = False) -> ErrorData:
+        absent = [rank for rank in range(self.world_size) if not self.store.check([f"{self.name}/{rank}"])]
+        named = ", ".join(map(self._with_host, absent[:_MISSING_NAMED]))
+        named += ", ..." if len(absent) > _MISSING_NAMED else ""
+        remedy = "Look at the logs of these ranks; raise the time limit if they were only slow."
+        return RankMissingError(
+            expected=f"all {self.world_size} ranks at {self.phase!r} within {self.time_limit:g} s",
+            found=f"no sign of rank {named}" if absent and not sealed else f"no verdict of rank {self._with_host(0)}",
+            remedy=f"It was about to finish: look whether the checkpoint is there. {remedy}" if sealed else remedy,
+        ).to_wire()
+
+    def _with_host(self, rank: int) -> str:
+        key = f"{HOSTS}/{rank}"
+        return f"{rank} on {self.store.get(key).decode()}" if self.store.check([key]) else str(rank)
 
 
-def next_agreement(
-    purpose: str, time_limit: float = DEFAULT_TIME_LIMIT, storage_limit: float = DEFAULT_STORAGE_LIMIT
-) -> Agreement:
-    """The next sequence of meetings of all ranks of this job.  Every rank calls it once a save or load, first thing.
-
-    Args:
-        purpose: What for, and where: "save to /checkpoints/iter_0000010".
-        time_limit: See `Agreement`.
-        storage_limit: See `Agreement`.
-
-    Raises:
-        ConfigurationError: A limit is not positive, or the ranks begin different things.
-        RankMissingError: The store does not answer.
-    """
-    for name, limit, usual in (
-        ("time", time_limit, DEFAULT_TIME_LIMIT),
-        ("storage", storage_limit, DEFAULT_STORAGE_LIMIT),
-    ):
-        if not limit > 0:
-            raise ConfigurationError(
-                expected=f"a positive {name} limit in seconds",
-                found=str(limit),
-                remedy=f"Set {name}_limit to {usual:g}, say.",
-            )
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return Agreement(purpose, 0, 1, time_limit)
-    store, rank = _default_store(), dist.get_rank()
-    job = f"mbridge_fsdp_ckpt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    try:
-        store.set(f"{HOSTS}/{rank}", socket.gethostname())
-        number = store.add(f"{job}/{rank}/agreements", 1)  # counted in the store: a new process group starts anew
-        agreement = Agreement(f"{job}/{number}", rank, dist.get_world_size(), time_limit, store, storage_limit)
-        agreement.begin(purpose)
-    except STORE_ERRORS as error:
-        raise lost(error, purpose, rank) from error
-    return agreement
-
-
-def _default_store() -> dist.Store:
-    """The rendezvous store of the default process group (torch 2.13 `distributed_c10d._get_default_store`)."""
-    from torch.distributed import distributed_c10d
-
-    getter = getattr(distributed_c10d, "_get_default_store", None)
-    if getter is None:
-        raise InternalError(
-            expected="torch.distributed.distributed_c10d._get_default_store",
-            found="a torch without it",
-            remedy="Use a supported torch; see docs/compatibility.md.",
-        )
-    store: dist.Store = getter()
-    return store
+def lost(error: BaseException, phase: str, rank: int) -> RankMissingError:
+    """The error for a store that does not answer any more."""
+    return RankMissingError(
+        expected=f"the job's rendezvous store to answer at {phase!r}",
+        found=brief(error),
+        remedy="Rank 0, or the process that serves the store, has ended: look at its log.",
+        rank=rank,
+    )

@@ -85,7 +85,7 @@ def _in_one_job(stock: Callable[..., Any]) -> Callable[..., Any]:
         is_here = (as_path(call.arguments["checkpoint_path"]) / MANIFEST_NAME).exists()
         if alone or dist.is_initialized() or not is_here or not hasattr(provider, "initialize_model_parallel"):
             return stock(*args, **kwargs)
-        from mbridge_fsdp_ckpt.bridge.job import join
+        from mbridge_fsdp_ckpt.bridge.process_group import join
 
         join()
         provider.finalize()

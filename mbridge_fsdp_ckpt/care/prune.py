@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mbridge_fsdp_ckpt.care.root import bytes_in
+from mbridge_fsdp_ckpt.care.size_and_age import bytes_in
 from mbridge_fsdp_ckpt.errors import NotACheckpointError
 from mbridge_fsdp_ckpt.hosts.root import RELEASE, TRACKER, tracked
 from mbridge_fsdp_ckpt.storage.commit.methods import remove

@@ -18,7 +18,7 @@ from rich.filesize import decimal
 
 from mbridge_fsdp_ckpt.bridge.names import MAX_TRAIN_STATE_BYTES, TRAIN_STATE, TRAIN_STATE_TRACKER
 from mbridge_fsdp_ckpt.care.audit import Audit
-from mbridge_fsdp_ckpt.care.root import bytes_in, is_young
+from mbridge_fsdp_ckpt.care.size_and_age import bytes_in, is_young
 from mbridge_fsdp_ckpt.errors import CheckpointError
 from mbridge_fsdp_ckpt.hosts.root import RELEASE, TRACKER, tracked
 from mbridge_fsdp_ckpt.storage.commit import methods

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mbridge_fsdp_ckpt.bridge.job import job
 from mbridge_fsdp_ckpt.bridge.plain_model import PlainModel, load_plain
 from mbridge_fsdp_ckpt.bridge.plugin import register
+from mbridge_fsdp_ckpt.bridge.process_group import job
 from mbridge_fsdp_ckpt.bridge.without_gpu import as_if_there_was_one
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME

@@ -12,7 +12,7 @@ from mbridge_fsdp_ckpt.bridge.names import RUN_CONFIG
 from mbridge_fsdp_ckpt.bridge.run_config import RunConfig
 from mbridge_fsdp_ckpt.convert.description import Description
 from mbridge_fsdp_ckpt.convert.destination import Published, check_free, open_destination, publish
-from mbridge_fsdp_ckpt.convert.files import carry_over, other_files
+from mbridge_fsdp_ckpt.convert.other_files import carry_over, other_files
 from mbridge_fsdp_ckpt.convert.rewrite import Chunks, Rewriting, Shares, rewrite
 from mbridge_fsdp_ckpt.convert.torch_dist.reader import COMMON, METADATA, TORCH_DIST
 from mbridge_fsdp_ckpt.errors import ConfigurationError

@@ -20,7 +20,7 @@ from mbridge_fsdp_ckpt.storage.entries import FileEntry
 from mbridge_fsdp_ckpt.storage.file_system import sync_directory
 from mbridge_fsdp_ckpt.storage.files import check_file, copy_file
 from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
-from mbridge_fsdp_ckpt.storage.stock.view import write_dcp_view
+from mbridge_fsdp_ckpt.storage.stock.writer import write_dcp_view
 
 _RANDOM = "rng_state"
 

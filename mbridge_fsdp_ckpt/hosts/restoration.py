@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core import tensor_parallel
 
 from mbridge_fsdp_ckpt.errors import ConfigurationError, ManifestError
-from mbridge_fsdp_ckpt.live.optimizer import grad_scalers
+from mbridge_fsdp_ckpt.live.optimizer.adapters import grad_scalers
 
 _log = logging.getLogger(__name__)
 

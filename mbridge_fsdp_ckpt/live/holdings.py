@@ -15,7 +15,8 @@ import torch
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.families.registry import default_registry
 from mbridge_fsdp_ckpt.live.megatron_fsdp import ModelParameter, model_parameters
-from mbridge_fsdp_ckpt.live.optimizer import Hyperparameters, OptimizerAdapter, Slot, adapters_for
+from mbridge_fsdp_ckpt.live.optimizer.adapters import adapters_for
+from mbridge_fsdp_ckpt.live.optimizer.base import Hyperparameters, OptimizerAdapter, Slot
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_name
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from mbridge_fsdp_ckpt.agree.meeting import Agreement
+from mbridge_fsdp_ckpt.agree.agreement import Agreement
 from mbridge_fsdp_ckpt.errors import InternalError
 from mbridge_fsdp_ckpt.live.holdings import OptimizerPart
 from mbridge_fsdp_ckpt.live.megatron_fsdp import local_shard, storage_of
-from mbridge_fsdp_ckpt.live.optimizer import STEP, Hyperparameters, Slot, SlotSpec
+from mbridge_fsdp_ckpt.live.optimizer.base import STEP, Hyperparameters, Slot, SlotSpec
 from mbridge_fsdp_ckpt.loading.destinations import Destination, block, refuse_copy, scalar
 from mbridge_fsdp_ckpt.loading.match import in_file_order
 from mbridge_fsdp_ckpt.loading.opened import Opened

@@ -10,14 +10,14 @@ from typing import Any, TypedDict
 import torch
 
 from mbridge_fsdp_ckpt.agree import sketches
-from mbridge_fsdp_ckpt.agree.meeting import Agreement
+from mbridge_fsdp_ckpt.agree.agreement import Agreement
 from mbridge_fsdp_ckpt.errors import ConfigurationError, KeyMismatchError, PlanDisagreementError
 from mbridge_fsdp_ckpt.families import default_registry
 from mbridge_fsdp_ckpt.live.fp8.owners import restorations
 from mbridge_fsdp_ckpt.live.fp8.state import Restoration
 from mbridge_fsdp_ckpt.live.holdings import KeyFilter, OptimizerPart, Planned, optimizer_parts, plan_model
 from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module
-from mbridge_fsdp_ckpt.live.optimizer import Hyperparameters
+from mbridge_fsdp_ckpt.live.optimizer.base import Hyperparameters
 from mbridge_fsdp_ckpt.live.topology import coordinates
 from mbridge_fsdp_ckpt.loading.match import NAMED, Match, check_coverage, listed, slots_by_name
 from mbridge_fsdp_ckpt.loading.renaming import under_new_names

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from mbridge_fsdp_ckpt.agree import sketches
-from mbridge_fsdp_ckpt.agree.meeting import Agreement
+from mbridge_fsdp_ckpt.agree.agreement import Agreement
 from mbridge_fsdp_ckpt.agree.sketches import BlockRow
 from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError, ReplicaMismatchError, describe_unexpected
 from mbridge_fsdp_ckpt.live.topology import topology
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry, Section
-from mbridge_fsdp_ckpt.saving import copies
-from mbridge_fsdp_ckpt.saving.copies import CopyRow
+from mbridge_fsdp_ckpt.saving import replicas
+from mbridge_fsdp_ckpt.saving.replicas import CopyRow
 from mbridge_fsdp_ckpt.saving.snapshot import Announced
 from mbridge_fsdp_ckpt.saving.writer import Place, Written
 from mbridge_fsdp_ckpt.settings import Settings
@@ -26,7 +26,7 @@ from mbridge_fsdp_ckpt.storage.finishing import finish, head
 from mbridge_fsdp_ckpt.storage.format.schema import TableEntry
 from mbridge_fsdp_ckpt.storage.format.table import read_table_header
 from mbridge_fsdp_ckpt.storage.format.values import encode
-from mbridge_fsdp_ckpt.storage.stock.view import say_view_left_out
+from mbridge_fsdp_ckpt.storage.stock.writer import say_view_left_out
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 from mbridge_fsdp_ckpt.versions import writer_versions
 
@@ -92,7 +92,7 @@ class Job:
 
     def judge_replicas(self, messages: Sequence[list[CopyRow]]) -> None:
         """Only where hashes of copies do not add up: name the copies, then commit or not, as the settings say."""
-        error = copies.mismatch(messages, self._remainders)
+        error = replicas.mismatch(messages, self._remainders)
         if error is not None and (self.settings.replicas == "error" or not isinstance(error, ReplicaMismatchError)):
             raise error
         if error is not None:

@@ -18,11 +18,11 @@ from mbridge_fsdp_ckpt.live.holdings import (
     plan_model,
 )
 from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module
-from mbridge_fsdp_ckpt.live.optimizer import Hyperparameters
+from mbridge_fsdp_ckpt.live.optimizer.base import Hyperparameters
 from mbridge_fsdp_ckpt.live.topology import coordinates, sharding_strategy
 from mbridge_fsdp_ckpt.plan.keys import Section
-from mbridge_fsdp_ckpt.saving import copies
-from mbridge_fsdp_ckpt.saving.copies import Copy, CopyRow
+from mbridge_fsdp_ckpt.saving import replicas
+from mbridge_fsdp_ckpt.saving.replicas import Copy, CopyRow
 from mbridge_fsdp_ckpt.storage.format.schema import ParameterGroup, TableHeader
 from mbridge_fsdp_ckpt.storage.format.values import encode
 from mbridge_fsdp_ckpt.versions import require
@@ -113,4 +113,4 @@ def disputed(prepared: Prepared, buckets: Iterable[int]) -> list[BlockRow]:
 
 def differing(prepared: Prepared, buckets: Iterable[int]) -> list[CopyRow]:
     """This rank's hashes of copies in the buckets that did not add up."""
-    return copies.copies_in(prepared.copies, buckets)
+    return replicas.copies_in(prepared.copies, buckets)

@@ -7,9 +7,9 @@ from typing import TypedDict
 
 import torch
 
-from mbridge_fsdp_ckpt.agree.meeting import Agreement
+from mbridge_fsdp_ckpt.agree.agreement import Agreement
 from mbridge_fsdp_ckpt.live.holdings import Holding
-from mbridge_fsdp_ckpt.saving import copies
+from mbridge_fsdp_ckpt.saving import replicas
 from mbridge_fsdp_ckpt.saving.snapshot import Prepared
 from mbridge_fsdp_ckpt.storage.checksums import checksum
 from mbridge_fsdp_ckpt.storage.commit import lease
@@ -77,15 +77,15 @@ def write(prepared: Prepared, place: Place, agreement: Agreement, choice: str = 
     name, data = table_name(rank, suffix), table_bytes(prepared.header.model_copy(update=update), rows)
     write_file(staging / name, data)
     entry = TableEntry(rank=rank, name=name, size=len(data), checksum=checksum(data))
-    return {"table": entry.model_dump(), "replicas": copies.sketch(prepared.copies)}
+    return {"table": entry.model_dump(), "replicas": replicas.sketch(prepared.copies)}
 
 
 def _hashed(prepared: Prepared, holding: Holding, choice: str) -> torch.Tensor:
     """A holding's elements; on the host, and noted with their hash, if they are compared with other ranks'."""
-    if not copies.is_compared(holding, choice):
+    if not replicas.is_compared(holding, choice):
         return holding.elements()
     elements = holding.elements().cpu()
-    prepared.copies.append(copies.copy_of(holding, elements))
+    prepared.copies.append(replicas.copy_of(holding, elements))
     return elements
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from mbridge_fsdp_ckpt.storage.held import HeldPath
+from mbridge_fsdp_ckpt.storage.held_path import HeldPath
 from mbridge_fsdp_ckpt.storage.writeback import WriteBack
 
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}\.new")

@@ -27,7 +27,7 @@ def is_plain_file(path: AnyPath) -> bool:
 
 
 def hold(directory: AnyPath) -> AnyPath:
-    """The same directory, held on to where its store can: see `storage.held`.
+    """The same directory, held on to where its store can: see `held_path`.
 
     Raises:
         OSError: The storage refused.

@@ -13,7 +13,7 @@ from mbridge_fsdp_ckpt.storage.files import Json
 from mbridge_fsdp_ckpt.storage.format.manifest import manifest_bytes
 from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME
 from mbridge_fsdp_ckpt.storage.format.schema import VERSION, Manifest, TableEntry
-from mbridge_fsdp_ckpt.storage.stock.view import write_dcp_view
+from mbridge_fsdp_ckpt.storage.stock.writer import write_dcp_view
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from mbridge_fsdp_ckpt.hosts.restoration import schedule
-from mbridge_fsdp_ckpt.live.optimizer import STEP, SlotSpec, adapter_for
+from mbridge_fsdp_ckpt.live.optimizer.adapters import adapter_for
+from mbridge_fsdp_ckpt.live.optimizer.base import STEP, SlotSpec
 from mbridge_fsdp_ckpt.storage.format.values import decode, encode
 from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
 from mbridge_fsdp_ckpt.testing.ranks import no_process_group

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 import mbridge_fsdp_ckpt
-from mbridge_fsdp_ckpt.agree import room
+from mbridge_fsdp_ckpt.agree import meeting
 from mbridge_fsdp_ckpt.errors import CheckpointError
 from mbridge_fsdp_ckpt.testing.models import Recipe
 from tests.core import cases, oracle
@@ -66,7 +66,7 @@ def _own(trainable: Any) -> list[Any]:
 
 @contextmanager
 def _ended(victim: int, step: str, ending: Ending) -> Iterator[None]:
-    with patch.object(room, "_GRACE", GRACE_S):
+    with patch.object(meeting, "_GRACE", GRACE_S):
         if dist.get_rank() != victim:
             yield
             return

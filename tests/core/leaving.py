@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 import mbridge_fsdp_ckpt
-from mbridge_fsdp_ckpt.agree import meeting, signs
+from mbridge_fsdp_ckpt.agree import agreement, signs
 from mbridge_fsdp_ckpt.errors import CheckpointError
 from mbridge_fsdp_ckpt.testing.models import Recipe
 from mbridge_fsdp_ckpt.testing.ranks import no_process_group
@@ -49,7 +49,7 @@ def last_word(directory: str, what: What, port: int) -> Any:
 
 def _next_save(directory: str, trainable: Any) -> str:
     """What a save says once the store has gone."""
-    store = meeting._default_store()
+    store = agreement._default_store()
     try:
         while True:
             store.add("is anybody there", 0)

@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_leaves
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.errors import UnsupportedStateError
 from mbridge_fsdp_ckpt.live.megatron_fsdp import local_shard
-from mbridge_fsdp_ckpt.live.optimizer import SlotSpec, adapters_for
+from mbridge_fsdp_ckpt.live.optimizer.adapters import adapters_for
+from mbridge_fsdp_ckpt.live.optimizer.base import SlotSpec
 from mbridge_fsdp_ckpt.live.optimizer.fused_adam import FusedAdamAdapter
 from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
 from mbridge_fsdp_ckpt.testing.models import Recipe

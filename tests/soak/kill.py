@@ -54,7 +54,7 @@ class Step:
 EVERYBODY = (0, 1)
 STEPS = (
     Step("saving.snapshot:plan_save", EVERYBODY),
-    Step("agree.meeting:Agreement.meet", EVERYBODY, times=2),
+    Step("agree.agreement:Agreement.meet", EVERYBODY, times=2),
     Step("saving.commit:Job.judge_plans"),
     Step("storage.commit.methods:condemn_leftovers"),
     Step("storage.commit.methods:begin"),
@@ -66,7 +66,7 @@ STEPS = (
     Step("saving.commit:Job.judge_written"),
     Step("storage.finishing:write_dcp_view"),
     Step("storage.commit.rename:write_file"),
-    Step("agree.meeting:Agreement.seal"),
+    Step("agree.agreement:Agreement.seal"),
     Step("storage.commit.rename:put_in_place"),
     Step("storage.commit.rename:sync_directory", times=2),
     Step("storage.commit.rename:_exchange", fresh=False),
@@ -75,7 +75,7 @@ STEPS = (
     Step("pathlib:Path.rename", times=3, fresh=False, exchanges=False),
     Step("storage.commit.rename:sync_directory", times=2, fresh=False, exchanges=False),
     Step("storage.commit.removal:shutil.rmtree", fresh=False, exchanges=False),
-    Step("agree.meeting:Agreement.end", EVERYBODY),
+    Step("agree.agreement:Agreement.end", EVERYBODY),
     Step("saving.commit:Job.clean_up", EVERYBODY),
     Step("pathlib:Path.replace", times=2),  # .metadata, then the tracker
 )

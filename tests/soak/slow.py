@@ -18,7 +18,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 import mbridge_fsdp_ckpt
-from mbridge_fsdp_ckpt.agree import room
+from mbridge_fsdp_ckpt.agree import meeting
 from mbridge_fsdp_ckpt.errors import CheckpointError
 from mbridge_fsdp_ckpt.settings import DEFAULT_TIME_LIMIT
 from mbridge_fsdp_ckpt.storage.commit import removal, rename
@@ -109,7 +109,7 @@ def _seen(place: Path, trial: Trial, action: Callable[[], Any]) -> dict[str, Any
     error = None
     slowness = Slowness(place, trial)
     dist.barrier()
-    with patch.object(room, "_GRACE", GRACE_S), slowness.holding():
+    with patch.object(meeting, "_GRACE", GRACE_S), slowness.holding():
         try:
             action()
         except CheckpointError as caught:

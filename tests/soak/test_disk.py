@@ -37,7 +37,7 @@ CALLS: tuple[tuple[str, tuple[int, ...], int], ...] = (
     (f"{PACKAGE}.file_system:os.fsync", EVERYBODY, 2),
     ("mbridge_fsdp_ckpt.saving.writer:write_file", EVERYBODY, 1),
     ("mbridge_fsdp_ckpt.storage.finishing:write_dcp_view", (0,), 1),
-    (f"{PACKAGE}.stock.view:replace_file", (0,), 1),
+    (f"{PACKAGE}.stock.writer:replace_file", (0,), 1),
     (f"{PACKAGE}.commit.rename:write_file", (0,), 1),
     (f"{PACKAGE}.commit.rename:sync_directory", (0,), 1),
     (f"{PACKAGE}.commit.rename:sync_directory", (0,), 2),

@@ -17,7 +17,7 @@ from mbridge_fsdp_ckpt.storage.format.schema import TableHeader
 from mbridge_fsdp_ckpt.storage.format.table import table_bytes
 from mbridge_fsdp_ckpt.storage.format.values import encode
 from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
-from mbridge_fsdp_ckpt.storage.stock.view import write_dcp_view
+from mbridge_fsdp_ckpt.storage.stock.writer import write_dcp_view
 from tests.unit import handmade
 from tests.unit.handmade import HYPERPARAMETERS, KEYS, NAME, TENSORS, VALUES, WEIGHT, table
 

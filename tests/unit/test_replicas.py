@@ -13,8 +13,8 @@ from mbridge_fsdp_ckpt.agree import sketches
 from mbridge_fsdp_ckpt.errors import CheckpointError, ReplicaMismatchError, UnsupportedStateError
 from mbridge_fsdp_ckpt.live.holdings import Holding
 from mbridge_fsdp_ckpt.plan.pieces import owner
-from mbridge_fsdp_ckpt.saving import copies
-from mbridge_fsdp_ckpt.saving.copies import Copy
+from mbridge_fsdp_ckpt.saving import replicas
+from mbridge_fsdp_ckpt.saving.replicas import Copy
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
 from tests.unit import test_saving as saves
@@ -32,16 +32,16 @@ def filled(value: float, key: str = "weight", replica: tuple[int, int] = (0, 3))
 
 
 def copies_of(ranks: list[list[Holding]], choice: str = "warn") -> list[list[Copy]]:
-    return [[copies.copy_of(h, h.elements()) for h in held if copies.is_compared(h, choice)] for held in ranks]
+    return [[replicas.copy_of(h, h.elements()) for h in held if replicas.is_compared(h, choice)] for held in ranks]
 
 
 def found(ranks: list[list[Holding]], choice: str = "warn") -> CheckpointError | None:
     """Both meetings about copies."""
     seen = copies_of(ranks, choice)
-    bad = sketches.add(json.loads(json.dumps([copies.sketch(rank) for rank in seen])))
+    bad = sketches.add(json.loads(json.dumps([replicas.sketch(rank) for rank in seen])))
     if not bad:
         return None
-    return copies.mismatch(json.loads(json.dumps([copies.copies_in(rank, bad) for rank in seen])), bad)
+    return replicas.mismatch(json.loads(json.dumps([replicas.copies_in(rank, bad) for rank in seen])), bad)
 
 
 def three(values: tuple[float, float, float], key: str = "weight") -> list[list[Holding]]:
@@ -52,7 +52,7 @@ def three(values: tuple[float, float, float], key: str = "weight") -> list[list[
 def test_copies_that_are_alike_leave_nothing(value: float) -> None:
     seen = copies_of(three((value, value, value)))
     assert sum(map(len, seen)) == 6
-    assert sketches.add(map(copies.sketch, seen)) == {}
+    assert sketches.add(map(replicas.sketch, seen)) == {}
 
 
 @pytest.mark.parametrize("unlike", range(3))
@@ -80,13 +80,13 @@ def test_blocks_that_one_rank_holds_are_not_hashed() -> None:
 
 def test_a_tensor_that_some_ranks_do_not_hold_is_no_difference() -> None:
     ranks = three((1.0, 1.0, 2.0))[:2]
-    assert sketches.add(map(copies.sketch, copies_of(ranks)))
+    assert sketches.add(map(replicas.sketch, copies_of(ranks)))
     assert found(ranks) is None
 
 
 def test_a_difference_beyond_the_named_copies_is_one() -> None:
-    bad = sketches.add(map(copies.sketch, copies_of(three((1.0, 1.0, 2.0)))))
-    assert "beyond" in str(copies.mismatch([[], [], []], bad))
+    bad = sketches.add(map(replicas.sketch, copies_of(three((1.0, 1.0, 2.0)))))
+    assert "beyond" in str(replicas.mismatch([[], [], []], bad))
 
 
 def test_many_keys_are_counted_not_listed() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mbridge_fsdp_ckpt.agree import sketches
-from mbridge_fsdp_ckpt.agree.meeting import Agreement
+from mbridge_fsdp_ckpt.agree.agreement import Agreement
 from mbridge_fsdp_ckpt.agree.sketches import Block
 from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError, DamagedCheckpointError, PlanDisagreementError
 from mbridge_fsdp_ckpt.live.holdings import Holding
@@ -23,7 +23,7 @@ from mbridge_fsdp_ckpt.storage.commit import removal
 from mbridge_fsdp_ckpt.storage.format.head import has_head
 from mbridge_fsdp_ckpt.storage.format.schema import TableHeader
 from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
-from mbridge_fsdp_ckpt.storage.stock.view import say_view_left_out
+from mbridge_fsdp_ckpt.storage.stock.writer import say_view_left_out
 from tests.unit.holdings import holdings, scalar
 
 

@@ -12,7 +12,7 @@ from upath import UPath
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError
 from mbridge_fsdp_ckpt.storage.checksums import HASHED_AT_ONCE, Hasher, checksum
 from mbridge_fsdp_ckpt.storage.files import hold, is_plain_file, read_bounded, replace_file, write_file
-from mbridge_fsdp_ckpt.storage.held import HeldPath
+from mbridge_fsdp_ckpt.storage.held_path import HeldPath
 from mbridge_fsdp_ckpt.storage.ranges import OpenFiles, Scratch
 from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path, is_local, store_of
 

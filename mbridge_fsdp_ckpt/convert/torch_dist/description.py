@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from mbridge_fsdp_ckpt.bridge.job import job
 from mbridge_fsdp_ckpt.bridge.names import RUN_CONFIG
 from mbridge_fsdp_ckpt.bridge.plain_model import PlainModel
+from mbridge_fsdp_ckpt.bridge.process_group import job
 from mbridge_fsdp_ckpt.convert.description import Description, Groups
 from mbridge_fsdp_ckpt.convert.from_stock import topology_of
 from mbridge_fsdp_ckpt.convert.torch_dist.common import Common, read_random_states

@@ -11,9 +11,9 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from mbridge_fsdp_ckpt.agree import room, signs
-from mbridge_fsdp_ckpt.agree.meeting import Agreement, next_agreement
-from mbridge_fsdp_ckpt.agree.room import Room
+from mbridge_fsdp_ckpt.agree import meeting, signs
+from mbridge_fsdp_ckpt.agree.agreement import Agreement, next_agreement
+from mbridge_fsdp_ckpt.agree.meeting import Meeting
 from mbridge_fsdp_ckpt.errors import (
     CheckpointError,
     ConfigurationError,
@@ -27,7 +27,7 @@ AMPLE = 300.0  # a limit that no test waits for; the machine may be busy
 SOON = 60.0  # seconds in which what needs no waiting is over
 
 
-class Meeting:
+class Server:
     """A store with one connection a rank."""
 
     def __init__(self, ranks: int) -> None:
@@ -49,19 +49,19 @@ class Meeting:
 
 
 @pytest.fixture(scope="module")
-def meeting() -> Meeting:
-    return Meeting(4)
+def server() -> Server:
+    return Server(4)
 
 
 @pytest.fixture(autouse=True)
 def short_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 does not wait long for ranks that a test leaves out."""
-    monkeypatch.setattr(room, "_LAST_WORD", (0.2, 0.005, 0.1))
+    monkeypatch.setattr(meeting, "_LAST_WORD", (0.2, 0.005, 0.1))
 
 
 @pytest.fixture
-def mortal_meeting() -> Meeting:
-    return Meeting(3)
+def mortal_meeting() -> Server:
+    return Server(3)
 
 
 def outcomes(actions: Sequence[Callable[..., Any]]) -> list[Any]:
@@ -89,40 +89,40 @@ def trouble(rank: int) -> CheckpointError:
     return KeyMismatchError(expected="keys", found="none", remedy="Look.", rank=rank, key="weight")
 
 
-def test_everyone_gets_the_judges_answer_in_order_of_rank(meeting: Meeting) -> None:
+def test_everyone_gets_the_judges_answer_in_order_of_rank(server: Server) -> None:
     def judge(messages: list[Any]) -> Any:
         return {"messages": messages, "judged by": threading.get_ident()}
 
-    ranks = meeting.ranks(4)
+    ranks = server.ranks(4)
     found = outcomes([lambda a=a: a.meet("count", {"rank": a.rank}, judge) for a in ranks])
     assert found[0]["messages"] == [{"rank": r} for r in range(4)]
     assert found == [found[0]] * 4
 
 
-def test_meetings_follow_one_another(meeting: Meeting) -> None:
+def test_meetings_follow_one_another(server: Server) -> None:
     def rounds(a: Agreement) -> list[Any]:
         return [a.meet(f"round {n}", [n, a.rank], lambda messages: messages) for n in range(5)]
 
-    found = outcomes([lambda a=a: rounds(a) for a in meeting.ranks(3)])
+    found = outcomes([lambda a=a: rounds(a) for a in server.ranks(3)])
     assert found == [[[[n, 0], [n, 1], [n, 2]] for n in range(5)]] * 3
 
 
-def test_nothing_but_the_verdicts_stays_in_the_store(meeting: Meeting) -> None:
-    before, ranks = meeting.server.num_keys(), meeting.ranks(4)
+def test_nothing_but_the_verdicts_stays_in_the_store(server: Server) -> None:
+    before, ranks = server.server.num_keys(), server.ranks(4)
     outcomes([lambda a=a: a.meet("once", "x" * 1000, len) for a in ranks])
-    assert not any(meeting.server.check([f"{ranks[0].name}/1/{rank}"]) for rank in range(4))
-    assert meeting.server.check([f"{ranks[0].name}/1/verdict"])
-    assert meeting.server.num_keys() - before <= 4  # verdict, outcome, arrivals, signs of life
+    assert not any(server.server.check([f"{ranks[0].name}/1/{rank}"]) for rank in range(4))
+    assert server.server.check([f"{ranks[0].name}/1/verdict"])
+    assert server.server.num_keys() - before <= 4  # verdict, outcome, arrivals, signs of life
 
 
 @pytest.mark.parametrize("size", [0, 1 << 10, 1 << 20, 4 << 20])
-def test_messages_of_any_size_arrive(meeting: Meeting, size: int) -> None:
-    ranks = meeting.ranks(2)
+def test_messages_of_any_size_arrive(server: Server, size: int) -> None:
+    ranks = server.ranks(2)
     found = outcomes([lambda a=a: a.meet("size", "x" * size, lambda m: m[1]) for a in ranks])
     assert [len(answer) for answer in found] == [size] * 2
 
 
-def test_a_message_too_large_for_the_store_is_an_error_of_everyone(mortal_meeting: Meeting) -> None:
+def test_a_message_too_large_for_the_store_is_an_error_of_everyone(mortal_meeting: Server) -> None:
     """The store takes 8 MiB, and closes the connection of who sends more: this job could never meet again."""
     ranks = mortal_meeting.ranks(2, time_limit=5.0)
     found = outcomes([lambda a=a: a.meet("size", "x" * (9 << 20) * a.rank, len) for a in ranks])
@@ -132,8 +132,8 @@ def test_a_message_too_large_for_the_store_is_an_error_of_everyone(mortal_meetin
 
 
 @pytest.mark.parametrize("failing", [0, 2])
-def test_an_error_of_one_rank_is_everyones_without_waiting_for_who_never_comes(meeting: Meeting, failing: int) -> None:
-    present = [a for a in meeting.ranks(4) if a.rank != 1]
+def test_an_error_of_one_rank_is_everyones_without_waiting_for_who_never_comes(server: Server, failing: int) -> None:
+    present = [a for a in server.ranks(4) if a.rank != 1]
     begin = time.monotonic()
     actions = [lambda a=a: a.meet("plan", trouble(a.rank) if a.rank == failing else {}, len) for a in present]
     error = same_error(outcomes(actions), KeyMismatchError)
@@ -141,37 +141,37 @@ def test_an_error_of_one_rank_is_everyones_without_waiting_for_who_never_comes(m
     assert (error.rank, error.key, error.remedy) == (failing, "weight", "Look.")
 
 
-def test_of_several_errors_all_raise_one(meeting: Meeting) -> None:
-    found = outcomes([lambda a=a: a.meet("plan", trouble(a.rank), len) for a in meeting.ranks(3)])
+def test_of_several_errors_all_raise_one(server: Server) -> None:
+    found = outcomes([lambda a=a: a.meet("plan", trouble(a.rank), len) for a in server.ranks(3)])
     same_error(found, KeyMismatchError)
 
 
-def test_a_missing_rank_is_named_by_all_others(meeting: Meeting) -> None:
-    ranks = meeting.ranks(4, time_limit=1.0)
+def test_a_missing_rank_is_named_by_all_others(server: Server) -> None:
+    ranks = server.ranks(4, time_limit=1.0)
     found = outcomes([lambda a=a: a.meet("plan", {}, len) for a in ranks if a.rank not in (1, 3)])
     error = same_error(found, RankMissingError)
     assert "rank 1, 3" in error.found
     assert "'plan' within 1 s" in error.expected
 
 
-def test_a_missing_judge_is_named(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "_GRACE", 0.2)
-    ranks = meeting.ranks(3, time_limit=0.5)
+def test_a_missing_judge_is_named(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_GRACE", 0.2)
+    ranks = server.ranks(3, time_limit=0.5)
     error = same_error(outcomes([lambda a=a: a.meet("plan", {}, len) for a in ranks[1:]]), RankMissingError)
     assert "no sign of rank 0" in error.found
 
 
-def test_a_rank_that_comes_after_the_limit_gets_the_same_error(meeting: Meeting) -> None:
-    judge, late = meeting.ranks(2, time_limit=0.3)
+def test_a_rank_that_comes_after_the_limit_gets_the_same_error(server: Server) -> None:
+    judge, late = server.ranks(2, time_limit=0.3)
     found = outcomes([lambda: judge.meet("plan", {}, len)]) + outcomes([lambda: late.meet("plan", {}, len)])
     assert "rank 1" in same_error(found, RankMissingError).found
 
 
 def test_a_judge_that_comes_after_the_limit_gets_the_same_error(
-    meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+    server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "_GRACE", 0.2)
-    late, *waiting = meeting.ranks(3, time_limit=0.3)
+    monkeypatch.setattr(meeting, "_GRACE", 0.2)
+    late, *waiting = server.ranks(3, time_limit=0.3)
     judged: list[Any] = []
     found = outcomes([lambda a=a: a.meet("plan", {}, len) for a in waiting])
     found += outcomes([lambda: late.meet("plan", {}, judged.append)])
@@ -180,10 +180,10 @@ def test_a_judge_that_comes_after_the_limit_gets_the_same_error(
 
 @pytest.mark.parametrize("sealed", [False, True])
 def test_nobody_commits_what_others_gave_up_and_nobody_gives_up_what_is_sealed(
-    meeting: Meeting, monkeypatch: pytest.MonkeyPatch, sealed: bool
+    server: Server, monkeypatch: pytest.MonkeyPatch, sealed: bool
 ) -> None:
-    monkeypatch.setattr(room, "_GRACE", 1.0)
-    ranks = meeting.ranks(3, time_limit=1.0, storage_limit=0.1)
+    monkeypatch.setattr(meeting, "_GRACE", 1.0)
+    ranks = server.ranks(3, time_limit=1.0, storage_limit=0.1)
     done: list[str] = []
 
     def judge(messages: list[Any]) -> str:
@@ -204,9 +204,9 @@ def test_nobody_commits_what_others_gave_up_and_nobody_gives_up_what_is_sealed(
         assert [a.was_sealed() for a in ranks] == [False] * 3
 
 
-def test_a_judge_that_stalls_after_the_seal_is_named(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "_GRACE", 0.2)
-    judge, waiting = meeting.ranks(2, time_limit=0.3, storage_limit=0.1)
+def test_a_judge_that_stalls_after_the_seal_is_named(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_GRACE", 0.2)
+    judge, waiting = server.ranks(2, time_limit=0.3, storage_limit=0.1)
 
     def stall(messages: list[Any]) -> None:
         judge.seal()
@@ -220,42 +220,38 @@ def test_a_judge_that_stalls_after_the_seal_is_named(meeting: Meeting, monkeypat
         assert stalled.result() is None
 
 
-def test_many_missing_ranks_are_not_all_listed(meeting: Meeting) -> None:
-    alone = meeting.ranks(100, 0.1)[0]
+def test_many_missing_ranks_are_not_all_listed(server: Server) -> None:
+    alone = server.ranks(100, 0.1)[0]
     with pytest.raises(RankMissingError) as caught:
         alone.meet("plan", {}, len)
     assert caught.value.found.endswith("31, 32, ...")
 
 
-def test_an_error_the_judge_raises_is_everyones(meeting: Meeting) -> None:
+def test_an_error_the_judge_raises_is_everyones(server: Server) -> None:
     def judge(messages: list[Any]) -> Any:
         raise trouble(7)
 
-    found = outcomes([lambda a=a: a.meet("plan", {}, judge) for a in meeting.ranks(3)])
+    found = outcomes([lambda a=a: a.meet("plan", {}, judge) for a in server.ranks(3)])
     assert same_error(found, KeyMismatchError).rank == 7
 
 
 @pytest.mark.parametrize(
     ("raised", "kind"), [(ZeroDivisionError("oops"), RankFailedError), (OSError(28, "No space left"), StorageError)]
 )
-def test_any_failure_of_the_judge_is_everyones(
-    meeting: Meeting, raised: Exception, kind: type[CheckpointError]
-) -> None:
+def test_any_failure_of_the_judge_is_everyones(server: Server, raised: Exception, kind: type[CheckpointError]) -> None:
     def judge(messages: list[Any]) -> Any:
         raise raised
 
-    found = outcomes([lambda a=a: a.meet("the plan", {}, judge) for a in meeting.ranks(2)])
+    found = outcomes([lambda a=a: a.meet("the plan", {}, judge) for a in server.ranks(2)])
     error = same_error(found, kind)
     assert error.rank == 0
     assert "the plan" in error.expected
     assert str(raised) in error.found
 
 
-def test_an_answer_that_cannot_be_sent_is_an_error_of_everyone(
-    meeting: Meeting, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(room, "_GRACE", 0.2)
-    found = outcomes([lambda a=a: a.meet("plan", {}, lambda m: object()) for a in meeting.ranks(2, 1.0)])
+def test_an_answer_that_cannot_be_sent_is_an_error_of_everyone(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_GRACE", 0.2)
+    found = outcomes([lambda a=a: a.meet("plan", {}, lambda m: object()) for a in server.ranks(2, 1.0)])
     assert isinstance(found[0], CheckpointError)
     same_error(found, type(found[0]))
     assert not isinstance(found[0], RankMissingError)
@@ -287,8 +283,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_signs_of_life_extend_the_limit(meeting: Meeting, clock: Clock) -> None:
-    waiting, working = meeting.ranks(2, time_limit=10.0)
+def test_signs_of_life_extend_the_limit(server: Server, clock: Clock) -> None:
+    waiting, working = server.ranks(2, time_limit=10.0)
     arrival = threading.Thread(target=lambda: working.meet("write", "done", len))
     clock.events = [(float(second), working.beat) for second in range(4, 100, 4)] + [(102.0, arrival.start)]
     clock.events.append((103.0, lambda: time.sleep(1)))
@@ -297,24 +293,24 @@ def test_signs_of_life_extend_the_limit(meeting: Meeting, clock: Clock) -> None:
     assert 102 <= clock.now < 113
 
 
-def test_without_signs_of_life_the_limit_ends_the_wait(meeting: Meeting, clock: Clock) -> None:
-    waiting, working = meeting.ranks(2, time_limit=10.0)
+def test_without_signs_of_life_the_limit_ends_the_wait(server: Server, clock: Clock) -> None:
+    waiting, working = server.ranks(2, time_limit=10.0)
     clock.events = [(float(second), working.beat) for second in (4, 8, 12)]
     with pytest.raises(RankMissingError, match="rank 1"):
         waiting.meet("write", "done", len)
     assert 22 <= clock.now < 25
 
 
-def test_signs_of_life_are_sent_seldom(meeting: Meeting, clock: Clock) -> None:
-    working = meeting.ranks(2, time_limit=80.0)[1]
+def test_signs_of_life_are_sent_seldom(server: Server, clock: Clock) -> None:
+    working = server.ranks(2, time_limit=80.0)[1]
     for _ in range(1000):
         clock.now += 0.1
         working.beat()
-    assert 15 <= int(meeting.server.add(f"{working.name}/beats", 0)) <= 20
+    assert 15 <= int(server.server.add(f"{working.name}/beats", 0)) <= 20
 
 
-def test_a_rank_inside_one_long_call_is_not_silent(meeting: Meeting) -> None:
-    waiting, working = meeting.ranks(2, time_limit=0.8)
+def test_a_rank_inside_one_long_call_is_not_silent(server: Server) -> None:
+    waiting, working = server.ranks(2, time_limit=0.8)
 
     def work() -> Any:
         with working.at_work():
@@ -324,9 +320,9 @@ def test_a_rank_inside_one_long_call_is_not_silent(meeting: Meeting) -> None:
     assert outcomes([lambda: waiting.meet("write", "done", len), work]) == [2, 2]
 
 
-def test_a_judge_inside_one_long_call_is_not_silent(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "_GRACE", 0.0)
-    ranks = meeting.ranks(3, time_limit=0.8)
+def test_a_judge_inside_one_long_call_is_not_silent(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_GRACE", 0.0)
+    ranks = server.ranks(3, time_limit=0.8)
 
     def judge(messages: list[Any]) -> str:
         time.sleep(2.0)
@@ -337,8 +333,8 @@ def test_a_judge_inside_one_long_call_is_not_silent(meeting: Meeting, monkeypatc
     assert outcomes([lambda a=a: a.meet("commit", {}, judge) for a in ranks]) == ["committed"] * 3
 
 
-def test_a_rank_inside_a_call_that_never_returns_is_named(meeting: Meeting) -> None:
-    waiting, stuck = meeting.ranks(2, time_limit=0.4, storage_limit=0.8)
+def test_a_rank_inside_a_call_that_never_returns_is_named(server: Server) -> None:
+    waiting, stuck = server.ranks(2, time_limit=0.4, storage_limit=0.8)
     named = threading.Event()
 
     def hang() -> bool:
@@ -356,8 +352,8 @@ def test_a_rank_inside_a_call_that_never_returns_is_named(meeting: Meeting) -> N
     assert "rank 1" in same_error([raised], RankMissingError).found
 
 
-def test_steps_keep_the_pulse_of_work_that_takes_longer_than_the_storage_limit(meeting: Meeting) -> None:
-    waiting, working = meeting.ranks(2, time_limit=0.4, storage_limit=0.8)
+def test_steps_keep_the_pulse_of_work_that_takes_longer_than_the_storage_limit(server: Server) -> None:
+    waiting, working = server.ranks(2, time_limit=0.4, storage_limit=0.8)
 
     def work() -> Any:
         with working.at_work():
@@ -369,9 +365,9 @@ def test_steps_keep_the_pulse_of_work_that_takes_longer_than_the_storage_limit(m
     assert outcomes([lambda: waiting.meet("write", "done", len), work]) == [2, 2]
 
 
-def test_rank_0_keeps_its_lease_while_it_waits(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "_RENEWED", 0.2)
-    waiting, working = meeting.ranks(2)
+def test_rank_0_keeps_its_lease_while_it_waits(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_RENEWED", 0.2)
+    waiting, working = server.ranks(2)
     renewed = threading.Event()
     waiting.on_beat = renewed.set
 
@@ -382,16 +378,16 @@ def test_rank_0_keeps_its_lease_while_it_waits(meeting: Meeting, monkeypatch: py
     assert outcomes([lambda: waiting.meet("write", "done", len), work]) == [2, 2]
 
 
-def test_who_only_waits_has_no_pulse(meeting: Meeting) -> None:
+def test_who_only_waits_has_no_pulse(server: Server) -> None:
     """Two that wait would keep each other waiting."""
-    first, second = meeting.ranks(3, time_limit=0.4)[:2]
+    first, second = server.ranks(3, time_limit=0.4)[:2]
     with first.at_work(), second.at_work():
         pass
     found = outcomes([lambda a=a: a.meet("write", "done", len) for a in (first, second)])
     assert "rank 2" in same_error(found, RankMissingError).found
 
 
-def test_a_pulse_ends_with_its_store(mortal_meeting: Meeting) -> None:
+def test_a_pulse_ends_with_its_store(mortal_meeting: Server) -> None:
     working = mortal_meeting.ranks(2, time_limit=0.4)[1]
     with working.at_work():
         mortal_meeting.server = None
@@ -402,8 +398,8 @@ def test_a_pulse_ends_with_its_store(mortal_meeting: Meeting) -> None:
 
 
 @pytest.mark.parametrize("first", range(3))
-def test_ranks_that_begin_different_things_are_named_before_they_work(meeting: Meeting, first: int) -> None:
-    ranks = meeting.ranks(3)
+def test_ranks_that_begin_different_things_are_named_before_they_work(server: Server, first: int) -> None:
+    ranks = server.ranks(3)
     purposes = ["save to a", "load from b", "save to a"]
 
     def begin(a: Agreement) -> None:
@@ -412,7 +408,7 @@ def test_ranks_that_begin_different_things_are_named_before_they_work(meeting: M
 
     early = threading.Thread(target=lambda: outcomes([lambda: begin(ranks[first])]))
     early.start()
-    while not meeting.server.check([f"{ranks[0].name}/purpose"]):
+    while not server.server.check([f"{ranks[0].name}/purpose"]):
         time.sleep(0.01)
     error = same_error(outcomes([lambda a=a: begin(a) for a in ranks if a.rank != first]), ConfigurationError)
     early.join()
@@ -422,13 +418,11 @@ def test_ranks_that_begin_different_things_are_named_before_they_work(meeting: M
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_rank_0_stays_until_its_last_word_is_read(
-    meeting: Meeting, monkeypatch: pytest.MonkeyPatch, fails: bool
-) -> None:
-    monkeypatch.setattr(room, "_LAST_WORD", (SOON, 0.005, 0.1))
-    leader, reader = meeting.ranks(2)
+def test_rank_0_stays_until_its_last_word_is_read(server: Server, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    monkeypatch.setattr(meeting, "_LAST_WORD", (SOON, 0.005, 0.1))
+    leader, reader = server.ranks(2)
     left: list[bool] = []
-    follow = Room._follow
+    follow = Meeting._follow
 
     def judge(messages: list[Any]) -> str:
         if fails:
@@ -446,12 +440,12 @@ def test_rank_0_stays_until_its_last_word_is_read(
         finally:
             left.append(True)
 
-    def late(room: Room) -> Any:
+    def late(met: Meeting) -> Any:
         time.sleep(0.5)
         assert left == []
-        return follow(room)
+        return follow(met)
 
-    with patch.object(Room, "_follow", late):
+    with patch.object(Meeting, "_follow", late):
         found = outcomes([lead, lambda: whole(reader)])
     if fails:
         same_error(found, KeyMismatchError)
@@ -459,15 +453,15 @@ def test_rank_0_stays_until_its_last_word_is_read(
         assert found == ["done", "done"]
 
 
-def test_rank_0_does_not_wait_long_for_who_never_reads(meeting: Meeting) -> None:
-    leader, other = meeting.ranks(2)
-    there = Room(meeting._connections[1], f"{other.name}/1", "commit", 1, 2, AMPLE, other._signs, lambda: None)
+def test_rank_0_does_not_wait_long_for_who_never_reads(server: Server) -> None:
+    leader, other = server.ranks(2)
+    there = Meeting(server._connections[1], f"{other.name}/1", "commit", 1, 2, AMPLE, other._signs, lambda: None)
     there._arrive({"value": {}})
     assert leader.meet("commit", {}, len) == 2
     leader.end()
 
 
-def test_what_was_read_holds_though_the_store_has_gone(mortal_meeting: Meeting) -> None:
+def test_what_was_read_holds_though_the_store_has_gone(mortal_meeting: Server) -> None:
     ranks = mortal_meeting.ranks(2)
     assert outcomes([lambda a=a: a.meet("commit", {}, len) for a in ranks]) == [2, 2]
     mortal_meeting.server = None
@@ -475,7 +469,7 @@ def test_what_was_read_holds_though_the_store_has_gone(mortal_meeting: Meeting) 
         a.end()
 
 
-def test_a_dying_store_is_an_error_with_a_name(mortal_meeting: Meeting) -> None:
+def test_a_dying_store_is_an_error_with_a_name(mortal_meeting: Server) -> None:
     ranks = mortal_meeting.ranks(3)
     killer = threading.Timer(0.5, lambda: setattr(mortal_meeting, "server", None))
     killer.start()
@@ -486,7 +480,7 @@ def test_a_dying_store_is_an_error_with_a_name(mortal_meeting: Meeting) -> None:
     assert all("'plan'" in error.expected for error in found)
 
 
-def test_a_store_that_is_dead_already_is_an_error_with_a_name(mortal_meeting: Meeting) -> None:
+def test_a_store_that_is_dead_already_is_an_error_with_a_name(mortal_meeting: Server) -> None:
     ranks = mortal_meeting.ranks(2)
     mortal_meeting.server = None
     found = outcomes([lambda a=a: a.meet("plan", {}, len) for a in ranks])

@@ -1,0 +1,53 @@
+"""Which adapter handles which optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mbridge_fsdp_ckpt.errors import UnsupportedStateError
+from mbridge_fsdp_ckpt.live.optimizer.base import OptimizerAdapter
+from mbridge_fsdp_ckpt.live.optimizer.fused_adam import FusedAdamAdapter
+from mbridge_fsdp_ckpt.live.optimizer.hybrid import HybridAdapter
+from mbridge_fsdp_ckpt.live.optimizer.torch_optimizer import TorchOptimizerAdapter
+
+
+def adapters_for(optimizer: Any) -> list[OptimizerAdapter]:
+    """Adapters of the torch optimizers inside a Megatron optimizer (or a torch optimizer itself).
+
+    Raises:
+        UnsupportedStateError: There is an optimizer that nobody knows.
+    """
+    return [adapter_for(inner) for inner in _inner(optimizer)]
+
+
+def adapter_for(optimizer: Any) -> OptimizerAdapter:
+    """The adapter of one torch optimizer."""
+    if hasattr(optimizer, "cpu_optimizers"):
+        return HybridAdapter(optimizer, adapter_for)
+    if hasattr(optimizer, "get_unscaled_state"):
+        return FusedAdamAdapter(optimizer)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return TorchOptimizerAdapter(optimizer)
+    raise UnsupportedStateError(
+        expected="a torch.optim.Optimizer, Transformer Engine's FusedAdam or Megatron's HybridDeviceOptimizer",
+        found=f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
+        remedy="Use one of these, or save without optimizer state (checkpoint.save_optim=False).",
+    )
+
+
+def grad_scalers(optimizer: Any) -> list[Any]:
+    """Loss scalers of a Megatron optimizer's parts, in order; empty without fp16."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part.grad_scaler for part in parts if getattr(part, "grad_scaler", None) is not None]
+
+
+def _inner(optimizer: Any) -> list[Any]:
+    if hasattr(optimizer, "chained_optimizers"):
+        return [inner for part in optimizer.chained_optimizers for inner in _inner(part)]
+    if getattr(optimizer, "is_stub_optimizer", False):
+        return []
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return [optimizer]
+    return [optimizer.optimizer] if hasattr(optimizer, "optimizer") else [optimizer]

@@ -75,6 +75,7 @@ class Agreement:
                 found=", ".join(f"rank {rank}: {what}" for rank, what in named),
                 remedy="Call save and load in the same order and with the same directory on every rank.",
             )
+            self._enter(self.store, "beginning", self._meetings + 1).fail(error)
             self.meet("beginning", error, lambda messages: None)
 
     def meet[M, V](self, phase: str, message: M | CheckpointError, judge: Judge[M, V]) -> V:
@@ -94,15 +95,15 @@ class Agreement:
         if self.store is None:
             verdict = judged([wire], judge, phase)
         else:
-            self._last = self._enter(self.store, phase)
+            self._last = self._enter(self.store, phase, self._meetings)
             verdict = self._last.meet(wire, judge)
         if "failed" in verdict:
             self.end()
             raise CheckpointError.from_wire(verdict["failed"])
         return verdict["value"]
 
-    def _enter(self, store: dist.Store, phase: str) -> Meeting:
-        name = f"{self.name}/{self._meetings}"
+    def _enter(self, store: dist.Store, phase: str, number: int) -> Meeting:
+        name = f"{self.name}/{number}"
         limit, signs = self.time_limit, self._signs
         return Meeting(store, name, phase, self.rank, self.world_size, limit, signs, lambda: self.on_beat())
 

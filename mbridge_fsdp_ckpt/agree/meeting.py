@@ -67,6 +67,10 @@ class Meeting:
         except STORE_ERRORS as error:
             return {"failed": lost(error, self.phase, self.rank).to_wire()}
 
+    def fail(self, error: CheckpointError) -> None:
+        """Let this be everyone's error, whatever else goes wrong, unless there is one already."""
+        self._settle(json.dumps(error.to_wire()))
+
     def seal(self) -> None:
         """Nobody gives up any more.
 
@@ -122,7 +126,8 @@ class Meeting:
                     self.renew()
             if self.store.check([f"{self.name}/failed"]):
                 failed = int(self.store.get(f"{self.name}/failed"))
-                return self._publish(json.loads(self.store.get(f"{self.name}/{failed}")))
+                error: ErrorData = json.loads(self.store.get(f"{self.name}/{failed}"))["failed"]
+                return self._publish({"failed": json.loads(self._settle(json.dumps(error)))})
             if watch.over():
                 return self._publish({"failed": json.loads(self._give_up())})
         wires = [json.loads(self.store.get(f"{self.name}/{rank}")) for rank in range(self.world_size)]

@@ -1,5 +1,6 @@
 """Meetings over a real store, with threads as ranks: the same answer or the same error everywhere, in time."""
 
+import json
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -415,6 +416,23 @@ def test_ranks_that_begin_different_things_are_named_before_they_work(server: Se
     assert error.expected == "all ranks to begin the same save or load"
     assert error.found in ("rank 0: save to a, rank 1: load from b", "rank 1: load from b, rank 2: save to a")
     assert error.found.startswith("rank 0") or first != 0
+
+
+def test_what_else_goes_wrong_does_not_hide_that_ranks_began_different_things(server: Server) -> None:
+    """Rank 1 fails at its own load just before rank 0, which began a save, looks for errors."""
+    leader, other = server.ranks(2)
+    other.begin("load from b")
+    lead = Meeting._lead
+
+    def late(met: Meeting, judge: Any) -> Any:
+        met.store.set(f"{met.name}/1", json.dumps({"failed": trouble(1).to_wire()}))
+        met.store.set(f"{met.name}/failed", "1")
+        return lead(met, judge)
+
+    with patch.object(Meeting, "_lead", late):
+        error = same_error(outcomes([lambda: leader.begin("save to a")]), ConfigurationError)
+    assert error.found == "rank 0: save to a, rank 1: load from b"
+    assert str(same_error(outcomes([lambda: other.meet("plan", {}, len)]), ConfigurationError)) == str(error)
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -30,8 +30,11 @@ class WholeRun:
         if report.when == "call" or report.outcome != "passed":
             self._counts[_folder(report.nodeid), report.outcome] += 1
 
-    def pytest_sessionfinish(self) -> None:
-        """Write docs/soak/whole.json."""
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """Write docs/soak/whole.json, unless tests were only listed, or interrupted."""
+        ran_through = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+        if session.config.option.collectonly or not ran_through:
+            return
         pairs = [pair for pair, count in self._counts.items() for _ in range(count)]
         seconds = time.monotonic() - self._began
         sampling.record("whole", sampling.Result(seconds, sampling.tally(pairs), {"commit": self._commit}))

@@ -10,6 +10,7 @@ import torch
 from megatron.bridge.training.utils import checkpoint_utils as names
 
 from mbridge_fsdp_ckpt.errors import NotACheckpointError
+from mbridge_fsdp_ckpt.hosts.root import RELEASE
 from mbridge_fsdp_ckpt.storage.commit.methods import recover
 from mbridge_fsdp_ckpt.storage.format.names import ITERATION, MANIFEST_NAME
 from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path
@@ -68,7 +69,7 @@ def _tracked(root: AnyPath) -> tuple[AnyPath, int] | None:
     text = as_path(names.get_checkpoint_tracker_filename(str(root)))
     if text.is_file():
         content = text.read_text().strip()
-        if content == "release":
+        if content == RELEASE:
             return root, -1
         if content.isdecimal():
             return root, int(content)

@@ -16,11 +16,11 @@ import torch
 
 from mbridge_fsdp_ckpt.errors import ManifestError
 from mbridge_fsdp_ckpt.plan.boxes import Box, whole
+from mbridge_fsdp_ckpt.plan.dtypes import bits
 from mbridge_fsdp_ckpt.plan.tiling import tiling_defect
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource, StoredChunk
 
 _ELEMENTS = 1 << 22  # compared at a time
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Progress = Callable[[int], None]
 
@@ -163,11 +163,8 @@ def _compare_piece(a: torch.Tensor, b: torch.Tensor, tolerance: Tolerance) -> Un
 
 
 def _unlike_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    bits = _BITS.get(a.dtype.itemsize)
-    if bits is not None:
-        return a.contiguous().view(bits) != b.contiguous().view(bits)
-    raw = [torch.view_as_real(tensor.contiguous()).view(torch.int64) for tensor in (a, b)]  # complex128
-    return (raw[0] != raw[1]).any(-1)
+    unlike = bits(a.contiguous()) != bits(b.contiguous())
+    return unlike.any(-1) if unlike.dim() > a.dim() else unlike
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ import torch
 from mbridge_fsdp_ckpt.convert.description import Description, Record, covering
 from mbridge_fsdp_ckpt.errors import InternalError
 from mbridge_fsdp_ckpt.plan.boxes import Box
-from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
+from mbridge_fsdp_ckpt.plan.dtypes import bits, dtype_from_name
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.storage.checksums import checksum
 from mbridge_fsdp_ckpt.storage.commit import removal
@@ -41,7 +41,6 @@ KEPT_BYTES = 1 << 29
 """Of source chunks that more than one block of the target needs; a chunk over it is read again for each of them."""
 
 _OPEN_FILES = 256
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Chunks(Protocol):
@@ -174,8 +173,8 @@ class _Blocks:
                 raise InternalError(
                     expected=f"a chunk that touches {box}", found=f"{chunk.box}", remedy="Report it.", key=chunk.key
                 )
-            elements = _as_bits(self._read(chunk, end))
-            _as_bits(block)[common.slices_in(box)] = elements[common.slices_in(chunk.box)]
+            elements = bits(self._read(chunk, end))
+            bits(block)[common.slices_in(box)] = elements[common.slices_in(chunk.box)]
         return block
 
     def _touching(self, box: Box) -> list[StoredChunk]:
@@ -204,12 +203,6 @@ class _Blocks:
 def _rows(box: Box) -> tuple[int, int]:
     """First row and one past the last; a scalar is one row."""
     return (box.offset[0], box.end[0]) if box.size else (0, 1)
-
-
-def _as_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements as integers: torch cannot copy between slices of every dtype that it stores."""
-    bits = _BITS.get(tensor.dtype.itemsize)
-    return tensor if bits is None else tensor.view(bits)
 
 
 def _header(description: Description, rank: int, *, is_first: bool) -> TableHeader:

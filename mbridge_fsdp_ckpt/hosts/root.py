@@ -37,7 +37,7 @@ def find_checkpoint(path: AnyPath) -> AnyPath:
         return path
     named = read_bounded(tracker, _MAX_TRACKER_BYTES).decode(errors="replace").strip()[:100]
     directory = path / (iteration_name(int(named)) if named.isdecimal() else named)
-    known = named == "release" or named.isdecimal()
+    known = named == RELEASE or named.isdecimal()
     if known:
         recover(directory)
     if not known or not directory.is_dir():

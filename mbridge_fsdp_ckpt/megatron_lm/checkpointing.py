@@ -21,7 +21,7 @@ from megatron.training.utils import is_last_rank, print_rank_0
 from mbridge_fsdp_ckpt import checkpoint
 from mbridge_fsdp_ckpt.errors import ConfigurationError, NotACheckpointError
 from mbridge_fsdp_ckpt.hosts import restoration
-from mbridge_fsdp_ckpt.hosts.root import TRACKER, find_checkpoint
+from mbridge_fsdp_ckpt.hosts.root import RELEASE, TRACKER, find_checkpoint
 from mbridge_fsdp_ckpt.megatron_lm.choice import check_arguments, settings_in_use
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.commit import removal
@@ -113,7 +113,7 @@ def _publish(args: Any, root: AnyPath, iteration: int, *, release: bool) -> None
     """
     tracker = root / TRACKER
     before = tracker.read_bytes().decode(errors="replace").strip() if tracker.is_file() else ""
-    replace_file(tracker, b"release" if release else str(iteration).encode())
+    replace_file(tracker, (RELEASE if release else str(iteration)).encode())
     interval = args.save_retain_interval
     if interval is not None and before.isdecimal() and int(before) not in (0, iteration) and int(before) % interval:
         old = as_path(stock.get_checkpoint_name(str(root), int(before), return_base_dir=True))
@@ -158,7 +158,7 @@ def load_checkpoint(
         return 0, 0.0
     print_rank_0(f" loading fsdp_dtensor_safe checkpoint from {directory}")
     model = unwrap_model(ddp_model)
-    fresh = args.finetune or directory.name == "release"
+    fresh = args.finetune or directory.name == RELEASE
     with_state = not fresh and not args.no_load_optim and optimizer is not None
     progress: dict[str, Any] = {"iteration": 0, "operations": 0.0}
     loaded = (checkpoint.load if with_state else checkpoint.load_weights_only)(

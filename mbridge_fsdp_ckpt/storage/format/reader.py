@@ -107,9 +107,14 @@ class SafeSource:
 
     def ranks(self) -> Iterator[RankRecord]:
         """See `CheckpointSource`."""
-        for header in self.headers:
-            own = decode(header.values), decode(header.extra_state)
-            yield RankRecord(header.coordinates, *own, header.stateless)
+        yield from self._records
+
+    @cached_property
+    def _records(self) -> tuple[RankRecord, ...]:
+        return tuple(
+            RankRecord(header.coordinates, decode(header.values), decode(header.extra_state), header.stateless)
+            for header in self.headers
+        )
 
 
 def _check_record(chunk: StoredChunk, found: str) -> None:

@@ -47,7 +47,7 @@ def test_a_checkpoint_loads_in_every_other_layout(saved_in: str, megatron_ranks:
         "linear_fc1.weight_v",
     )
     assert all(any(f".{name}" in key for key in held) for name in fused)
-    for name in sampling.drawn(f"layouts after {saved_in}", list(LAYOUTS), share=3):
+    for name in sampling.drawn(f"layouts after {saved_in}", list(LAYOUTS), share=4):
         other_ranks, other = LAYOUTS[name]
         again = tmp_path / name.replace(" ", "-")
         loaded = megatron_ranks.run(cases.load_and_save, str(first), str(again), QWEN.on(**other), ranks=other_ranks)[0]

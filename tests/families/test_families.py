@@ -166,7 +166,7 @@ def test_a_family_loads_in_another_layout(model: str, shelf: Shelf) -> None:
     check_first(model, FAMILIES[model], shelf)
 
 
-@pytest.mark.parametrize(("model", "where"), sampling.drawn("families in layouts", other_pairs(FAMILIES), share=4))
+@pytest.mark.parametrize(("model", "where"), sampling.drawn("families in layouts", other_pairs(FAMILIES), share=6))
 def test_a_family_loads_in_more_layouts(model: str, where: str, shelf: Shelf) -> None:
     family = FAMILIES[model]
     shelf.check(model, family.saved_in, family.loaded_in[where])
@@ -185,7 +185,7 @@ def test_adapters_load_in_another_layout(model: str, bridge_shelf: Shelf) -> Non
 
 
 @pytest.mark.bridge
-@pytest.mark.parametrize(("model", "where"), sampling.drawn("adapters in layouts", other_pairs(ADAPTED), share=4))
+@pytest.mark.parametrize(("model", "where"), sampling.drawn("adapters in layouts", other_pairs(ADAPTED), share=6))
 def test_adapters_load_in_more_layouts(model: str, where: str, bridge_shelf: Shelf) -> None:
     family = ADAPTED[model]
     bridge_shelf.check(model, family.saved_in, family.loaded_in[where])

@@ -11,8 +11,14 @@ def test_the_page_is_made_from_the_results() -> None:
 
 def test_no_recorded_run_missed_a_case() -> None:
     paths = sorted(sampling.RESULTS.glob("*.json"))
-    assert {path.stem for path in paths} == set(words.MATRICES)
+    assert {path.stem for path in paths} == {*words.MATRICES, "whole"}
     assert {path.name for path in paths if '"missed' in path.read_text()} == set()
+
+
+def test_nothing_failed_in_the_recorded_run_of_everything() -> None:
+    outcomes = json.loads((sampling.RESULTS / "whole.json").read_text())["outcomes"]
+    assert {ending for counts in outcomes.values() for ending in counts} <= {"passed", "skipped"}
+    assert sum(counts["passed"] for counts in outcomes.values()) > 3_000
 
 
 def test_every_kind_of_case_is_said_in_words() -> None:

@@ -33,7 +33,7 @@ ENDINGS = ("raises", "dies", "stalls")
 
 
 def sampled(name: str, steps: Iterable[str]) -> list[tuple[str, int, str]]:
-    """A fresh third of every step with every victim and every ending; all of them in `make test-all`."""
+    """A fresh quarter of every step with every victim and every ending; all of them in `make test-all`."""
     return sampling.drawn(name, list(itertools.product(steps, (0, 1), ENDINGS)), share=4)
 
 

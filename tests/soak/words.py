@@ -109,7 +109,7 @@ SCENARIOS = {
 """What storage was slow in."""
 
 STEPS = {
-    "prepare": "planning",
+    "plan_save": "planning",
     "Agreement.meet": "a meeting",
     "Job.judge_plans": "rank 0 judges the plans",
     "condemn_leftovers": "leftovers are renamed",

@@ -2,7 +2,7 @@
 
 import json
 
-from tests.soak import report, sampling, words
+from tests.soak import kill, report, sampling, words
 
 
 def test_the_page_is_made_from_the_results() -> None:
@@ -27,3 +27,8 @@ def test_every_kind_of_case_is_said_in_words() -> None:
         outcomes = json.loads((sampling.RESULTS / f"{name}.json").read_text())["outcomes"]
         assert set(outcomes) - set(words.ATTACKED) == set()
         assert {kind for kind, counts in outcomes.items() if "accepted" in counts} - set(words.HARMLESS) == set()
+
+
+def test_every_step_of_a_save_is_said_in_words() -> None:
+    """By the function that takes it, which may be renamed."""
+    assert {step.name.partition(":")[2] for step in kill.STEPS} == set(words.STEPS)

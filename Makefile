@@ -3,7 +3,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-all test-quick bench docs lint lock clean uv core dev full
+.PHONY: help demo test test-all test-quick bench gpu-bundle docs lint lock clean uv core dev full
 
 RUN := . tools/env.sh;
 
@@ -24,6 +24,9 @@ test-quick: full ## Every unit test, and of each family one pair of layouts: les
 
 bench: full ## Run the benchmarks
 	$(RUN) python -m benchmarks $(ARGS)
+
+gpu-bundle: uv ## Collect in out/gpu-bundle what a GPU machine without a network lacks; tools/gpu_check.sh checks it there
+	tools/gpu_bundle.sh
 
 docs: dev ## Build the documentation site in out/site
 	$(RUN) zensical build --clean --strict

@@ -70,8 +70,8 @@ class Trainable:
         from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 
         generator = torch.Generator().manual_seed(1_000 + number)
-        tokens = torch.randint(0, VOCABULARY, (4, SEQUENCE + 1), generator=generator)
         ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+        tokens = torch.randint(0, VOCABULARY, (max(4, ranks), SEQUENCE + 1), generator=generator)
         own = tokens.chunk(ranks)[rank].cuda()
         self.model.module.is_last_microbatch = True  # Megatron's schedules say so; hybrid sharding reduces only then
         self.model.zero_grad_buffer()

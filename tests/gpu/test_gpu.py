@@ -1,4 +1,4 @@
-"""What CPU ranks cannot show: NCCL, Transformer Engine's kernels, pinned memory, streams, FP8 (docs/gpu.md)."""
+"""What CPU ranks cannot show: NCCL, CUDA's kernels, pinned memory, streams, FP8, by the check of docs/gpu.md."""
 
 from __future__ import annotations
 
@@ -12,74 +12,93 @@ from typing import Any
 import pytest
 import torch
 
+from mbridge_fsdp_ckpt.testing.gpu.__main__ import CPU_BYTES, SECTIONS
+from mbridge_fsdp_ckpt.testing.gpu.resume import CASES
 from mbridge_fsdp_ckpt.testing.modules import is_installed
+from tests.soak import sampling
 
-CASES = Path(__file__).parent / "cases.py"
-needs_engine = pytest.mark.skipif(not is_installed("transformer_engine"), reason="needs Transformer Engine")
+REPOSITORY = Path(__file__).parents[2]
+CHECK = [sys.executable, "-P", "-m", "mbridge_fsdp_ckpt.testing.gpu"]
 
 
-@pytest.fixture
-def gpus() -> int:
-    """How many there are."""
+def ended(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, env=os.environ | environment, capture_output=True, text=True, timeout=580, check=False
+    )
+
+
+def reported(folder: Path, *options: str) -> Any:
+    """What the check found; the file has what it printed, and its exit status says the same."""
+    out = folder / "report.json"
+    done = ended([*CHECK, *options, "--disk", str(folder), "--out", str(out)])
+    assert out.exists(), done.stderr
+    report = json.loads(out.read_text())
+    assert json.loads(done.stdout) == report
+    assert done.returncode == (0 if report["passed"] else 1)
+    return report | {"said": done.stderr}
+
+
+@pytest.fixture(scope="module")
+def gpu_report(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Of the check on all GPUs, a rank each."""
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU: torch.cuda.is_available() is False on this machine")
-    return torch.cuda.device_count()
+    return reported(tmp_path_factory.mktemp("gpu"))
 
 
-def outcome(case: str, ranks: int, folder: Path, *options: str) -> Any:
-    """What the case found, on that many ranks."""
-    results = folder / "results.json"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-    ended = subprocess.run(
-        [*torchrun, str(CASES), case, str(folder / "checkpoint"), str(results), *options],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-6000:]
-    return json.loads(results.read_text())
-
-
-def check_resumed(found: Any) -> None:
-    """The run that loaded is the run that went on."""
-    assert found["live"][0] == found["live"][1]
-    assert found["losses"][0] == found["losses"][1]
-    assert found["end"][0] == found["end"][1]
-    assert found["live"][0] != found["end"][0], "the steps changed something"
-
-
-@needs_engine
 @pytest.mark.gpu
-def test_training_resumes_bit_for_bit(gpus: int, tmp_path: Path) -> None:
-    check_resumed(outcome("training", gpus, tmp_path))
+@pytest.mark.parametrize("case", CASES)
+def test_training_resumes_bit_for_bit(case: str, gpu_report: Any) -> None:
+    if case in gpu_report["not_run"]:
+        pytest.skip(gpu_report["not_run"][case])
+    assert [reason for reason in gpu_report["reasons"] if reason.startswith(case)] == [], gpu_report["said"]
+    assert gpu_report["resume"][case]["losses"]
 
 
-@needs_engine
 @pytest.mark.gpu
-def test_an_offloaded_optimizer_resumes_bit_for_bit(gpus: int, tmp_path: Path) -> None:
-    found = outcome("offloaded", gpus, tmp_path)
-    check_resumed(found)
-    assert found["pinned"]
-    assert all(found["pinned"])
+def test_the_whole_check_passes(gpu_report: Any) -> None:
+    assert gpu_report["passed"], gpu_report["reasons"]
 
 
-@needs_engine
-@pytest.mark.gpu
-def test_fp8_scaling_state_comes_back(gpus: int, tmp_path: Path) -> None:
-    if torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip(f"needs FP8, of compute capability 8.9: this GPU has {torch.cuda.get_device_capability()}")
-    found = outcome("fp8", gpus, tmp_path)
-    check_resumed(found)
-    before, after = found["scaling"]
-    assert before
-    assert after == before
+def check_cpu_report(report: Any) -> None:
+    """All that CPU ranks can do was done, and nothing else is claimed."""
+    assert report["passed"], (report["reasons"], report.get("said"))
+    engine = {name for name, case in CASES.items() if case.engine}
+    can = set(CASES) - {"FP8, delayed scaling"} - (set() if is_installed("transformer_engine") else engine)
+    assert set(report["resume"]) == can
+    assert {name for name, found in report["resume"].items() if found["host_copies"]} == {
+        name for name in can if CASES[name].recipe.offload
+    }
+    assert all(found["tensors"] > 10 for found in report["resume"].values())
+    assert {name for name in report["not_run"] if name.startswith("copies of")} == {
+        f"copies of {call}" for call in ("a save", "a load", "a step, offload 1.0, overlap")
+    }
+    assert set(report["not_run"]) == set(CASES) - can | {n for n in report["not_run"] if n.startswith("copies of")}
+    assert report["overlap"]["compute_s"] > 0
+    for place in ("memory", "disk"):
+        for call in ("save", "load"):
+            assert report["large"][place][call]["bytes"] >= CPU_BYTES
+        assert {"device to host", "hashing", "writing"} == set(report["large"][place]["save"]["parts"])
+        assert {"reading", "hashing", "host to device"} == set(report["large"][place]["load"]["parts"])
 
 
-@needs_engine
-def test_the_code_of_these_tests_runs_on_cpu_ranks(tmp_path: Path) -> None:
-    found = outcome("offloaded", 2, tmp_path, "--cpu")
-    check_resumed(found)
-    assert found["pinned"], "there are host copies; whether they are pinned only a GPU can tell"
+def test_the_check_runs_on_cpu_ranks(tmp_path: Path) -> None:
+    check_cpu_report(reported(tmp_path, "--cpu"))
+
+
+def test_a_check_that_does_not_end_in_time_has_not_passed(tmp_path: Path) -> None:
+    report = reported(tmp_path, "--cpu", "--ranks", "1", "--time-limit", "40.1")
+    assert not report["passed"]
+    assert report["reasons"] == ["rank 0 was not through after 0 s"]
+    assert set(report["not_run"]) == set(SECTIONS)
+
+
+@pytest.mark.skipif(not sampling.FULL, reason="in make test-all: it builds wheels")
+def test_a_bundle_brings_all_that_the_check_needs(tmp_path: Path) -> None:
+    made = ended(["make", "--no-print-directory", "--directory", str(REPOSITORY), "gpu-bundle"])
+    assert made.returncode == 0, made.stderr
+    command = [str(REPOSITORY / "tools/gpu_check.sh"), str(REPOSITORY / "out/gpu-bundle"), "--cpu"]
+    done = ended(command, PYTHON=sys.executable)
+    report = json.loads(done.stdout)
+    check_cpu_report(report)
+    assert report["commit"] == (REPOSITORY / "out/gpu-bundle/commit").read_text().strip()

@@ -16,7 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tools.circumstances import today, versions
+from mbridge_fsdp_ckpt.testing.machine import versions
+from tools.circumstances import today
 
 RESULTS = Path(__file__).parents[2] / "docs" / "soak"
 FULL = os.environ.get("MBRIDGE_SOAK") == "1"

@@ -1,0 +1,159 @@
+"""A large save to memory and to disk, and its load: where the seconds go, beside what the machine can do."""
+
+from __future__ import annotations
+
+import functools
+import math
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import mbridge_fsdp_ckpt
+from mbridge_fsdp_ckpt.hosts.patching import Patches
+from mbridge_fsdp_ckpt.loading.destinations import Destination
+from mbridge_fsdp_ckpt.settings import Settings
+from mbridge_fsdp_ckpt.storage import file_system
+from mbridge_fsdp_ckpt.storage.checksums import Hasher
+from mbridge_fsdp_ckpt.storage.format import payload
+from mbridge_fsdp_ckpt.testing.gpu.job import Job, gathered, rate, seconds_of
+from mbridge_fsdp_ckpt.testing.gpu.rates import device_rates, drop_cache, file_rates
+from mbridge_fsdp_ckpt.testing.gpu.state import clear, digests
+from mbridge_fsdp_ckpt.testing.models import VOCABULARY, Recipe, Trainable, build
+
+BYTES_PER_ELEMENT = 12
+"""Of state: the main weight and two moments, in fp32."""
+
+RAW_BYTES = 4_000_000_000
+_DEVICE_SHARE = 3.0  # of the state, what the device holds while new slots are loaded: weights, gradients, slots twice
+_MARGIN_S = 45.0
+
+
+def recipe_of(size: int) -> Recipe:
+    """A dense model with at least so many bytes of state."""
+    hidden, ffn = (4096, 11008) if size >= 4_000_000_000 else (128, 256)
+    layer = 4 * hidden * hidden + 3 * hidden * ffn
+    layers = math.ceil((size / BYTES_PER_ELEMENT - 2 * VOCABULARY * hidden) / layer)
+    return Recipe(layers=max(1, layers), hidden=hidden, ffn=ffn)
+
+
+def large(job: Job) -> dict[str, Any]:
+    """Build the model, train a step, then save and load it in each place that has room."""
+    ranks, size = dist.get_world_size(), job.options.size
+    free = torch.cuda.mem_get_info()[0]
+    needed = int(_DEVICE_SHARE * size / ranks)
+    if job.refused("large", f"needs {needed:,} bytes on the device, {free:,} are free" if needed > free else None):
+        return {}
+    found: dict[str, Any] = {"raw": device_rates(job)}
+    run = build(recipe_of(size))
+    run.step(0)
+    torch.cuda.empty_cache()
+    saved = digests(run)
+    for name, folder in (("memory", job.options.memory), ("disk", job.options.disk)):
+        raw = _raw(job, f"large, {name}", Path(folder))
+        if raw is not None:
+            found[name] = raw | _saved_and_loaded(job, f"large, {name}", run, Path(folder), saved)
+    return found
+
+
+def _raw(job: Job, what: str, folder: Path) -> dict[str, Any] | None:
+    """Rates of files there; None where there is no room, or no time left for what they promise."""
+    size = job.options.size
+    free = shutil.disk_usage(folder).free
+    if job.refused(
+        what, f"needs {1.2 * size:,.0f} bytes in {folder}, {free:,} are free" if 1.2 * size > free else None
+    ):
+        return None
+    own = min(RAW_BYTES, size) // dist.get_world_size()
+    if job.refused(what, None if job.left > _MARGIN_S else f"{job.left:.0f} seconds were left"):
+        return None
+    raw = file_rates(folder, own)
+    writing, reading = (size / dist.get_world_size() / own * part["seconds"] for part in raw.values())
+    wanted = 1.5 * (writing + 2 * reading) + _MARGIN_S
+    late = f"would take {wanted:.0f} s at the raw rate of {folder}, {job.left:.0f} were left"
+    return None if job.refused(what, late if wanted > job.left else None) else raw
+
+
+def _saved_and_loaded(job: Job, what: str, run: Trainable, folder: Path, saved: dict[str, str]) -> dict[str, Any]:
+    """Both, with the time of their parts on rank 0; in between all of the model's state is set to zero."""
+    directory = folder / "iter_0000200"
+    settings = Settings(time_limit=60.0, storage_limit=max(job.left, 60.0))
+    with _parts() as of_save:
+        save = seconds_of(
+            lambda: mbridge_fsdp_ckpt.save(directory, model=run.model, optimizer=run.optimizer, settings=settings)
+        )
+    size = sum(path.stat().st_size for path in directory.iterdir())
+    clear(run)
+    job.expect(f"{what}: what is zero differs", digests(run) != saved)
+    gathered(None)  # until here a rank may have been looking at what the next line touches
+    for path in directory.iterdir():
+        drop_cache(path)
+    gathered(None)
+    with _parts() as of_load:
+        load = seconds_of(
+            lambda: mbridge_fsdp_ckpt.load(directory, model=run.model, optimizer=run.optimizer, settings=settings)
+        )
+    job.expect(f"{what}: what was loaded is what was saved", digests(run) == saved)
+    gathered(None)
+    if dist.get_rank() == 0:
+        shutil.rmtree(directory)
+    return {"save": _figures(size, save, of_save), "load": _figures(size, load, of_load)}
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the parts of a call took on this rank: seconds and bytes of each."""
+
+    seconds: Counter[str] = field(default_factory=Counter)
+    sizes: Counter[str] = field(default_factory=Counter)
+
+    def timed(self, part: str, function: Callable[..., Any], size_of: Callable[..., int]) -> Callable[..., Any]:
+        """`function`, adding to a part: its seconds, and what `size_of` makes of its result and its arguments."""
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter()
+            result = function(*args, **kwargs)
+            self.seconds[part] += time.perf_counter() - begin  # type: ignore[assignment]
+            self.sizes[part] += size_of(result, *args)
+            return result
+
+        return call
+
+
+@contextmanager
+def _parts() -> Iterator[Parts]:
+    """Time what a save and a load are made of, as long as the block runs."""
+    parts, patches = Parts(), Patches()
+    growing, opened = file_system._GrowingFile, file_system._OpenFile
+    begin = opened.begin
+
+    def timed_begin(self: Any, *args: Any) -> Callable[..., int]:
+        return parts.timed("reading", begin(self, *args), lambda count, *_: count)
+
+    for owner, name, part, size_of in (
+        (payload, "host_bytes", "device to host", lambda result, *_: result.nbytes),
+        (Hasher, "update", "hashing", lambda _, __, data: memoryview(data).nbytes),
+        (growing, "write", "writing", lambda _, __, block: memoryview(block).nbytes),
+        (growing, "finish", "writing", lambda *_: 0),
+        (Destination, "take", "host to device", lambda count, own, *_: count * own.memory.itemsize),
+    ):
+        patches.set(owner, name, parts.timed(part, getattr(owner, name), size_of))
+    patches.set(opened, "begin", timed_begin)
+    try:
+        yield parts
+    finally:
+        patches.undo()
+
+
+def _figures(size: int, seconds: float, parts: Parts) -> dict[str, Any]:
+    each = {part: rate(parts.sizes[part], parts.seconds[part]) for part in parts.seconds}
+    rest = seconds - sum(parts.seconds.values())
+    return {**rate(size, seconds), "parts": each, "rest_s": round(rest, 4)}

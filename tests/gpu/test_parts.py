@@ -1,0 +1,98 @@
+"""The parts of the check: it sees what differs, and says so on all ranks."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from mbridge_fsdp_ckpt.testing.gpu import state
+from mbridge_fsdp_ckpt.testing.gpu.__main__ import SECTIONS, judged
+from mbridge_fsdp_ckpt.testing.gpu.copies import kinds
+from mbridge_fsdp_ckpt.testing.gpu.job import Job, Options
+from mbridge_fsdp_ckpt.testing.gpu.large import recipe_of
+from mbridge_fsdp_ckpt.testing.gpu.resume import SMALL
+from mbridge_fsdp_ckpt.testing.models import build
+from mbridge_fsdp_ckpt.testing.ranks import RankPool
+
+ALL: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+
+
+def notes() -> tuple[list[str], dict[str, str], list[bool]]:
+    job = Job(Options(True, 0, "", "", 0.0, ""), time.monotonic())
+    rank = dist.get_rank()
+    job.expect("it holds everywhere", True)
+    job.expect("it holds on rank 0", rank == 0)
+    refused = [job.refused("this", None), job.refused("that", "rank 1 has no room" if rank == 1 else None)]
+    return job.failures, job.not_run, refused
+
+
+def test_what_fails_on_one_rank_is_noted_on_all(rank_pool: RankPool) -> None:
+    noted = (["it holds on rank 0: not on rank 1"], {"that": "rank 1 has no room"}, [False, True])
+    assert rank_pool.run(notes, ranks=2) == [noted, noted]
+
+
+def changes() -> list[set[str]]:
+    """Names of tensors whose digest changes when one element of one of them does, tensor after tensor; then all."""
+    run = build(SMALL)
+    run.step(0)
+    found = []
+    before = state.digests(run)
+    for name, tensor in list(state.tensors(run)):
+        if tensor.numel():
+            tensor.reshape(-1)[-1] += 1
+            after = state.digests(run)
+            found.append({name} ^ {other for other in after if after[other] != before[other]})
+            before = after
+    state.clear(run)
+    found.append({name for name, tensor in state.tensors(run) if tensor.any()})
+    return found
+
+
+def test_one_changed_element_is_seen(megatron_ranks: RankPool) -> None:
+    for found in megatron_ranks.run(changes, ranks=2):
+        assert len(found) > 20
+        assert set().union(*found) == set()
+
+
+@pytest.mark.quick
+def test_a_check_passes_if_all_of_it_came_and_nothing_failed() -> None:
+    whole = judged({"sections": ALL}, None)
+    assert whole == {"passed": True, "reasons": [], "not_run": {}, "section_seconds": {}, **ALL}
+    assert judged({"sections": ALL, "failures": ["x"]}, None)["reasons"] == ["x"]
+    assert judged({"sections": ALL, "failures": ["x"]}, "rank 1 died")["reasons"] == ["x", "rank 1 died"]
+    some = judged({"sections": {"resume": {}}, "not_run": {"FP8": "needs a GPU"}}, None)
+    assert some["reasons"] == ["no results of copies, overlap, large"]
+    assert some["not_run"]["FP8"] == "needs a GPU"
+    assert not any(report["passed"] for report in (some, judged({"sections": ALL, "failures": ["x"]}, None)))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("size", [1, 4_000_000, 3_999_999_999, 20_000_000_000])
+def test_a_large_model_has_the_state_that_was_asked_for(size: int) -> None:
+    recipe = recipe_of(size)
+    layer = 4 * recipe.hidden**2 + 3 * recipe.hidden * recipe.ffn
+    assert 12 * (recipe.layers * layer + 2 * 64 * recipe.hidden) >= size
+    assert 12 * ((recipe.layers - 1) * layer + 2 * 64 * recipe.hidden) < max(size, 200_000)
+
+
+def event(kind: str, name: str, begin: float, duration: float, **args: Any) -> dict[str, Any]:
+    return {"cat": kind, "name": name, "ts": begin, "dur": duration, "args": args}
+
+
+@pytest.mark.quick
+def test_copies_are_counted_by_kind_with_the_time_that_kernels_ran_beside_them() -> None:
+    trace = [
+        event("kernel", "mm", 0, 10),
+        event("kernel", "mm", 5, 10),  # on another stream: kernels run from 0 to 15
+        event("kernel", "mm", 20, 10),
+        event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 10, 15, bytes=100),
+        event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 40, 5, bytes=11),
+        event("gpu_memcpy", "Memcpy DtoH (Device -> Pageable)", 15, 5, bytes=7),
+    ]
+    assert kinds(trace) == {
+        "Memcpy DtoH (Device -> Pinned)": {"copies": 2, "bytes": 111, "seconds": 20e-6, "beside_kernels_s": 10e-6},
+        "Memcpy DtoH (Device -> Pageable)": {"copies": 1, "bytes": 7, "seconds": 5e-6, "beside_kernels_s": 0},
+    }

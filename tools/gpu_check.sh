@@ -22,12 +22,9 @@ fi
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-"$python" -m venv --without-pip "$work/venv"
-# Not --system-site-packages: where the machine's Python is itself of a virtual environment, that would not show torch.
-"$python" -P -c 'import sys; print(*filter(None, sys.path), sep="\n")' >"$work/venv/lib/python3.12/site-packages/machine.pth"
-unset PYTHONPATH
 pip=("$bundle"/pip-*.whl) # the machine need not have one
-# The versions of the bundle, whatever the machine has: pip would hold everything against all that torch declares.
-timeout "$install_limit" "$work/venv/bin/python" "${pip[0]}/pip" --isolated install --quiet --no-index --no-deps \
-  --force-reinstall --disable-pip-version-check "$bundle"/*.whl
-"$work/venv/bin/python" -P -m mbridge_fsdp_ckpt.testing.gpu --commit "$(<"$bundle/commit")" "$@"
+# All of the bundle, whatever the machine has of it: pip would hold what is there against all that torch declares.
+timeout "$install_limit" "$python" "${pip[0]}/pip" --isolated install --quiet --no-index --no-deps --no-warn-conflicts \
+  --disable-pip-version-check --target "$work" "$bundle"/*.whl
+export PYTHONPATH=$work${PYTHONPATH:+:$PYTHONPATH}
+"$python" -P -m mbridge_fsdp_ckpt.testing.gpu --commit "$(<"$bundle/commit")" "$@"

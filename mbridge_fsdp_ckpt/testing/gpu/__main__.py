@@ -20,7 +20,7 @@ from torch.distributed import TCPStore
 from mbridge_fsdp_ckpt.testing import machine
 from mbridge_fsdp_ckpt.testing.gpu.job import Options
 
-SECTIONS = ("resume", "copies", "overlap", "large")
+SECTIONS = ("resume", "large", "overlap", "copies")
 GPU_BYTES, CPU_BYTES = 20_000_000_000, 4_000_000
 LIMIT_S, GRACE_S = 450.0, 20.0
 _TAIL = 60  # lines of a rank's log
@@ -44,9 +44,9 @@ def main(words: list[str] | None = None) -> int:
     report |= judged(found, why)
     report["seconds"] = round(time.monotonic() - begin, 1)
     text = json.dumps(report, indent=1)
-    print(text)
     if given.out:
         given.out.write_text(f"{text}\n")
+    print(text)
     return 0 if report["passed"] else 1
 
 
@@ -90,48 +90,51 @@ def _about(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _run(given: argparse.Namespace) -> tuple[dict[str, Any], str | None]:
-    """Run the ranks; what rank 0 wrote, and why they did not all end well."""
+    """Run the ranks; what rank 0 wrote, and why they did not all end well.  Standard error gets what they said then."""
     with (
         tempfile.TemporaryDirectory(dir=given.disk) as disk,
         tempfile.TemporaryDirectory(dir=given.memory) as memory,
     ):
-        found = Path(disk) / "found.json"
-        options = Options(given.cpu, given.bytes, disk, memory, given.time_limit - 2 * GRACE_S, str(found))
-        why = _run_ranks(options, given.ranks)
-        return json.loads(found.read_text()) if found.exists() else {}, why
+        path, logs = Path(disk) / "found.json", [Path(disk) / f"rank{rank}.log" for rank in range(given.ranks)]
+        options = Options(given.cpu, given.bytes, disk, memory, given.time_limit - 2 * GRACE_S, str(path))
+        codes = _codes(options, logs)
+        found = json.loads(path.read_text()) if path.exists() else {}
+        said = [log.read_text(errors="replace").splitlines() or ["nothing"] for log in logs]
+        why = _why(codes, said, options.limit)
+        if why or found.get("failures"):
+            for rank, lines in enumerate(said):
+                print(f"rank {rank} said:", *lines[-_TAIL:], sep="\n", file=sys.stderr)
+        return found, why
 
 
-def _run_ranks(options: Options, ranks: int) -> str | None:
-    """Why they did not all end well.  None of them outlives this call."""
+def _codes(options: Options, logs: list[Path]) -> list[int | None]:
+    """Run a rank for each log, until all have ended, one failed or time is up.  None of them outlives this call."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    logs = [Path(options.disk) / f"rank{rank}.log" for rank in range(ranks)]
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank, log in enumerate(logs):
-            processes.append(_start(options, rank, ranks, store.port, log))
+            processes.append(_start(options, rank, len(logs), store.port, log))
         deadline = time.monotonic() + options.limit + GRACE_S
         while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
             if any(process.poll() for process in processes):
                 break
             time.sleep(0.1)
-        codes = [process.poll() for process in processes]
+        return [process.poll() for process in processes]
     finally:
         for process in processes:
             process.kill()
             process.wait(GRACE_S)
-    failed = [rank for rank, code in enumerate(codes) if code] or [
-        rank for rank, code in enumerate(codes) if code is None
-    ]
-    return _why(failed[0], codes[failed[0]], logs[failed[0]], options.limit) if failed else None
 
 
-def _why(rank: int, code: int | None, log: Path, limit: float) -> str:
-    """One line; standard error gets the end of the rank's log."""
-    said = log.read_text(errors="replace").splitlines() or ["it said nothing"]
-    print(*said[-_TAIL:], sep="\n", file=sys.stderr)
-    if code is None or any(line.startswith("Timeout (") for line in said):  # faulthandler says so
+def _why(codes: list[int | None], said: list[list[str]], limit: float) -> str | None:
+    """Why the ranks did not all end well: the first that failed, rather than one that was still running then."""
+    failed = sorted((rank for rank, code in enumerate(codes) if code != 0), key=lambda rank: codes[rank] is None)
+    if not failed:
+        return None
+    rank = failed[0]
+    if codes[rank] is None or any(line.startswith("Timeout (") for line in said[rank]):  # faulthandler says so
         return f"rank {rank} was not through after {limit:.0f} s"
-    return f"rank {rank} ended with exit status {code}: {said[-1]}"
+    return f"rank {rank} ended with exit status {codes[rank]}: {said[rank][-1]}"
 
 
 def _start(options: Options, rank: int, ranks: int, port: int, log: Path) -> subprocess.Popen[bytes]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,6 +70,19 @@ class Job:
         if ranks:
             self.failures.append(f"{what}: not on rank {', '.join(map(str, ranks))}")
 
+    def attempt(self, what: str, call: Callable[[], Any]) -> Any:
+        """What it returns; if it raises, that is a failure on all ranks, and the check goes on with what comes next."""
+        result, error = None, None
+        try:
+            result = call()
+        except Exception as raised:
+            traceback.print_exc()
+            error = f"{type(raised).__name__}: {raised}"
+        errors = [(rank, text) for rank, text in enumerate(gathered(error)) if text is not None]
+        if errors:
+            self.failures.append(f"{what}: rank {errors[0][0]} raised {errors[0][1]}")
+        return result
+
     def refused(self, what: str, why: str | None) -> bool:
         """Whether a rank has a reason not to run something: it is noted, and no rank runs it."""
         reasons = [reason for reason in gathered(why) if reason is not None]
@@ -96,7 +111,7 @@ def gathered(value: Any) -> list[Any]:
     return values
 
 
-def seconds_of(action: Any) -> float:
+def seconds_of(action: Callable[[], object]) -> float:
     """How long it takes, all that it queues on the device included."""
     torch.cuda.synchronize()
     begin = time.perf_counter()

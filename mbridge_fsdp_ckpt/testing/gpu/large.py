@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import shutil
 import time
@@ -10,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -23,22 +23,24 @@ from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage import file_system
 from mbridge_fsdp_ckpt.storage.checksums import Hasher
 from mbridge_fsdp_ckpt.storage.format import payload
-from mbridge_fsdp_ckpt.testing.gpu.job import Job, gathered, rate, seconds_of
+from mbridge_fsdp_ckpt.testing.gpu.job import Job, rate, seconds_of
 from mbridge_fsdp_ckpt.testing.gpu.rates import device_rates, drop_cache, file_rates
-from mbridge_fsdp_ckpt.testing.gpu.state import clear, digests
+from mbridge_fsdp_ckpt.testing.gpu.state import clear, digests, tensors
 from mbridge_fsdp_ckpt.testing.models import VOCABULARY, Recipe, Trainable, build
 
 BYTES_PER_ELEMENT = 12
 """Of state: the main weight and two moments, in fp32."""
 
+_WIDTHS = (4_000_000_000, 4096, 11008), (200_000_000, 1024, 2816), (0, 128, 256)  # bytes from which on, hidden, ffn
 RAW_BYTES = 4_000_000_000
 _DEVICE_SHARE = 3.0  # of the state, what the device holds while new slots are loaded: weights, gradients, slots twice
+_FOLDER_SHARE = 1.2
 _MARGIN_S = 45.0
 
 
 def recipe_of(size: int) -> Recipe:
     """A dense model with at least so many bytes of state."""
-    hidden, ffn = (4096, 11008) if size >= 4_000_000_000 else (128, 256)
+    hidden, ffn = next((hidden, ffn) for least, hidden, ffn in _WIDTHS if size >= least)
     layer = 4 * hidden * hidden + 3 * hidden * ffn
     layers = math.ceil((size / BYTES_PER_ELEMENT - 2 * VOCABULARY * hidden) / layer)
     return Recipe(layers=max(1, layers), hidden=hidden, ffn=ffn)
@@ -57,19 +59,18 @@ def large(job: Job) -> dict[str, Any]:
     torch.cuda.empty_cache()
     saved = digests(run)
     for name, folder in (("memory", job.options.memory), ("disk", job.options.disk)):
-        raw = _raw(job, f"large, {name}", Path(folder))
+        what, place = f"large, {name}", Path(folder)
+        raw = _raw(job, what, place)
         if raw is not None:
-            found[name] = raw | _saved_and_loaded(job, f"large, {name}", run, Path(folder), saved)
+            found[name] = raw | (job.attempt(what, partial(_saved_and_loaded, job, what, run, place, saved)) or {})
     return found
 
 
 def _raw(job: Job, what: str, folder: Path) -> dict[str, Any] | None:
     """Rates of files there; None where there is no room, or no time left for what they promise."""
-    size = job.options.size
-    free = shutil.disk_usage(folder).free
-    if job.refused(
-        what, f"needs {1.2 * size:,.0f} bytes in {folder}, {free:,} are free" if 1.2 * size > free else None
-    ):
+    size, free = job.options.size, shutil.disk_usage(folder).free
+    needed = int(_FOLDER_SHARE * size)
+    if job.refused(what, f"needs {needed:,} bytes in {folder}, {free:,} are free" if needed > free else None):
         return None
     own = min(RAW_BYTES, size) // dist.get_world_size()
     if job.refused(what, None if job.left > _MARGIN_S else f"{job.left:.0f} seconds were left"):
@@ -91,18 +92,15 @@ def _saved_and_loaded(job: Job, what: str, run: Trainable, folder: Path, saved: 
         )
     size = sum(path.stat().st_size for path in directory.iterdir())
     clear(run)
-    job.expect(f"{what}: what is zero differs", digests(run) != saved)
-    gathered(None)  # until here a rank may have been looking at what the next line touches
+    job.expect(f"{what}: all is zero before the load", not any(bool(tensor.any()) for _, tensor in tensors(run)))
     for path in directory.iterdir():
         drop_cache(path)
-    gathered(None)
     with _parts() as of_load:
         load = seconds_of(
             lambda: mbridge_fsdp_ckpt.load(directory, model=run.model, optimizer=run.optimizer, settings=settings)
         )
     job.expect(f"{what}: what was loaded is what was saved", digests(run) == saved)
-    gathered(None)
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 0:  # all have answered: none is reading
         shutil.rmtree(directory)
     return {"save": _figures(size, save, of_save), "load": _figures(size, load, of_load)}
 
@@ -117,7 +115,7 @@ class Parts:
     def timed(self, part: str, function: Callable[..., Any], size_of: Callable[..., int]) -> Callable[..., Any]:
         """`function`, adding to a part: its seconds, and what `size_of` makes of its result and its arguments."""
 
-        @functools.wraps(function)
+        @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             begin = time.perf_counter()
             result = function(*args, **kwargs)

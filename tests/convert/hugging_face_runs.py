@@ -20,6 +20,7 @@ from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME
 from mbridge_fsdp_ckpt.testing.ranks import no_process_group
 from tests.models import hugging_face
 from tests.models.imported import gloo_gathers_uneven, let_mamba_be_built
+from tests.models.tiny import VOCABULARY
 
 SCRIPT = Path(__file__).with_name("upstream_script.py")
 
@@ -37,7 +38,7 @@ def write_tokenizer(directory: str) -> None:
     """A tokenizer whose tokens are numbers."""
     from transformers import PreTrainedTokenizerFast
 
-    words = {str(number): number for number in range(hugging_face.VOCABULARY)}
+    words = {str(number): number for number in range(VOCABULARY)}
     file = Path(directory) / "tokenizer.json"
     file.write_text(json.dumps({"version": "1.0", "model": {"type": "WordLevel", "vocab": words, "unk_token": "0"}}))
     PreTrainedTokenizerFast(tokenizer_file=str(file), unk_token="0", eos_token="1").save_pretrained(directory)
@@ -160,14 +161,21 @@ def differences(original: str, exported: str, *, exact: bool) -> list[str]:
     from safetensors.torch import load_file
 
     ours, theirs = (load_file(str(Path(folder) / "model.safetensors")) for folder in (exported, original))
-    found = sorted(ours.keys() ^ theirs.keys())
+    found = [f"not exported: {name}" for name in sorted(theirs.keys() - ours.keys())]
+    found += [f"exported besides: {name}" for name in sorted(ours.keys() - theirs.keys())]
     for name in sorted(ours.keys() & theirs.keys()):
         one, other = ours[name], theirs[name]
-        if exact and one.dtype != other.dtype:
-            found.append(f"{name}: {one.dtype}")
-        elif not torch.equal(one.float(), other.float()):
-            found.append(name)
+        if one.shape != other.shape:
+            found.append(f"shape: {name}")
+        elif exact and one.dtype != other.dtype:
+            found.append(f"type {one.dtype}: {name}")
+        elif not (torch.equal(_bits(one), _bits(other)) if exact else torch.equal(one.float(), other.float())):
+            found.append(f"values: {name}")
     return found
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def logits(name: str, directory: str) -> torch.Tensor:
@@ -176,7 +184,7 @@ def logits(name: str, directory: str) -> torch.Tensor:
 
     architecture = getattr(transformers, hugging_face.MODELS[name].architecture)
     model = architecture.from_pretrained(directory, dtype=torch.float32).eval()
-    tokens = torch.arange(8)[None] * 5 % hugging_face.VOCABULARY
+    tokens = torch.arange(8)[None] * 5 % VOCABULARY
     with torch.no_grad():
         computed: torch.Tensor = model(input_ids=tokens).logits
     return computed

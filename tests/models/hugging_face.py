@@ -7,19 +7,20 @@ them.
 
 from __future__ import annotations
 
+import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tests.models import tiny
+from tests.models.tiny import EXPERTS, HIDDEN, VOCABULARY
+
 Tensors = dict[str, torch.Tensor]
 Shapes = dict[str, tuple[int, ...]]
-
-HIDDEN, VOCABULARY = 64, 128
-EXPERTS = 4
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -68,18 +69,23 @@ class Model:
         config: Its config class, and what to set.
         add: Names and shapes of tensors that `transformers` does not know, from those it does.
         rename: What `transformers` names otherwise than the published checkpoints do.
+        called: The architecture that config.json names, if it is not the class.
     """
 
     architecture: str
     config: tuple[str, dict[str, Any]]
     add: Callable[[Shapes], Shapes] = lambda shapes: {}
     rename: tuple[str, str] = ("", "")
+    called: str = ""
 
     @property
     def has_experts(self) -> bool:
         """Whether there are experts to distribute."""
-        settings = self.config[1]
-        return any("experts" in name for name in settings | settings.get("text_config", {}))
+        return _has_experts(self.config[1])
+
+
+def _has_experts(settings: Mapping[str, Any]) -> bool:
+    return any("experts" in name or (isinstance(part, dict) and _has_experts(part)) for name, part in settings.items())
 
 
 def _deepseek_mtp(shapes: Shapes) -> Shapes:
@@ -244,22 +250,47 @@ ASKING_FOR_CUDA: dict[str, Model] = {
 """Models whose bridges name a CUDA device while they convert."""
 
 
+def named(name: str) -> Model | None:
+    """A model of these tables, by its name or architecture; any other architecture by rule, where it is known."""
+    known = MODELS | ASKING_FOR_CUDA
+    known |= {model.architecture: model for model in known.values()}
+    if name in known:
+        return known[name]
+    config = tiny.settings(name)
+    if config is None:
+        return None
+    return Model(tiny.KIN.get(name, name), config, rename=tiny.RENAMED.get(name, ("", "")), called=name)
+
+
 def write(name: str, directory: str | Path) -> None:
     """Write the checkpoint: config.json and one file of bf16 tensors."""
-    import transformers
     from safetensors import safe_open
     from safetensors.torch import save_file
 
-    model = (MODELS | ASKING_FOR_CUDA)[name]
+    model = named(name)
+    assert model is not None, f"transformers does not know {name}"
     config_class, settings = model.config
-    config = getattr(transformers, config_class)(**settings)
-    getattr(transformers, model.architecture)(config).to(torch.bfloat16).save_pretrained(str(directory))
+    whole = tiny.class_named(model.architecture)(tiny.class_named(config_class)(**settings)).to(torch.bfloat16)
+    _save(whole, str(directory))
+    if model.called:
+        file = Path(directory) / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": [model.called]}))
     path = Path(directory) / "model.safetensors"
     with safe_open(str(path), "pt") as file:
         known = {key.replace(*model.rename): tuple(file.get_slice(key).get_shape()) for key in list(file.keys())}
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     tensors = {key: _random(key, shape, generator) for key, shape in (known | model.add(known)).items()}
     save_file(tensors, str(path), {"format": "pt"})
+
+
+def _save(whole: Any, directory: str) -> None:
+    from safetensors.torch import save_file
+
+    if type(whole).__module__.startswith("transformers."):
+        whole.save_pretrained(directory)  # under the names of the published checkpoints, which its own need not be
+        return
+    whole.config.save_pretrained(directory)  # Bridge's own classes were written for an older transformers
+    save_file(whole.state_dict(), Path(directory) / "model.safetensors", {"format": "pt"})
 
 
 def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:

@@ -69,7 +69,7 @@ def save_imported(source: str, directory: str, layout: Layout) -> int:
 def load_and_compare(source: str, directory: str, layout: Layout, again: str, export: bool) -> Findings:
     """Load into a model initialised otherwise; compare with Bridge's own import into this layout; save again."""
     model, optimizer = _sharded(source, layout, load=False)
-    reference = dict(_tensors(_build(source, layout, load=True, wrap=False)))
+    reference = dict(_tensors(build(source, layout, load=True, wrap=False)))
     before = _compare(model, reference)
     loaded = mbridge_fsdp_ckpt.load(directory, model=model, optimizer=optimizer)
     assert loaded.values["iteration"] == 1
@@ -91,7 +91,7 @@ def load_and_compare(source: str, directory: str, layout: Layout, again: str, ex
 def _sharded(source: str, layout: Layout, *, load: bool) -> tuple[Any, Any]:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    model = _build(source, layout, load=load, wrap=True)
+    model = build(source, layout, load=load, wrap=True)
     config = OptimizerConfig(
         optimizer="adam", lr=1e-3, use_distributed_optimizer=True, bf16=True, params_dtype=torch.bfloat16, clip_grad=0.0
     )
@@ -99,7 +99,7 @@ def _sharded(source: str, layout: Layout, *, load: bool) -> tuple[Any, Any]:
         return model, get_megatron_optimizer(config, [model])
 
 
-def _build(source: str, layout: Layout, *, load: bool, wrap: bool) -> Any:
+def build(source: str, layout: Layout, *, load: bool, wrap: bool) -> Any:
     """A model through AutoBridge; unwrapped, it holds the parameters of one tensor-parallel rank."""
     from megatron.bridge import AutoBridge
     from megatron.core import parallel_state

@@ -164,6 +164,9 @@ def configure(provider: Any, dtype: torch.dtype, sizes: Sizes) -> None:
     provider.pipeline_dtype = provider.params_dtype = dtype
     provider.bf16, provider.fp16 = dtype == torch.bfloat16, dtype == torch.float16
     provider.gradient_accumulation_fusion = False
+    provider.sequence_parallel = sizes.tensor > 1  # some layers are built with it alone
+    if getattr(provider, "moe_token_dispatcher_type", None) == "flex":
+        provider.moe_token_dispatcher_type = "alltoall"  # no token is dispatched; flex wants packages that do
     try:
         provider.finalize()
         provider.initialize_model_parallel(seed=0 if torch.cuda.is_available() else None)

@@ -35,6 +35,10 @@ ASKED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+ASKING_FOR_MORE = ["GlmMoeDsaForCausalLM"]
+"""Its bridge chooses a dispatcher of tokens that only GPUs have, and attention that wants sequence parallelism."""
+
+
 def _module(tensor: torch.Tensor) -> Any:
     module = torch.nn.Linear(3, 2, bias=False, dtype=torch.bfloat16)
     with torch.no_grad():
@@ -58,8 +62,8 @@ def test_a_tensor_that_is_asked_for_on_cuda_is_the_hosts(how: str, context: Call
 
 
 @pytest.mark.bridge
-@pytest.mark.parametrize("name", hugging_face.ASKING_FOR_CUDA)
-def test_models_whose_bridges_name_a_device(name: str, bridge_ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [*hugging_face.ASKING_FOR_CUDA, *ASKING_FOR_MORE])
+def test_models_whose_bridges_ask_for_more_than_weights_need(name: str, bridge_ranks: RankPool, tmp_path: Path) -> None:
     source = str(tmp_path / "original")
     assert bridge_ranks.run(runs.write_model, name, source, ranks=1) == [True]
     bridge_ranks.run(runs.convert_without_cuda, source, str(tmp_path), ["--tp", "2"], ranks=2)

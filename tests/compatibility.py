@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import mbridge_fsdp_ckpt
+from tests.convert import bridges
 from tests.families import test_families, test_layouts
 from tests.models import test_real_models
 
@@ -135,7 +136,41 @@ def generated() -> str:
     lines = [BEGIN]
     for title, tests, proofs in sections:
         lines += ["", f"### {title}", "", f"Tests: {tests}.", "", *table(proofs)]
-    return "\n".join([*lines, "", END])
+    return "\n".join([*lines, *bridge_lines(), "", END])
+
+
+ENDED = {
+    "identical": "identical",
+    "unknown": "not tried: transformers does not have it, its code comes with the model",
+    "Bridge": "not without this package either",
+    "here": "not through this package",
+}
+"""How a model ended, as a user reads it."""
+
+
+def bridge_lines() -> list[str]:
+    """Every model that Bridge has a bridge for, and how it ended there and back."""
+    versions, endings = bridges.recorded()
+    having = ", ".join(f"{package} {number}" for package, number in versions.items())
+    rows = [
+        f"| `{name}` | {': '.join([ENDED[end.kind], *map('`{}`'.format, end.why)])} |" for name, end in endings.items()
+    ]
+    tests = "`tests/convert/test_bridges.py::test_a_model_ends_as_recorded[ROW]`"
+    identical = sum(ending.kind == "identical" for ending in endings.values())
+    return [
+        "",
+        "### Every model that Megatron-Bridge has a bridge for",
+        "",
+        f"{identical} of the {len(endings)} architectures in its registry come back identical: a tiny random model "
+        "goes from Hugging Face to a checkpoint and back, at TP 2, and EP 2 where it has experts; names, types, shapes "
+        "and bits of all tensors are compared.",
+        "",
+        f"Tests: {tests}, with {having}; `python -m tests.convert.bridges` makes this table anew.",
+        "",
+        "| | there and back |",
+        "| --- | --- |",
+        *rows,
+    ]
 
 
 def checks() -> str:

@@ -1,9 +1,11 @@
 """docs/compatibility.md says what the tests prove now."""
 
 import re
+from pathlib import Path
 
 from mbridge_fsdp_ckpt.versions import SUPPORTED
 from tests import compatibility
+from tests.convert import bridges
 
 
 def test_the_tables_are_those_of_the_tests() -> None:
@@ -34,3 +36,10 @@ def test_every_family_loads_in_three_layouts_that_differ() -> None:
             changed = set(proof.columns()) - {"ranks alone"}
             layouts.setdefault(proof.row, set()).update([proof.loaded_in] if changed else [])
     assert {row: len(found) for row, found in layouts.items() if len(found) < 3} == {}
+
+
+def test_how_models_of_bridge_ended_is_known_for_the_pinned_versions() -> None:
+    pinned = (Path(__file__).parents[2] / "requirements" / "lock.txt").read_text().splitlines()
+    versions, endings = bridges.recorded()
+    assert {f"{package}=={number}" for package, number in versions.items()} <= set(pinned)
+    assert not [name for name, ending in endings.items() if ending.kind == "here"]

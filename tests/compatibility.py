@@ -1,7 +1,8 @@
 """Writes the tables of docs/compatibility.md from the code and the tests themselves:  python -m tests.compatibility
 
-What checks which versions is read from the calls of `versions.require`.  In the tables of layouts rows are families and
-models, columns what differs between the layout that saved and the one that loads; a cell names the tests that prove it.
+What looks up names in which packages is read from the calls of `versions.require`.  In the tables of layouts rows are
+families and models, columns what differs between the layout that saved and the one that loads; a cell names the tests
+that prove it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any
 
 import mbridge_fsdp_ckpt
 from tests.convert import bridges
+from mbridge_fsdp_ckpt.probes import PROBES
+from mbridge_fsdp_ckpt.versions import distribution_of
 from tests.families import test_families, test_layouts
 from tests.models import test_real_models
 
@@ -29,12 +32,13 @@ CALLERS = {
     "loading/opened.py": "`load`, whatever plugs it in",
     "live/fp8/state.py": "either, where a model has FP8 scaling state",
     "bridge/plugin.py": "`register()`",
-    "bridge/plain_model.py": "`convert import` and `export`",
+    "bridge/plain_model.py": "a model that nothing wraps, such as `load_megatron_model` fills",
+    "convert/hugging_face.py": "`convert import` and `export`",
     "convert/torch_dist/description.py": "`convert from-torch-dist`",
     "megatron_lm/plugin.py": "`megatron_lm.register()`",
     "verl/plugin.py": "VeRL's plug-in",
 }
-"""Who asks for versions, as a user knows it, by the file that calls `require`."""
+"""Who looks, as a user knows it, by the file that calls `require`."""
 
 AXES = {
     "TP": ("tensor",),
@@ -174,17 +178,18 @@ def bridge_lines() -> list[str]:
 
 
 def checks() -> str:
-    """Who checks the versions of which packages."""
-    lines = [CHECKS_BEGIN, "", "| | checks |", "| --- | --- |"]
+    """Who looks up names in which packages."""
+    lines = [CHECKS_BEGIN, "", "| | looks into |", "| --- | --- |"]
     lines += [f"| {caller} | {', '.join(required(PACKAGE / file))} |" for file, caller in CALLERS.items()]
     return "\n".join([*lines, "", CHECKS_END])
 
 
 def required(file: Path) -> list[str]:
-    """The packages that a file's calls of `require` name."""
+    """The packages in which a file's calls of `require` look up names."""
     calls = (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call))
     named = (call.args for call in calls if isinstance(call.func, ast.Name) and call.func.id == "require")
-    return list(dict.fromkeys(ast.literal_eval(argument) for arguments in named for argument in arguments))
+    needs = [ast.literal_eval(argument) for arguments in named for argument in arguments]
+    return list(dict.fromkeys(distribution_of(probe) for need in needs for probe in PROBES[need]))
 
 
 def rewritten(page: str) -> str:

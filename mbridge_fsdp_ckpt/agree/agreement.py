@@ -24,7 +24,7 @@ import torch.distributed as dist
 from mbridge_fsdp_ckpt.agree.meeting import HOSTS, Meeting, lost
 from mbridge_fsdp_ckpt.agree.signs import STORE_ERRORS, Signs
 from mbridge_fsdp_ckpt.agree.wire import Judge, judged, to_wire
-from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError, InternalError
+from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError
 from mbridge_fsdp_ckpt.settings import DEFAULT_STORAGE_LIMIT, DEFAULT_TIME_LIMIT
 
 
@@ -187,12 +187,5 @@ def _default_store() -> dist.Store:
     """The rendezvous store of the default process group (torch 2.13 `distributed_c10d._get_default_store`)."""
     from torch.distributed import distributed_c10d
 
-    getter = getattr(distributed_c10d, "_get_default_store", None)
-    if getter is None:
-        raise InternalError(
-            expected="torch.distributed.distributed_c10d._get_default_store",
-            found="a torch without it",
-            remedy="Use a supported torch; see docs/compatibility.md.",
-        )
-    store: dist.Store = getter()
+    store: dist.Store = distributed_c10d._get_default_store()
     return store

@@ -13,6 +13,7 @@ from megatron.bridge.training.utils import checkpoint_utils as names
 from megatron.bridge.training.utils import comet_utils, mlflow_utils, wandb_utils
 from megatron.bridge.utils.common_utils import get_rank_safe, is_last_rank, print_rank_0
 
+from mbridge_fsdp_ckpt.bridge.differences import dataloader_directory
 from mbridge_fsdp_ckpt.bridge.locate import NON_PERSISTENT
 from mbridge_fsdp_ckpt.storage.commit.retention import prune_later
 from mbridge_fsdp_ckpt.storage.files import replace_file
@@ -30,8 +31,10 @@ def root_directory(checkpoint_config: Any, *, non_persistent: bool) -> AnyPath:
 def save_dataloader_state(state: Any, model: list[Any], iterator: Any, pg_collection: Any) -> None:
     """Megatron-Energon's position, beside the checkpoints, by Bridge's rule."""
     path = getattr(state.cfg.dataset, "dataloader_save", None)
-    if path is None and state.cfg.checkpoint.save and hasattr(getattr(iterator, "iterable", None), "save_state"):
-        path = str(Path(state.cfg.checkpoint.save) / stock.DATALOADER_STATE_SUBDIR)
+    below = dataloader_directory()
+    has_position = hasattr(getattr(iterator, "iterable", None), "save_state")
+    if path is None and below is not None and state.cfg.checkpoint.save and has_position:
+        path = str(Path(state.cfg.checkpoint.save) / below)
     stock.maybe_save_dataloader_state(model, iterator, state.train_state.step, path, pg_collection=pg_collection)
 
 

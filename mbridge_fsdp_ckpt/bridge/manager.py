@@ -17,7 +17,7 @@ from megatron.bridge.utils.common_utils import print_rank_0
 from megatron.core.utils import unwrap_model
 
 from mbridge_fsdp_ckpt import checkpoint
-from mbridge_fsdp_ckpt.bridge import after_save
+from mbridge_fsdp_ckpt.bridge import after_save, differences
 from mbridge_fsdp_ckpt.bridge.choice import check_settings, presented_as_stock, settings_of
 from mbridge_fsdp_ckpt.bridge.locate import locate
 from mbridge_fsdp_ckpt.bridge.names import PROGRESS
@@ -181,7 +181,7 @@ def load_from_path(
         CheckpointError: The same on every rank; nothing was changed unless it is a `LoadInterruptedError`.
     """
     cfg = state.cfg
-    if names.is_hf_checkpoint_dir(load_dir):
+    if differences.is_hugging_face(load_dir):
         with presented_as_stock(cfg.checkpoint):
             return _stock_load(load_dir, state, model, optimizer, opt_param_scheduler, skip_load_to_model_and_opt)
     found = locate(load_dir, cfg.checkpoint, None if ignore_ckpt_step else cfg.checkpoint.ckpt_step)
@@ -202,7 +202,7 @@ def load_from_path(
     )
     if loaded.skipped:
         print_rank_0(f"WARNING: not in the checkpoint, left as they were: {', '.join(loaded.skipped[:20])}")
-    stock._record_dataloader_state_dir(checkpointing_context, str(found.directory.parent))
+    differences.record_dataloader_directory(checkpointing_context, str(found.directory.parent))
     print_rank_0(f"  successfully loaded checkpoint from {found.directory} at iteration {state.train_state.step}")
     if state.train_state.step > 0:
         fault_tolerance.on_checkpoint_loaded(is_local_chkpt=False, global_state=state)

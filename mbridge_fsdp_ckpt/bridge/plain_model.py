@@ -16,9 +16,10 @@ from mbridge_fsdp_ckpt import checkpoint
 from mbridge_fsdp_ckpt.bridge.choice import settings_of
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.families.naming import is_expert_name
+from mbridge_fsdp_ckpt.live.megatron_fsdp import tensor_parallel_dim
 from mbridge_fsdp_ckpt.plan.layout import Axis
 from mbridge_fsdp_ckpt.storage.store import AnyPath
-from mbridge_fsdp_ckpt.versions import require
+from mbridge_fsdp_ckpt.versions import lacking, require
 
 _DATA, _TENSOR = "data", "tensor"
 _KEPT = ("tensor_model_parallel", "partition_dim", "partition_stride", "_tensor_parallel_mode")
@@ -39,7 +40,7 @@ class PlainModel:
     ddp_config = SimpleNamespace(data_parallel_sharding_strategy="no_shard", num_distributed_optimizer_instances=1)
 
     def __init__(self, module: Any, *, narrows: bool = False) -> None:
-        require("megatron-core")
+        require("plain models")
         self.module = module
         self._index = _Index()
         self._narrows = narrows
@@ -84,9 +85,7 @@ class PlainModel:
     synchronize_param_gather = start_param_sync = install_optimized_model_weights
 
     def _view(self, name: str, parameter: Any) -> Any:
-        from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import get_mcore_tensor_parallel_partition_dim
-
-        shape, dim = list(parameter.shape), get_mcore_tensor_parallel_partition_dim(parameter)
+        shape, dim = list(parameter.shape), tensor_parallel_dim(parameter)
         if dim is not None:
             shape[dim] *= self._index.get_root_mesh(is_expert_parallel=is_expert_name(name)).mesh.shape[1]
         view: Any = torch.nn.Parameter(self._without_memory(parameter, shape), requires_grad=False)
@@ -121,9 +120,15 @@ def load_plain(directory: AnyPath, model: list[Any]) -> None:
 
 def _annotate(module: Any) -> None:
     """Let Megatron-FSDP's adapter mark which dimension tensor parallelism cuts, as it does when it wraps."""
-    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+    from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 
-    FullyShardedDataParallel.__new__(FullyShardedDataParallel)._annotate_tensor_parallelism(module)
+    # a class in 0.18 and 0.19; in 0.20 a function of that name makes one of several, which share the rule
+    kinds = (kind for kind in vars(mcore_fsdp_adapter).values() if hasattr(kind, "_annotate_tensor_parallelism"))
+    adapter = next(kinds, None)
+    if adapter is None:
+        what = f"{mcore_fsdp_adapter.__name__}.*._annotate_tensor_parallelism"
+        raise lacking(what, "bridge/plain_model.py", "megatron-core")
+    adapter.__new__(adapter)._annotate_tensor_parallelism(module)
 
 
 class _Mesh:

@@ -46,7 +46,7 @@ def register(settings: Settings | None = None, *, takeover: bool | None = None) 
             default what the environment variable MBRIDGE_FSDP_CKPT_TAKEOVER says.
 
     Raises:
-        UnsupportedVersionError: torch, megatron-core or megatron-bridge is of a version this was not made for.
+        UnsupportedVersionError: A package is not there, or lacks what this needs of it.
         ConfigurationError: The environment variable is neither 0 nor 1.
     """
     global _patches
@@ -55,7 +55,7 @@ def register(settings: Settings | None = None, *, takeover: bool | None = None) 
     use(settings, takeover=takeover)
     if _patches is not None:
         return
-    require("torch", "megatron-core", "megatron-bridge")
+    require("save and load", "corrections", "random states", "Bridge")
     patches = Patches()
     try:
         corrections.apply(__name__)
@@ -80,22 +80,23 @@ def unregister() -> None:
 
 
 def _patch(patches: Patches) -> None:
-    from megatron.bridge.training import checkpointing, optim
+    from megatron.bridge.training import checkpointing
     from megatron.bridge.training.config import ConfigContainer
     from megatron.bridge.utils.instantiate_utils import target_allowlist
 
     from mbridge_fsdp_ckpt.bridge import conversion_seams, manager
+    from mbridge_fsdp_ckpt.bridge.differences import copies_refresher
     from mbridge_fsdp_ckpt.bridge.export_fix import correct_export
     from mbridge_fsdp_ckpt.bridge.full_dim_norms import mark_as_sharded
 
     target_allowlist.add_exact(MANAGER)  # Bridge's prefixes would let a checkpoint name everything below them
     patches.set(ConfigContainer, "validate", _validate(ConfigContainer.validate))
     save, load = checkpointing.save_checkpoint, checkpointing._load_checkpoint_from_path
-    sync = optim.sync_hybrid_device_optimizer_fp32_master_copies
+    sync = copies_refresher()
     replacements = [
         (save, _routed(save, manager.save_checkpoint)),
         (load, _routed(load, manager.load_from_path)),
-        (sync, _sync_copies(sync)),
+        *([] if sync is None else [(sync, _sync_copies(sync))]),
         *conversion_seams.replacements(is_ours),
     ]
     correct_export(patches)

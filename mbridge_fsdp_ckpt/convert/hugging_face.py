@@ -22,6 +22,7 @@ from mbridge_fsdp_ckpt.bridge.without_gpu import as_if_there_was_one
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME
 from mbridge_fsdp_ckpt.storage.store import AnyPath
+from mbridge_fsdp_ckpt.versions import require
 
 _HALF = (torch.bfloat16, torch.float16)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -132,6 +133,7 @@ def export_model(source: Source, sizes: Sizes, directory: AnyPath, target: str, 
 
 def _build(source: Source, sizes: Sizes) -> tuple[Any, Any]:
     """Bridge's converter, and the model with whatever it is initialised to."""
+    require("conversion")
     from megatron.bridge import AutoBridge
 
     try:

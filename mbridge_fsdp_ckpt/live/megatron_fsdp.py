@@ -18,7 +18,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from mbridge_fsdp_ckpt.families.lora import is_shared_by_experts
 from mbridge_fsdp_ckpt.families.naming import Naming, is_expert_name
 from mbridge_fsdp_ckpt.plan.boxes import FlatRange
 from mbridge_fsdp_ckpt.plan.layout import LAYOUT_REMEDY, Axis, ParameterLayout
+from mbridge_fsdp_ckpt.versions import probe
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,7 @@ def find_fsdp_module(model: Any) -> Any:
             found=f"{type(model).__name__}" + (f" of {len(model)}" if isinstance(model, list | tuple) else ""),
             remedy="Set ddp.use_megatron_fsdp=True; virtual pipeline stages are not supported by Megatron-FSDP.",
         )
+    probe("a MegatronFSDP module", module)
     return module
 
 
@@ -113,7 +115,7 @@ def model_parameters(fsdp_module: Any) -> list[ModelParameter]:
     Raises:
         LayoutError: A parameter's metadata contradicts its local shard.
     """
-    state = fsdp_module.state_dict(keep_vars=True)  # a hook puts the distributed parameters in place
+    state = fsdp_module.state_dict(keep_vars=True)  # a hook puts distributed parameters in place
     names = {id(parameter): name for name, parameter in fsdp_module.named_parameters()}
     modules = dict(fsdp_module.named_modules())
     naming, root = naming_of(fsdp_module), _root(state, names)
@@ -125,9 +127,9 @@ def model_parameters(fsdp_module: Any) -> list[ModelParameter]:
         if not isinstance(tensor, torch.nn.Parameter):
             parameters.append(ModelParameter(_buffer_layout(tensor, key, fsdp_module, naming.stages), None, tensor))
             continue
+        probe("a parameter of Megatron-FSDP", tensor)
         name = names[id(tensor)]
-        fsdp_parameter: Any = tensor
-        context = context_of(name, modules, fsdp_parameter.orig_param)
+        context = context_of(name, modules, cast(Any, tensor).orig_param)
         layout = replace(
             _layout(tensor, key, f"module.{naming.on_disk(name)}", context),
             is_copy=is_copy,
@@ -226,7 +228,7 @@ def _layout(tensor: Any, key: str, optimizer_name: str, context: ParameterContex
     index, shape = tensor.megatron_fsdp_dist_index, context.local_shape
     is_expert = is_expert_name(context.name)
     tensor_parallel = _axis(index, index.tp_dim, is_expert)
-    dim = _tensor_parallel_dim(tensor) if tensor_parallel.count > 1 else None
+    dim = tensor_parallel_dim(tensor) if tensor_parallel.count > 1 else None
     shard = getattr(tensor, "megatron_fsdp_slice", None)
     flat = FlatRange(0, math.prod(shape)) if shard is None else _flat_range(shard, key)
     replicated = [tensor_parallel] if dim is None else []
@@ -269,7 +271,7 @@ def _combine(axes: list[Axis]) -> Axis:
     return reduce(Axis.within, axes, Axis(0, 1))
 
 
-def _tensor_parallel_dim(tensor: Any) -> int | None:
+def tensor_parallel_dim(tensor: Any) -> int | None:
     """The rule of megatron_fsdp `utils.py`, `get_mcore_tensor_parallel_partition_dim`."""
     match getattr(tensor, "_tensor_parallel_mode", None):
         case "column":

@@ -110,7 +110,7 @@ def open_and_match(directory: AnyPath, wanted: Wanted, settings: Settings, agree
         KeyMismatchError: Keys are missing, or of another shape or dtype.
         CheckpointError: The checkpoint cannot be read.
     """
-    require("torch", "megatron-core")
+    require("save and load")
     recover(directory)
     source = open_checkpoint(directory)
     _check_families(source, settings)

@@ -37,8 +37,7 @@ def register(settings: Settings | None = None) -> None:
     changes nothing but the settings, and these only if some are given.
 
     Raises:
-        UnsupportedVersionError: On the import of `megatron.training`: torch or megatron-core is of a version this was
-            not made for.
+        UnsupportedVersionError: On the import of `megatron.training`: what this needs of it is not there.
     """
     global _hook
     if settings is not None:
@@ -66,13 +65,14 @@ def unregister() -> None:
 
 
 def _patch_checkpointing(module: ModuleType) -> None:
-    require("torch", "megatron-core")
+    require("save and load", "corrections", "random states", "Megatron-LM")
     corrections.apply(__name__)
     save, load = module.save_checkpoint, module.load_checkpoint
     rebind_everywhere(_patches, [(save, _routed(save)), (load, _routed(load))])
 
 
 def _patch_arguments(module: ModuleType) -> None:
+    require("Megatron-LM's arguments")
     add, validate = module.add_megatron_arguments, module.validate_args
     rebind_everywhere(_patches, [(add, _widened(add)), (validate, _validating(validate))])
 
@@ -82,6 +82,7 @@ def _routed(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(stock)
     def routed(*args: Any, **kwargs: Any) -> Any:
+        require("megatron.training")
         from megatron.training import get_args
 
         from mbridge_fsdp_ckpt.megatron_lm import checkpointing  # imports the module that is being patched

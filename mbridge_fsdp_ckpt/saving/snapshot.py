@@ -69,7 +69,7 @@ def plan_save(
     Raises:
         CheckpointError: The model or the optimizer cannot be saved.
     """
-    require("torch", "megatron-core")
+    require("save and load")
     module = find_fsdp_module(model)
     planned = plan_model(module)
     holdings = list(model_holdings(planned, include, vocabulary_size))

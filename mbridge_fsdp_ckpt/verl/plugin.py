@@ -24,7 +24,7 @@ from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.hosts.after_import import AfterImport
 from mbridge_fsdp_ckpt.hosts.patching import Patches
 from mbridge_fsdp_ckpt.verl.choice import Choice, choice_of
-from mbridge_fsdp_ckpt.versions import require
+from mbridge_fsdp_ckpt.versions import probe, require
 
 MANAGER_MODULE = "verl.utils.checkpoint.megatron_checkpoint_manager"
 ENGINE_MODULE = "verl.workers.engine.megatron.transformer_impl"
@@ -85,7 +85,7 @@ def _patch(module: ModuleType, name: str, methods: _Makers) -> None:
 
 
 def _require() -> None:
-    require("verl", "torch", "megatron-core", "megatron-bridge")
+    require("VeRL", "save and load", "corrections", "random states", "Bridge")
 
 
 def _checked(stock: _Method) -> _Method:
@@ -95,6 +95,7 @@ def _checked(stock: _Method) -> _Method:
         choice = choice_of(manager.checkpoint_config)
         if choice is not None and (manager.use_megatron_fsdp or not choice.by_takeover):
             _require()
+            probe("a MegatronCheckpointManager", manager)
             _check(manager, choice)
 
     return init

@@ -8,6 +8,7 @@ import re
 import shlex
 import stat
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ TRAINERS = {"verl.trainer.main_ppo": "ppo_trainer", "verl.trainer.sft_trainer": 
 INPUTS = ("MODEL_PATH", "TRAIN_FILES", "VAL_FILES", "CHECKPOINTS", "MASTER_ADDR", "NODE_RANK")
 
 PPO, SFT = ["model_engine=megatron"], ["engine=megatron", "optim=megatron"]
+OURS = "checkpoint._target_=mbridge_fsdp_ckpt.verl.config.SafeCheckpointConfig"
 AS_MEGATRONS = "checkpoint._target_=verl.workers.config.McoreCheckpointConfig"
 SAFE = "mbridge_config.ckpt_format=fsdp_dtensor_safe"
 
@@ -65,6 +67,67 @@ def test_the_override_is_recognised(
     assert choice.said == f"checkpoint.{SAFE}"
     plain = [override for override in overrides if SAFE not in override]
     assert choice_of(as_dataclass(OmegaConf.select(composed(trainer, plain), path))) is None
+
+
+@pytest.mark.parametrize(
+    ("trainer", "overrides", "path"),
+    [
+        ("ppo_trainer", [*PPO, f"actor_rollout_ref.actor.{OURS}"], "actor_rollout_ref.actor.checkpoint"),
+        ("ppo_trainer", [*PPO, f"critic.{OURS}"], "critic.checkpoint"),
+        ("sft_trainer_engine", [*SFT, OURS], "checkpoint"),
+    ],
+)
+def test_the_class_says_the_format_by_itself(trainer: str, overrides: list[str], path: str) -> None:
+    from omegaconf import OmegaConf
+
+    settings = f"+{path}.mbridge_config.fsdp_dtensor_safe.time_limit=900"
+    choice = choice_of(as_dataclass(OmegaConf.select(composed(trainer, [*overrides, settings]), path)))
+    assert choice is not None
+    assert choice.said == f"checkpoint.{SAFE}"
+    assert choice.settings == Settings(time_limit=900)
+    other = f"+{path}.mbridge_config.ckpt_format=torch_dist"
+    assert choice_of(as_dataclass(OmegaConf.select(composed(trainer, [*overrides, other]), path))) is None
+
+
+def made(override: str, before: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    """A process of VeRL's that makes the actor's checkpoint configuration; it prints whether the plug-in is there."""
+    program = f"""{before}
+import sys, verl
+from hydra import compose, initialize_config_module
+from verl.utils.config import omega_conf_to_dataclass
+with initialize_config_module("verl.trainer.config", version_base=None):
+    config = compose("ppo_trainer", {[*PPO, override]!r})
+omega_conf_to_dataclass(config.actor_rollout_ref.actor.checkpoint)
+print(any(type(finder).__name__ == "AfterImport" for finder in sys.meta_path))
+"""
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, **environment},
+        check=False,
+    )
+
+
+BY_CLASS, BY_KEY = f"actor_rollout_ref.actor.{OURS}", f"+actor_rollout_ref.actor.checkpoint.{SAFE}"
+
+
+def test_where_plug_ins_are_off_the_class_brings_it_and_the_key_says_nothing() -> None:
+    off = {"VERL_USE_EXTERNAL_PLUGINS": "none"}
+    by_class, by_key = made(BY_CLASS, **off), made(BY_KEY, **off)
+    assert (by_class.returncode, by_class.stdout.split()[-1:]) == (0, ["True"]), by_class.stderr
+    assert (by_key.returncode, by_key.stdout.split()[-1:]) == (0, ["False"]), by_key.stderr
+
+
+@pytest.mark.parametrize("gone", ["mbridge_fsdp_ckpt", "mbridge_fsdp_ckpt.hosts.patching"])
+def test_where_it_cannot_be_imported_the_class_stops_the_run_and_the_key_says_nothing(gone: str) -> None:
+    before = f"import sys; sys.modules[{gone!r}] = None"
+    by_class, by_key = (made(way, before) for way in (BY_CLASS, BY_KEY))
+    assert by_class.returncode != 0
+    assert "SafeCheckpointConfig" in by_class.stderr
+    assert gone in by_class.stderr
+    assert (by_key.returncode, by_key.stdout.split()[-1:]) == (0, ["False"]), by_key.stderr
 
 
 def test_settings_can_be_overridden_too() -> None:

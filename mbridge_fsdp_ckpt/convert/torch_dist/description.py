@@ -56,7 +56,7 @@ def describe_torch_dist(
         KeyMismatchError: The checkpoint is not of that model.
         UnsupportedStateError: Megatron saves a parameter otherwise than as blocks.
     """
-    require("torch", "megatron-core", "megatron-bridge")
+    require("save and load", "conversion", "torch_dist")
     with _quiet(), job():
         model = UnshardedModel.of(source.head.directory, trusted=trust_run_config)
         planned = plan_model(PlainModel(model.module))

@@ -65,7 +65,7 @@ def collect(modules: Modules, on_disk: OnDisk = str) -> dict[str, State]:
     states, left_out = dict[str, State](), []
     for name, module in modules:
         if _has_state(module):
-            require("transformer-engine")
+            require("FP8 state")
             keys = _keys(name, module, on_disk)
             states.update(zip(keys, _split(_typed(module), len(keys)), strict=True))
         elif _live_tensors(module) or any(meta and meta["recipe"].delayed() for meta in _fused_metas(module)):
@@ -155,7 +155,7 @@ def find_restorations(modules: Modules, saved: Mapping[str, State], on_disk: OnD
             state = _merge(keys, {key: check(key, typed) for key, typed in found.items()})
             _check_fits(keys[0], module, state)
             if live in (None, state["recipe"].get("fp8_format")):
-                require("transformer-engine")
+                require("FP8 state")
                 restorations.append(Restoration(module, _recipe_from(keys[0], state), state))
                 continue
         ignored += [name] if found else []

@@ -27,6 +27,7 @@ from mbridge_fsdp_ckpt.live.optimizer.base import (
     slot_of,
 )
 from mbridge_fsdp_ckpt.live.optimizer.torch_optimizer import TorchOptimizerAdapter, set_hyperparameters
+from mbridge_fsdp_ckpt.versions import probe
 
 _SCALED = (torch.float16, torch.uint8)
 _Kept = tuple[State, State]
@@ -37,6 +38,7 @@ class FusedAdamAdapter:
     """See `OptimizerAdapter`."""
 
     def __init__(self, optimizer: Any) -> None:
+        probe("a FusedAdam", optimizer)
         self.optimizer = optimizer
         self._made: dict[torch.Tensor, _Kept] = {}
 

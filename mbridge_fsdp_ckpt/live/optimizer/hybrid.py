@@ -15,6 +15,7 @@ import torch
 from mbridge_fsdp_ckpt.live.megatron_fsdp import local_shard
 from mbridge_fsdp_ckpt.live.optimizer.base import MASTER, STEP, Group, Hyperparameters, OptimizerAdapter, Slot, SlotSpec
 from mbridge_fsdp_ckpt.live.optimizer.torch_optimizer import TorchOptimizerAdapter, set_hyperparameters
+from mbridge_fsdp_ckpt.versions import probe
 
 _CONSTRUCTION = frozenset(
     {
@@ -34,6 +35,7 @@ class HybridAdapter:
     """See `OptimizerAdapter`."""
 
     def __init__(self, optimizer: Any, adapter_for: Callable[[Any], OptimizerAdapter]) -> None:
+        probe("a HybridDeviceOptimizer", optimizer)
         self.optimizer = optimizer
         self._adapters: dict[int, OptimizerAdapter] = {}
         self._groups: dict[int, Hyperparameters] = {}

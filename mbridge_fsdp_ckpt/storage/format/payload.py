@@ -14,7 +14,7 @@ from typing import IO, cast
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.serialization import get_crc32_options, set_crc32_options
+from torch import serialization
 
 from mbridge_fsdp_ckpt.errors import InternalError
 from mbridge_fsdp_ckpt.plan.boxes import Box, Shape
@@ -157,9 +157,9 @@ def host_bytes(elements: torch.Tensor) -> npt.NDArray[np.uint8]:
 @contextmanager
 def _without_crc32() -> Iterator[None]:
     """The chunk's own checksum covers what zip's CRC-32 would, at a tenth of the time."""
-    before = get_crc32_options()
-    set_crc32_options(False)
+    before = serialization.get_crc32_options()
+    serialization.set_crc32_options(False)
     try:
         yield
     finally:
-        set_crc32_options(before)
+        serialization.set_crc32_options(before)

@@ -15,8 +15,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint import _nested_dict, filesystem
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -96,7 +95,7 @@ def say_view_left_out(chunks: int) -> None:
 class _View:
     def __init__(self) -> None:
         self._state: dict[str, Any] = {}
-        self._storage: dict[MetadataIndex, _StorageInfo] = {}
+        self._storage: dict[MetadataIndex, filesystem._StorageInfo] = {}
         self._paths: dict[str, tuple[Any, ...]] = {}
         self._scalars: dict[tuple[str, bytes], list[str]] = {}
 
@@ -113,11 +112,11 @@ class _View:
         properties = TensorProperties(dtype=dtype)
         tensor = self._state.setdefault(key, TensorStorageMetadata(properties, torch.Size(shape), []))
         tensor.chunks.append(ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.size)))
-        self._storage[MetadataIndex(key, box.offset)] = _StorageInfo(*place)
+        self._storage[MetadataIndex(key, box.offset)] = filesystem._StorageInfo(*place)
 
     def add_values(self, path: AnyPath, values: Mapping[str, Any]) -> FileEntry:
         """Tensors become chunks, the rest pickles; equal numbers and equal pickles are written once."""
-        flat, paths = flatten_state_dict(dict(values))
+        flat, paths = _nested_dict.flatten_state_dict(dict(values))
         self._paths |= paths
         writer = PayloadWriter(path)
         for (name, data), keys in self._scalars.items():
@@ -138,7 +137,7 @@ class _View:
                 seen[data] = writer.position, len(data)
                 writer.append(data)
             self._state[key] = BytesStorageMetadata()
-            self._storage[MetadataIndex(key)] = _StorageInfo(path.name, *seen[data])
+            self._storage[MetadataIndex(key)] = filesystem._StorageInfo(path.name, *seen[data])
         return writer.close()
 
     def metadata(self) -> Metadata:
@@ -147,7 +146,7 @@ class _View:
             planner_data=self._paths,
             storage_data=self._storage,
             storage_meta=StorageMeta(),
-            version=CURRENT_DCP_VERSION,
+            version=filesystem.CURRENT_DCP_VERSION,
         )
 
 

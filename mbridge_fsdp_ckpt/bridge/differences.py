@@ -1,0 +1,32 @@
+"""What Bridge 0.6 has and 0.5 has not: each caller gets what it would do without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.bridge.training import checkpointing, optim
+from megatron.bridge.training.utils import checkpoint_utils
+
+
+def is_hugging_face(directory: str) -> bool:
+    """Whether Bridge itself would read a directory of Hugging Face's as a checkpoint; 0.5 reads none."""
+    found = getattr(checkpoint_utils, "is_hf_checkpoint_dir", None)
+    return bool(found(directory)) if found is not None else False
+
+
+def dataloader_directory() -> str | None:
+    """Where, below the checkpoints, a data loader's position goes by default; 0.5 saves it only where told to."""
+    found: str | None = getattr(checkpointing, "DATALOADER_STATE_SUBDIR", None)
+    return found
+
+
+def record_dataloader_directory(context: dict[str, Any] | None, root: str) -> None:
+    """Tell Bridge's set-up where the data loader's position of this checkpoint lies; 0.5 has a setting instead."""
+    record = getattr(checkpointing, "_record_dataloader_state_dir", None)
+    if record is not None:
+        record(context, root)
+
+
+def copies_refresher() -> Any:
+    """What refreshes host copies of weights after a load; 0.5 has nothing that would have to be replaced."""
+    return getattr(optim, "sync_hybrid_device_optimizer_fp32_master_copies", None)

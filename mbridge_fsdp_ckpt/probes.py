@@ -1,0 +1,288 @@
+"""What this package touches of others: names that nobody upstream promises, and who here needs them.
+
+`versions` looks them up before they are first needed.  What a version may lack, because we can do without, is no probe
+and has a seam of its own (`bridge.differences`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Need = Literal[
+    "save and load",
+    "corrections",
+    "FP8 state",
+    "random states",
+    "Bridge",
+    "plain models",
+    "conversion",
+    "torch_dist",
+    "Megatron-LM",
+    "Megatron-LM's arguments",
+    "megatron.training",
+    "VeRL",
+]
+"""What a caller is about to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What one file needs of one module.
+
+    Args:
+        file: The file, below this package.
+        module: The module; it is imported.
+        names: Dotted names in it, with spaces between them, each with what it is called with by name:
+            "TRACKER_PREFIX load_checkpoint(strict,pg_collection)".
+    """
+
+    file: str
+    module: str
+    names: str
+
+
+_DCP = "torch.distributed.checkpoint"
+_TRAINING = "megatron.bridge.training"
+_LM = "megatron.training"
+
+_TOUCHED: dict[Need, dict[str, dict[str, str]]] = {
+    "save and load": {
+        "agree/agreement.py": {
+            "torch.distributed.distributed_c10d": "_get_default_store",
+        },
+        "storage/format/payload.py": {
+            "torch.serialization": "get_crc32_options set_crc32_options",
+        },
+        "storage/stock/writer.py": {
+            f"{_DCP}._nested_dict": "flatten_state_dict",
+            f"{_DCP}.filesystem": "_StorageInfo CURRENT_DCP_VERSION",
+        },
+        "live/optimizer/base.py": {
+            "torch.distributed.tensor": "DTensor.from_local(device_mesh,placements,shape,stride)",
+        },
+        "live/topology.py": {
+            "megatron.core.parallel_state": (
+                "model_parallel_is_initialized get_tensor_model_parallel_rank "
+                "get_tensor_model_parallel_world_size get_pipeline_model_parallel_rank "
+                "get_pipeline_model_parallel_world_size get_context_parallel_rank "
+                "get_context_parallel_world_size get_expert_model_parallel_rank "
+                "get_expert_model_parallel_world_size get_expert_tensor_parallel_rank "
+                "get_expert_tensor_parallel_world_size get_expert_data_parallel_rank "
+                "get_expert_data_parallel_world_size get_data_parallel_rank(with_context_parallel) "
+                "get_data_parallel_world_size(with_context_parallel)"
+            ),
+        },
+    },
+    "corrections": {
+        "hosts/corrections.py": {
+            "megatron.core.optimizer": "HybridDeviceOptimizer",
+            "megatron.core.distributed.finalize_model_grads": "_get_main_grad_attr",
+        },
+        "hosts/sharded_hybrid.py": {
+            "megatron.core.optimizer.cpu_offloading.hybrid_optimizer": (
+                "HybridDeviceOptimizer.step HybridDeviceOptimizer._init_sub_optimizers "
+                "HybridDeviceOptimizer._get_sub_optimizer_param_groups "
+                "HybridDeviceOptimizer._set_sub_optimizer_grads "
+                "HybridDeviceOptimizer._register_param_copy_back_gpu_hook "
+                "HybridDeviceOptimizer.update_fp32_param_by_new_param"
+            ),
+        },
+    },
+    "FP8 state": {
+        "live/fp8/state.py": {
+            "transformer_engine.common.recipe": "DelayedScaling Format",
+        },
+    },
+    "random states": {
+        "hosts/restoration.py": {
+            "megatron.core.tensor_parallel": (
+                "convert_cuda_rng_state(to_graphable) get_cuda_rng_tracker is_graph_safe_cuda_rng_tracker"
+            ),
+        },
+    },
+    "Bridge": {
+        "bridge/plugin.py": {
+            f"{_TRAINING}.config": "ConfigContainer.validate",
+            "megatron.bridge.utils.instantiate_utils": "target_allowlist.add_exact target_allowlist.remove_exact",
+        },
+        "bridge/manager.py": {
+            f"{_TRAINING}.checkpointing": (
+                "save_checkpoint(state,model,optimizer,opt_param_scheduler,num_floating_point_operations_so_far) "
+                "load_checkpoint(strict,checkpointing_context,skip_load_to_model_and_opt,pg_collection) "
+                "_load_checkpoint_from_path(load_dir,state,model,optimizer,opt_param_scheduler) "
+                "get_rng_state(pg_collection)"
+            ),
+            f"{_TRAINING}.fault_tolerance": (
+                "on_checkpointing_start on_checkpointing_end(global_state,is_async_finalization) "
+                "on_checkpoint_loaded(is_local_chkpt,global_state)"
+            ),
+            f"{_TRAINING}.utils.checkpoint_utils": "get_checkpoint_name",
+            f"{_TRAINING}.utils.pg_utils": "get_pg_collection",
+            "megatron.bridge.utils.common_utils": "print_rank_0",
+            "megatron.core.utils": "unwrap_model",
+        },
+        "bridge/restoration.py": {
+            f"{_TRAINING}.checkpointing": "set_checkpoint_version",
+            f"{_TRAINING}.state": "TrainState.load_state_dict",
+            "megatron.core.num_microbatches_calculator": "update_num_microbatches(consumed_samples,verbose)",
+        },
+        "bridge/locate.py": {
+            f"{_TRAINING}.utils.checkpoint_utils": (
+                "get_checkpoint_name(release) get_checkpoint_tracker_filename "
+                "is_checkpoint_iteration_directory TRACKER_PREFIX TRAIN_STATE_FILE"
+            ),
+        },
+        "bridge/after_save.py": {
+            f"{_TRAINING}.utils.checkpoint_utils": (
+                "get_checkpoint_run_config_filename get_checkpoint_train_state_filename TRACKER_PREFIX"
+            ),
+            f"{_TRAINING}.checkpointing": "maybe_save_dataloader_state(pg_collection) save_tokenizer_assets",
+            f"{_TRAINING}.callbacks": "CallbackContext should_fire",
+            f"{_TRAINING}.utils.wandb_utils": "on_save_checkpoint_success(wandb_writer)",
+            f"{_TRAINING}.utils.mlflow_utils": "on_save_checkpoint_success(mlflow_logger)",
+            f"{_TRAINING}.utils.comet_utils": "on_save_checkpoint_success(comet_logger)",
+            "megatron.bridge.utils.common_utils": "get_rank_safe is_last_rank print_rank_0",
+        },
+        "bridge/conversion_seams.py": {
+            f"{_TRAINING}.model_load_save": (
+                "save_megatron_model(ckpt_format,low_memory_save) "
+                "build_and_load_model(checkpoint_path,model_cfg,skip_temp_dist_context)"
+            ),
+            f"{_TRAINING}.checkpointing": (
+                "_load_model_weights_from_checkpoint(checkpoint_path,model,return_state_dict)"
+            ),
+        },
+        "bridge/differences.py": {
+            f"{_TRAINING}.optim": "",
+        },
+        "bridge/export_fix.py": {
+            "megatron.bridge.models.conversion.param_mapping": (
+                "_module_uses_fsdp ChunkedMapping.megatron_to_hf MambaInProjMapping.megatron_to_hf"
+            ),
+        },
+        "bridge/full_dim_norms.py": {
+            "megatron.bridge.models.minimax_m2.minimax_m2_provider": "_FullDimRMSNorm.__init__",
+            "megatron.core.tensor_parallel.layers": "set_tensor_model_parallel_attributes(is_parallel,dim,stride)",
+        },
+    },
+    "plain models": {
+        "bridge/plain_model.py": {
+            "megatron.core.utils": "get_model_config",
+            "megatron.core.distributed.fsdp.mcore_fsdp_adapter": "",
+        },
+    },
+    "conversion": {
+        "bridge/without_gpu.py": {
+            "megatron.core.ssm.mamba_mixer": "HAVE_MAMBA_SSM",
+            "megatron.core.tensor_parallel.random": "CudaRNGStatesTracker.fork",
+        },
+        "convert/hugging_face.py": {
+            "megatron.bridge": "AutoBridge.from_hf_pretrained AutoBridge.to_megatron_provider(load_weights)",
+            f"{_TRAINING}.model_load_save": "save_megatron_model(ckpt_format,hf_tokenizer_path,hf_tokenizer_kwargs)",
+        },
+    },
+    "torch_dist": {
+        "convert/torch_dist/unsharded.py": {
+            "megatron.core.optimizer": "_get_param_groups get_standard_config_overrides",
+            f"{_TRAINING}.model_load_save": "load_model_config",
+            f"{_TRAINING}.utils.checkpoint_utils": "read_run_config",
+            "megatron.bridge.utils.instantiate_utils": "instantiate",
+        },
+        "convert/torch_dist/description.py": {
+            "megatron.core.dist_checkpointing.dict_utils": "nested_values",
+            "megatron.core.dist_checkpointing.mapping": "ShardedTensor ShardedTensorFactory",
+        },
+    },
+    "Megatron-LM": {
+        "megatron_lm/plugin.py": {
+            f"{_LM}.checkpointing": "save_checkpoint load_checkpoint",
+        },
+    },
+    "Megatron-LM's arguments": {
+        "megatron_lm/plugin.py": {
+            f"{_LM}.arguments": "add_megatron_arguments validate_args",
+        },
+    },
+    "megatron.training": {
+        "megatron_lm/checkpointing.py": {
+            f"{_LM}.checkpointing": (
+                "get_checkpoint_name(release,return_base_dir) get_rng_state(dp_cp_group,dp_group) "
+                "maybe_save_dataloader_state set_checkpoint_version get_checkpoint_version "
+                "set_loaded_iteration check_checkpoint_args _CHECKPOINT_VERSION"
+            ),
+            _LM: "get_args",
+            f"{_LM}.utils": "is_last_rank print_rank_0",
+            f"{_LM}.ft_integration": (
+                "on_checkpointing_start on_checkpointing_end(is_async_finalization) on_checkpoint_loaded"
+            ),
+            f"{_LM}.one_logger_utils": "on_save_checkpoint_start on_save_checkpoint_success",
+            f"{_LM}.wandb_utils": "on_save_checkpoint_success on_load_checkpoint_success",
+            "megatron.core.num_microbatches_calculator": "update_num_microbatches(consumed_samples,verbose)",
+            "megatron.core.process_groups_config": "ProcessGroupCollection.use_mpu_process_groups",
+            "megatron.core.utils": "unwrap_model",
+        },
+        "megatron_lm/plugin.py": {
+            _LM: "get_args",
+        },
+    },
+    "VeRL": {
+        "verl/plugin.py": {
+            "verl.utils.checkpoint.megatron_checkpoint_manager": (
+                "MegatronCheckpointManager._save_megatron_fsdp_checkpoint(dist_checkpoint_path) "
+                "MegatronCheckpointManager._load_megatron_fsdp_checkpoint(local_path,del_local_after_load) "
+                "get_hf_model_checkpoint_path get_model_dist_checkpoint_path"
+            ),
+            "verl.workers.engine.megatron.transformer_impl": "MegatronEngine._build_optimizer",
+        },
+        "verl/restoration.py": {
+            "megatron.core.process_groups_config": "ProcessGroupCollection.use_mpu_process_groups",
+        },
+    },
+}
+"""By need, file and module: the names, as `Probe` has them."""
+
+PROBES = {
+    need: tuple(Probe(file, module, names) for file, of in files.items() for module, names in of.items())
+    for need, files in _TOUCHED.items()
+}
+"""In the order in which they are looked up."""
+
+LIVE: dict[str, dict[str, str]] = {
+    "a MegatronFSDP module": {
+        "live/megatron_fsdp.py": "get_distributed_index param_and_grad_buffer",
+        "live/topology.py": (
+            "ddp_config.data_parallel_sharding_strategy ddp_config.num_distributed_optimizer_instances"
+        ),
+        "loading/fill.py": "install_optimized_model_weights synchronize_param_gather start_param_sync",
+    },
+    "a parameter of Megatron-FSDP": {
+        "live/megatron_fsdp.py": (
+            "orig_param megatron_fsdp_dist_index.tp_dim megatron_fsdp_dist_index.dp_shard_dim "
+            "megatron_fsdp_dist_index.dp_outer_dim megatron_fsdp_dist_index.use_hybrid_fsdp "
+            "megatron_fsdp_dist_index.hsdp_outer_dp_shard megatron_fsdp_dist_index.get_root_mesh"
+        ),
+    },
+    "a HybridDeviceOptimizer": {
+        "live/optimizer/hybrid.py": (
+            "param_to_inner_param sub_optimizers _sync_hdo_param_groups_to_sub_optimizers "
+            "_sync_sub_optimizers_state_to_hdo"
+        ),
+    },
+    "a FusedAdam": {
+        "live/optimizer/fused_adam.py": (
+            "_dummy_overflow_buf _scales capturable get_unscaled_state initialize_state name_to_dtype_map "
+            "set_scaled_state store_param_remainders"
+        ),
+    },
+    "a MegatronCheckpointManager": {
+        "verl/plugin.py": "checkpoint_config use_megatron_fsdp role model _load_model_as_hf_via_bridge",
+        "verl/manager.py": (
+            "checkpoint_load_contents checkpoint_save_contents get_rng_state lr_scheduler optimizer "
+            "previous_global_step provider should_load_extra should_load_hf_model should_load_model "
+            "should_load_optimizer should_save_extra should_save_model should_save_optimizer"
+        ),
+        "verl/restoration.py": "use_checkpoint_opt_param_scheduler",
+    },
+}
+"""By what an object is, in words, and file: dotted attributes, with spaces between them."""

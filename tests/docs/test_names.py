@@ -31,7 +31,7 @@ TARGET = re.compile(r"(?:`|^|\$ )make ([a-z][a-z-]*)\b", re.MULTILINE)
 IDENTIFIER = re.compile(r"`([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)(?:\(\))?`")
 DEFINED = re.compile(r"\b(?:def|class|type) (\w+)|^[ \t]*(?:self\.)?(\w+)\b[^\n=:(]*(?::|=)", re.MULTILINE)
 
-UPSTREAM = {"train.py", "pretrain_gpt.py", "convert_checkpoints_fsdp.py"}
+UPSTREAM = {"train.py", "pretrain_gpt.py", "swift_safe.py", "convert_checkpoints_fsdp.py"}
 UPSTREAM |= {"test_fsdp_layout_change_ignores_rng_state", "test_fsdp_dtensor_skips_tracker_resolution"}
 UPSTREAM |= {"param_and_grad_buffer.py", "utils.py"}
 """Files and tests of Megatron's and Megatron-Bridge's, and a user's own."""

@@ -3,18 +3,36 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-all test-quick bench gpu-bundle docs lint lock clean uv core dev full
+.PHONY: help demo test test-portable test-window test-point test-all test-quick bench gpu-bundle docs lint lock clean uv core dev full
 
+# A folder of requirements/stacks, each with an environment of its own
+export STACK ?= current
 RUN := . tools/env.sh;
+# Linters read the types of one stack.
+IF_CURRENT := $(if $(filter current,$(STACK)),lint)
+PORTABLE := $(addprefix tests/, core/test_layouts.py core/test_offload.py core/test_vocabulary.py core/test_standalone.py golden unit/test_versions.py)
+PLUGINS := tests/bridge/test_plugin.py tests/bridge/test_restoration.py tests/verl
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
 
 demo: core ## Show the package at work on CPU ranks (a minute or two, set-up included)
-	@$(RUN) .venv/bin/python -m mbridge_fsdp_ckpt.testing.demo $(ARGS)
+	@$(RUN) python -m mbridge_fsdp_ckpt.testing.demo $(ARGS)
 
-test: full lint ## Linters, then tests on the real stack: half an hour (its first set-up compiles for about 10 minutes)
+test: full $(IF_CURRENT) ## Linters, then tests on the real stack: half an hour (its first set-up compiles for about 10 minutes)
 	$(RUN) python -m pytest $(ARGS)
+ifeq ($(STACK)$(ARGS),current)
+	for stack in verl newest-torch; do $(MAKE) test-portable STACK=$$stack; done
+endif
+
+test-portable: dev ## Tests that need no Transformer Engine, on another STACK: two minutes
+	$(RUN) python -m pytest $(PORTABLE)
+
+test-window: ## A part of the tests on every stack that has no run of its own; writes docs/stacks/ (half an hour)
+	for stack in torch-2.12 torch-2.14 verl-0.9.0 bridge-0.6.0; do $(MAKE) test-point STACK=$$stack; done
+
+test-point: full
+	$(RUN) python -m pytest --record $(PORTABLE) $(PLUGINS)
 
 test-all: full lint ## Linters, then every test with every case of what `make test` samples; writes docs/soak/ and docs/soak.md (two hours)
 	$(RUN) MBRIDGE_SOAK=1 python -m pytest --timeout 3600 $(ARGS)
@@ -38,12 +56,14 @@ lint: dev ## Style, types, architecture, shell scripts
 	$(RUN) lint-imports --no-logo
 	$(RUN) shellcheck tools/*.sh recipes/verl/*.sh .ci/run
 
-lock: uv ## Resolve requirements/*.txt into requirements/lock.txt again (ARGS=--upgrade takes newer versions)
-	.venv/bin/uv pip compile --quiet --no-annotate --custom-compile-command "make lock" $(ARGS) \
-	  --overrides requirements/overrides.txt --output-file requirements/lock.txt requirements/{full,dev,build}.txt
+lock: uv ## Resolve the requirements of a STACK into its lock.txt again (ARGS=--upgrade takes newer versions)
+	$(RUN) pins=requirements/stacks/$$STACK; more=(); \
+	[[ ! -f $$pins/full.txt ]] || more=(--overrides "$$pins"/{overrides,full,cuda}.txt requirements/{full,build}.txt); \
+	uv pip compile --quiet --no-annotate --custom-compile-command "make lock STACK=$$STACK" $(ARGS) "$${more[@]}" \
+	  --output-file "$$pins/lock.txt" "$$pins"/{core,dev}.txt requirements/{core,dev}.txt
 
 clean: ## Remove .venv and everything else that was generated here (the compiled wheel stays in the user's cache)
-	rm -rf .venv build dist out *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-* build dist out *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 uv core dev full:

@@ -6,22 +6,33 @@ from pathlib import Path
 
 import pytest
 
+from mbridge_fsdp_ckpt.testing.modules import is_installed
 from tests.soak import sampling
-from tests.whole_run import WholeRun
+from tests.whole_run import CURRENT, STACK, WholeRun
 
 pytest_plugins = ["mbridge_fsdp_ckpt.testing.pytest_plugin"]
 
 _UNIT = Path(__file__).parent / "unit"
+_OF_BRIDGE = ("transformer_engine", "megatron.bridge")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--record`: a run of some tests leaves its result, too."""
+    parser.addoption("--record", action="store_true", help="keep the result in docs/stacks/, of whichever tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A run of everything, with nothing sampled, leaves its result in docs/soak/."""
-    if sampling.FULL and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
-        config.pluginmanager.register(WholeRun())
+    """A run of everything leaves its result: with nothing sampled in docs/soak/, on another stack in docs/stacks/."""
+    is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    if config.option.record or (is_whole and (sampling.FULL or STACK != CURRENT)):
+        config.pluginmanager.register(WholeRun("all" if is_whole else "a part"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests without processes are quick."""
+    """Tests without processes are quick; those of Bridge are skipped on a stack that has none."""
+    missing = [package for package in _OF_BRIDGE if not is_installed(package)]
     for item in items:
+        if missing and item.get_closest_marker("bridge"):
+            item.add_marker(pytest.mark.skip(reason=f"needs {' and '.join(missing)}"))
         if _UNIT in item.path.parents:
             item.add_marker(pytest.mark.quick)

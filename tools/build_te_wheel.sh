@@ -2,17 +2,22 @@
 # Compile Transformer Engine's torch extension, once for each machine, and print the wheel's path.
 # The registry has sources only; their build looks for a wheel that NVIDIA released for this torch, and else compiles. CUDA's
 # headers come from wheels, so no CUDA toolkit is needed. pip's cache is left out: it would offer a wheel compiled for another torch.
-# usage: tools/build_te_wheel.sh        after tools/setup.sh uv; MAX_JOBS limits the compilers (about 2 GB each)
+# usage: [STACK=NAME] tools/build_te_wheel.sh        after tools/setup.sh uv; MAX_JOBS limits the compilers (about 2 GB each)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 say() { echo "build_te_wheel: $*" >&2; }
 
-pinned() { sed -n "s/^$2==//p" "requirements/$1.txt"; }
+stack=${STACK:-current}
+pins=requirements/stacks/$stack
+venv=$PWD/.venv
+[[ $stack == current ]] || venv+=-$stack
+
+pinned() { sed -n "s/^$2==//p" "$pins/$1.txt"; }
 
 torch=$(pinned core torch)
 te=$(pinned full transformer-engine)
-python=$PWD/.venv/bin/python
+python=$venv/bin/python
 platform=$("$python" -c 'import sysconfig; print("cp" + sysconfig.get_config_var("py_version_nodot"), sysconfig.get_platform(), sep="-")')
 cache=${MBRIDGE_FSDP_CKPT_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/mbridge_fsdp_ckpt}/wheels
 home=$cache/te$te-torch$torch-$platform
@@ -29,9 +34,10 @@ if [[ ! -d $home ]]; then
   work=$(mktemp -d "$cache/building.XXXXXX")
   trap 'rm -rf "$work"' EXIT
   export VIRTUAL_ENV=$work/venv
-  uv=$PWD/.venv/bin/uv
+  uv=$venv/bin/uv
   "$uv" venv --quiet --python "$python" "$VIRTUAL_ENV"
-  "$uv" pip install --quiet --constraint requirements/lock.txt --requirements requirements/build.txt "torch==$torch"
+  "$uv" pip install --quiet --constraint "$pins/lock.txt" --requirements requirements/build.txt --requirements "$pins/cuda.txt" \
+    "torch==$torch"
   site=$("$VIRTUAL_ENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
   export PATH=$VIRTUAL_ENV/bin:$PATH
   export CUDA_HOME=$site/nvidia/cu13 NVTE_BUILD_USE_NVIDIA_WHEELS=1 MAX_JOBS=${MAX_JOBS:-$(nproc)}

@@ -1,10 +1,12 @@
 # shellcheck shell=bash
-# Source this before running anything from .venv:  . tools/env.sh
+# Source this before running anything from .venv, or with STACK=NAME from .venv-NAME:  . tools/env.sh
 # It sets no shell options, because people source it in their own shells.
 _root=$(cd "$(dirname "${BASH_SOURCE[0]:-$0}")/.." && pwd)
-_nvidia=$_root/.venv/lib/python3.12/site-packages/nvidia
+_venv=$_root/.venv
+[[ ${STACK:-current} == current ]] || _venv+=-$STACK
+_nvidia=$_venv/lib/python3.12/site-packages/nvidia
 
-export PATH=$_root/.venv/bin:$PATH
+export PATH=$_venv/bin:$PATH
 # Transformer Engine opens CUDA's libraries by name; where no CUDA toolkit is installed, only torch's wheels hold them.
 export LD_LIBRARY_PATH=$_nvidia/nccl/lib:$_nvidia/cudnn/lib:$_nvidia/cu13/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 # Every rank imports torch and Megatron; without their bytecode on disk each one compiles them again.
@@ -13,4 +15,4 @@ unset PYTHONDONTWRITEBYTECODE
 export CUBLAS_WORKSPACE_CONFIG=:4096:8 NCCL_ALGO=Ring NVTE_ALLOW_NONDETERMINISTIC_ALGO=0
 export OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1
 
-unset _root _nvidia
+unset _root _venv _nvidia

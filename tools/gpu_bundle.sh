@@ -5,6 +5,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 bundle=out/gpu-bundle
+pins=requirements/stacks/current
 most=60000000 # bytes: what may travel to such a machine beside a checkout
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
@@ -14,8 +15,8 @@ say() { echo "gpu-bundle: $*" >&2; }
 # torch, and with it all that it alone needs, is dropped by a marker that is true nowhere.
 echo "torch ; sys_platform == 'never'" >"$work/without-torch.txt"
 .venv/bin/uv pip compile --quiet --no-header --no-annotate --python-version 3.12 --overrides "$work/without-torch.txt" \
-  --constraint requirements/lock.txt --output-file "$work/pins.txt" requirements/core.txt pyproject.toml
-grep '^pip==' requirements/lock.txt >>"$work/pins.txt" # such a machine need not have one
+  --constraint "$pins/lock.txt" --output-file "$work/pins.txt" requirements/core.txt "$pins/core.txt" pyproject.toml
+grep '^pip==' "$pins/lock.txt" >>"$work/pins.txt" # such a machine need not have one
 .venv/bin/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir "$work/wheels" --requirement "$work/pins.txt"
 .venv/bin/uv build --quiet --out-dir "$work/own" # by a source archive: build/ may hold what is no longer in the package
 mv "$work"/own/*.whl "$work/wheels"

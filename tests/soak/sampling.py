@@ -81,14 +81,19 @@ def record(name: str, result: Result) -> None:
         return
     from tests.soak import report
 
+    keep(RESULTS / f"{name}.json", result)
+    report.PAGE.write_text(report.page())
+
+
+def keep(path: Path, result: Result) -> None:
+    """Write a result with its date and what it ran on."""
     body: dict[str, Any] = {
         "date": today(),
         "seed": seed(),
-        "versions": versions(("mbridge-fsdp-ckpt", "megatron-core", "torch")),
+        "versions": versions(),
         "seconds": round(result.seconds, 1),
         "outcomes": result.outcomes,
         "facts": dict(result.facts),
     }
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps(body, indent=1) + "\n")
-    report.PAGE.write_text(report.page())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(body, indent=1) + "\n")

@@ -81,7 +81,7 @@ _TOUCHED: dict[Need, dict[str, dict[str, str]]] = {
         },
         "hosts/sharded_hybrid.py": {
             "megatron.core.optimizer.cpu_offloading.hybrid_optimizer": (
-                "HybridDeviceOptimizer.step HybridDeviceOptimizer._init_sub_optimizers "
+                "HybridDeviceOptimizer._init_sub_optimizers "
                 "HybridDeviceOptimizer._get_sub_optimizer_param_groups "
                 "HybridDeviceOptimizer._set_sub_optimizer_grads "
                 "HybridDeviceOptimizer._register_param_copy_back_gpu_hook "
@@ -124,7 +124,7 @@ _TOUCHED: dict[Need, dict[str, dict[str, str]]] = {
         },
         "bridge/restoration.py": {
             f"{_TRAINING}.checkpointing": "set_checkpoint_version",
-            f"{_TRAINING}.state": "TrainState.load_state_dict",
+            f"{_TRAINING}.state": "TrainState",
             "megatron.core.num_microbatches_calculator": "update_num_microbatches(consumed_samples,verbose)",
         },
         "bridge/locate.py": {
@@ -157,12 +157,10 @@ _TOUCHED: dict[Need, dict[str, dict[str, str]]] = {
             f"{_TRAINING}.optim": "",
         },
         "bridge/export_fix.py": {
-            "megatron.bridge.models.conversion.param_mapping": (
-                "_module_uses_fsdp ChunkedMapping.megatron_to_hf MambaInProjMapping.megatron_to_hf"
-            ),
+            "megatron.bridge.models.conversion.param_mapping": ("_module_uses_fsdp ChunkedMapping MambaInProjMapping"),
         },
         "bridge/full_dim_norms.py": {
-            "megatron.bridge.models.minimax_m2.minimax_m2_provider": "_FullDimRMSNorm.__init__",
+            "megatron.bridge.models.minimax_m2.minimax_m2_provider": "_FullDimRMSNorm",
             "megatron.core.tensor_parallel.layers": "set_tensor_model_parallel_attributes(is_parallel,dim,stride)",
         },
     },
@@ -207,7 +205,7 @@ _TOUCHED: dict[Need, dict[str, dict[str, str]]] = {
     "megatron.training": {
         "megatron_lm/checkpointing.py": {
             f"{_LM}.checkpointing": (
-                "get_checkpoint_name(release,return_base_dir) get_rng_state(dp_cp_group,dp_group) "
+                "get_checkpoint_name(release,return_base_dir) get_rng_state(tp_group,pp_group) "
                 "maybe_save_dataloader_state set_checkpoint_version get_checkpoint_version "
                 "set_loaded_iteration check_checkpoint_args _CHECKPOINT_VERSION"
             ),
@@ -234,6 +232,9 @@ _TOUCHED: dict[Need, dict[str, dict[str, str]]] = {
                 "get_hf_model_checkpoint_path get_model_dist_checkpoint_path"
             ),
             "verl.workers.engine.megatron.transformer_impl": "MegatronEngine._build_optimizer",
+        },
+        "verl/config.py": {
+            "verl.workers.config": "McoreCheckpointConfig",
         },
         "verl/restoration.py": {
             "megatron.core.process_groups_config": "ProcessGroupCollection.use_mpu_process_groups",

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import mbridge_fsdp_ckpt
-from mbridge_fsdp_ckpt.errors import CheckpointError
+from mbridge_fsdp_ckpt import versions
+from mbridge_fsdp_ckpt.errors import CheckpointError, UnsupportedVersionError
 from mbridge_fsdp_ckpt.testing.ranks import RankPool, no_process_group
 from tests.bridge.training import Run, configuration, train
 from tests.core import cases
+from tests.patched import errors_without_each_name, gone, unnamed
 
 pytestmark = pytest.mark.bridge
 
 
 def _names() -> dict[str, Any]:
     import megatron.core.optimizer as megatron_optimizer
-    from megatron.bridge.training import checkpointing, model_load_save, optim, setup
+    from megatron.bridge.training import checkpointing, model_load_save, setup
     from megatron.bridge.training.config import ConfigContainer
 
     return {
@@ -29,9 +32,16 @@ def _names() -> dict[str, Any]:
         "load": checkpointing._load_checkpoint_from_path,
         "load, imported early": setup._load_checkpoint_from_path,
         "hybrid": megatron_optimizer.HybridDeviceOptimizer,
-        "sync": optim.sync_hybrid_device_optimizer_fp32_master_copies,
-        "sync, imported early": setup.sync_hybrid_device_optimizer_fp32_master_copies,
+        **_sync(),
     }
+
+
+def _sync() -> dict[str, Any]:
+    """Bridge 0.5 has none."""
+    from megatron.bridge.training import optim, setup
+
+    name = "sync_hybrid_device_optimizer_fp32_master_copies"
+    return {where.__name__: getattr(where, name) for where in (optim, setup) if hasattr(where, name)}
 
 
 @no_process_group
@@ -144,26 +154,67 @@ def test_wrong_settings_are_named_on_every_rank(
 
 
 @no_process_group
-def unsupported(package: str) -> str:
+def registering_without_each_name() -> dict[str, str]:
+    mbridge_fsdp_ckpt.unregister()
+    before = _names()
+
+    def register() -> None:
+        try:
+            mbridge_fsdp_ckpt.register()
+        finally:
+            mbridge_fsdp_ckpt.unregister()
+
+    errors = errors_without_each_name(("save and load", "corrections", "random states", "Bridge"), register)
+    assert _names() == before, "something stayed patched"
+    return errors
+
+
+def test_every_name_that_is_gone_upstream_is_named(bridge_ranks: RankPool) -> None:
+    (errors,) = bridge_ranks.run(registering_without_each_name, ranks=1)
+    assert len(errors) > 50
+    assert unnamed(errors) == []
+
+
+@no_process_group
+def patched_where_a_name_is_gone() -> bool:
+    mbridge_fsdp_ckpt.unregister()
+    versions.forget()
+    before = _names()
+    with gone("megatron.bridge.training.callbacks:should_fire"):
+        try:
+            mbridge_fsdp_ckpt.register()
+        except UnsupportedVersionError:
+            return _names() != before
+    raise AssertionError("registered")
+
+
+def test_where_a_name_is_gone_nothing_is_patched(bridge_ranks: RankPool) -> None:
+    assert bridge_ranks.run(patched_where_a_name_is_gone, ranks=1) == [False]
+
+
+@no_process_group
+def registered_beside(installed: dict[str, str]) -> list[str]:
+    """What is said where other versions are installed; it works all the same."""
     from unittest.mock import patch
 
     mbridge_fsdp_ckpt.unregister()
-    found = {"torch": "2.9.0", "megatron-core": "0.16.0", "megatron-bridge": "0.2.0"}
-    real = {"torch": "2.13.0", "megatron-core": "0.19.2", "megatron-bridge": "0.6.2", package: found[package]}
-    before = _names()
-    with patch("mbridge_fsdp_ckpt.versions.version", real.__getitem__):
-        try:
-            mbridge_fsdp_ckpt.register()
-        except CheckpointError as error:
-            assert _names() == before, "something was patched"
-            return f"{type(error).__name__}: {error}"
-    raise AssertionError("not refused")
+    versions.forget()
+    said: list[str] = []
+    with (
+        patch.object(versions, "version", lambda name: installed.get(name) or version(name)),
+        patch.object(versions._log, "warning", lambda text, *values: said.append(text % values)),
+    ):
+        mbridge_fsdp_ckpt.register()
+        mbridge_fsdp_ckpt.register()
+    mbridge_fsdp_ckpt.unregister()
+    return said
 
 
-@pytest.mark.parametrize("package", ["torch", "megatron-core", "megatron-bridge"])
-def test_unsupported_versions_are_refused_with_the_versions_that_work(package: str, bridge_ranks: RankPool) -> None:
-    (text,) = bridge_ranks.run(unsupported, package, ranks=1)
-    assert text.startswith(f"UnsupportedVersionError: expected {package}>=")
+def test_another_version_that_has_every_name_runs_and_is_said_once(bridge_ranks: RankPool) -> None:
+    other = {"torch": "2.9.0", "megatron-core": "0.20.0", "megatron-bridge": "0.7.0"}
+    (said,) = bridge_ranks.run(registered_beside, other, ranks=1)
+    assert [text.partition(" is outside")[0] for text in said] == [f"{name} {found}" for name, found in other.items()]
+    assert bridge_ranks.run(registered_beside, {}, ranks=1) == [[]]
 
 
 def test_without_saved_optimizer_state_a_run_goes_on_only_if_it_keeps_none(

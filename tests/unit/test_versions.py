@@ -17,8 +17,9 @@ from packaging.requirements import Requirement
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt import versions
 from mbridge_fsdp_ckpt.errors import UnsupportedVersionError
-from mbridge_fsdp_ckpt.probes import LIVE, PROBES, Probe
+from mbridge_fsdp_ckpt.probes import LIVE, PROBES, Need, Probe
 from mbridge_fsdp_ckpt.testing.modules import is_installed
+from tests.patched import errors_without_each_name, unnamed
 
 PACKAGE = Path(mbridge_fsdp_ckpt.__file__).parent
 ALL = [probe for probes in PROBES.values() for probe in probes]
@@ -119,26 +120,34 @@ def test_a_module_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPat
         versions.require("save and load")
 
 
-def test_an_object_is_asked_for_its_attributes() -> None:
-    whole = SimpleNamespace(
-        param_to_inner_param={},
-        sub_optimizers=[],
-        _sync_hdo_param_groups_to_sub_optimizers=None,
-        _sync_sub_optimizers_state_to_hdo=None,
-    )
-    versions.probe("a HybridDeviceOptimizer", whole)
-    for name in list(vars(whole)):
-        other = SimpleNamespace(**{kept: value for kept, value in vars(whole).items() if kept != name})
-        with pytest.raises(UnsupportedVersionError, match=f"{name} of a HybridDeviceOptimizer, which live/optimizer/"):
-            versions.probe("a HybridDeviceOptimizer", other)
+def shaped(paths: list[str]) -> SimpleNamespace:
+    """An object with these dotted attributes and no others."""
+    heads: dict[str, list[str]] = {}
+    for path in paths:
+        head, _, rest = path.partition(".")
+        heads.setdefault(head, []).extend([rest] if rest else [])
+    return SimpleNamespace(**{head: shaped(rests) if rests else None for head, rests in heads.items()})
+
+
+@pytest.mark.parametrize("subject", LIVE)
+def test_an_object_is_asked_for_each_of_its_attributes(subject: str) -> None:
+    owners = {path: file for file, names in LIVE[subject].items() for path in names.split()}
+    versions.probe(subject, shaped(list(owners)))
+    for gone, file in owners.items():
+        with pytest.raises(UnsupportedVersionError) as caught:
+            versions.probe(subject, shaped([path for path in owners if path != gone]))
+        assert caught.value.expected == f"{gone} of {subject}, which {file} needs"
 
 
 @pytest.mark.parametrize("need", PROBES)
-def test_what_is_installed_here_has_every_name(need: versions.Need) -> None:
+def test_what_is_installed_here_has_every_name_and_each_is_missed(need: Need) -> None:
     missing = [probe.module for probe in PROBES[need] if not is_installed(probe.module.split(".")[0])]
     if missing or (need != "save and load" and not is_installed("transformer_engine")):
         pytest.skip("needs the whole stack, of which a part is not installed")
     versions.require(need)
+    errors = errors_without_each_name((need,), lambda: versions.require(need))
+    assert len(errors) > 0
+    assert unnamed(errors) == []
 
 
 @pytest.mark.parametrize("known", [*ALL, *OF_OBJECTS], ids=lambda known: known.file)

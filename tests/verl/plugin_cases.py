@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from mbridge_fsdp_ckpt import versions
 from mbridge_fsdp_ckpt.errors import CheckpointError
+from mbridge_fsdp_ckpt.verl import plugin
 from tests.models.imported import gloo_gathers_uneven
+from tests.patched import errors_without_each_name, gone
 from tests.verl import tiny
 from tests.verl.tiny import Setup
 
@@ -28,11 +32,33 @@ def _error_of_building(setup: Setup, environment: dict[str, str]) -> tuple[str, 
     return "", ""
 
 
-def error_with_versions(setup: Setup, found: dict[str, str]) -> tuple[str, str]:
-    """What building an engine raises where other versions are installed."""
-    from importlib.metadata import version
+def said_of_versions(setup: Setup, found: dict[str, str]) -> list[str]:
+    """What is said while an engine is built where other versions are installed; it is built all the same."""
+    said: list[str] = []
+    versions.forget()
+    with (
+        patch.object(versions, "version", lambda name: found.get(name) or version(name)),
+        patch.object(versions._log, "warning", lambda text, *values: said.append(text % values)),
+    ):
+        tiny.build(setup)
+    versions.forget()
+    return said
 
-    with patch("mbridge_fsdp_ckpt.versions.version", lambda name: found.get(name) or version(name)):
+
+def errors_without_names() -> dict[str, str]:
+    """What is raised where a role asks for our format and one name of VeRL's is gone, for each of them."""
+    from verl.workers.engine.megatron import transformer_impl
+
+    assert transformer_impl  # patched when it is imported
+    return errors_without_each_name(("VeRL",), plugin._require)
+
+
+def error_without_the_save(setup: Setup) -> tuple[str, str]:
+    """What building an engine raises where VeRL's manager has no save that could be replaced."""
+    versions.forget()
+    with gone(
+        "verl.utils.checkpoint.megatron_checkpoint_manager:MegatronCheckpointManager._save_megatron_fsdp_checkpoint"
+    ):
         return _error_of_building(setup, {})
 
 

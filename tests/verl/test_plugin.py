@@ -16,6 +16,7 @@ from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.testing.modules import is_installed
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
 from mbridge_fsdp_ckpt.verl.choice import VARIABLE, choice_of
+from tests.patched import unnamed
 from tests.verl import plugin_cases
 from tests.verl.conftest import RANKS
 from tests.verl.tiny import SAFE, Setup
@@ -191,15 +192,18 @@ def test_what_cannot_work_is_refused_on_every_rank_before_training(
 
 
 @pytest.mark.bridge
-@pytest.mark.parametrize(("package", "version"), [("verl", "0.10.0"), ("megatron-bridge", "0.7.0")])
-def test_an_unsupported_version_is_refused_where_the_format_is_asked_for(
-    package: str, version: str, source: str, verl_ranks: RankPool, tmp_path: Path
-) -> None:
-    setup = Setup(source, str(tmp_path / "run"))
-    (refused,) = verl_ranks.run(plugin_cases.error_with_versions, setup, {package: version}, ranks=1)
+def test_another_version_runs_and_says_so_once(source: str, verl_ranks: RankPool, tmp_path: Path) -> None:
+    setup, other = Setup(source, str(tmp_path / "run")), {"verl": "0.10.0", "megatron-bridge": "0.7.0"}
+    (said,) = verl_ranks.run(plugin_cases.said_of_versions, setup, other, ranks=1)
+    assert sorted(text.partition(" is outside")[0] for text in said) == ["megatron-bridge 0.7.0", "verl 0.10.0"]
+    assert verl_ranks.run(plugin_cases.said_of_versions, setup.on(mbridge_config={}), other, ranks=1) == [[]]
+
+
+@pytest.mark.bridge
+def test_a_name_that_is_gone_is_named_before_training(source: str, verl_ranks: RankPool, tmp_path: Path) -> None:
+    (errors,) = verl_ranks.run(plugin_cases.errors_without_names, ranks=1)
+    assert len(errors) > 5
+    assert unnamed(errors) == []
+    (refused,) = verl_ranks.run(plugin_cases.error_without_the_save, Setup(source, str(tmp_path / "run")), ranks=1)
     assert refused[0] == "UnsupportedVersionError"
-    assert f"found {package} {version}" in refused[1]
-    (built,) = verl_ranks.run(
-        plugin_cases.error_with_versions, setup.on(mbridge_config={}), {package: version}, ranks=1
-    )
-    assert built == ("", "")
+    assert "MegatronCheckpointManager._save_megatron_fsdp_checkpoint, which verl/plugin.py needs" in refused[1]

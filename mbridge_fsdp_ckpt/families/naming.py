@@ -6,11 +6,13 @@
     decoder.layers.0.mlp.linear_fc2.weight                  decoder.layers.8.mlp.linear_fc2.weight        2nd stage of 8
     output_layer.weight  (tied)                             embedding.word_embeddings.weight              last stage
     mtp.layers.0.mtp_model_layer.mlp.linear_fc2.weight      mtp.layers.0.transformer_layer.mlp...
+    mixer.conv1d.weight                                     mixer.conv1d_weight                           core 0.18
     self_attention.linear_qkv_down_proj.layer_norm_weight   input_layernorm.weight                        fused MLA
 
-The last two are Megatron-Core's names for `torch_dist`; newer releases use them for `fsdp_dtensor` too (Megatron-LM
-pull request 6271).  Layer numbers come from the layers themselves (`layer_number`, from one), as in Megatron-Core's
-`TransformerBlock.sharded_state_dict`.
+The convolution of a Mamba layer is two parameters of the mixer's from core 0.19 on.  The names of multi-token
+prediction and of fused MLA are Megatron-Core's for `torch_dist`; newer releases use them for `fsdp_dtensor` too
+(Megatron-LM pull request 6271).  Layer numbers come from the layers themselves (`layer_number`, from one), as in
+Megatron-Core's `TransformerBlock.sharded_state_dict`.
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from mbridge_fsdp_ckpt.families.latent_attention import FUSED
+from mbridge_fsdp_ckpt.families.mamba import is_mixer
 
 _GROUPED_EXPERT = re.compile(r"(linear_fc[12]\.(?:weight|bias))(\d+)$")
 _ABSORBED_NORM = re.compile(rf"self_attention\.{FUSED}\.layer_norm_(?=(?:weight|bias)$)")
+_CONVOLUTION = re.compile(r"\.conv1d\.(?=(?:weight|bias)$)")
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
@@ -58,6 +62,8 @@ class Naming:
             local_expert = part.isdigit() and parts[-1:] == ["local_experts"]
             parts.append(str(first_expert + int(part)) if local_expert else self._part(part, parent, module))
         named = _ABSORBED_NORM.sub("input_layernorm.", ".".join(parts))
+        if is_mixer(self.modules.get(_CONVOLUTION.split(path)[0])):
+            named = _CONVOLUTION.sub(".conv1d_", named)
         if self.is_copy(name, root):
             named = named.removesuffix(_OUTPUT) + _EMBEDDING if named.endswith(_OUTPUT) else named
         return _GROUPED_EXPERT.sub(lambda m: f"{m[1]}{int(m[2]) + first_expert}", named) if first_expert else named

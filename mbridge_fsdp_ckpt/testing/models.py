@@ -218,6 +218,8 @@ def under_fsdp(module: Any, strategy: str, instances: int, outer: str, **ddp: An
     """
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+    from megatron.core.ssm.mamba_layer import MambaLayer
+    from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer
 
     settings: dict[str, Any] = {
         "use_distributed_optimizer": True,
@@ -230,7 +232,9 @@ def under_fsdp(module: Any, strategy: str, instances: int, outer: str, **ddp: An
         "overlap_param_gather": strategy == "optim_grads_params",
         **ddp,
     }
-    return FullyShardedDataParallel(module.config, DistributedDataParallelConfig(**settings), module)
+    # the default of core 0.19; that of 0.18 lacks Mamba's layer, and a model of those alone cannot be wrapped
+    units = [TransformerLayer, MoETransformerLayer, MambaLayer] if strategy == "optim_grads_params" else []
+    return FullyShardedDataParallel(module.config, DistributedDataParallelConfig(**settings), module, units)
 
 
 def _optimizer(recipe: Recipe, model: Any) -> Any:

@@ -19,12 +19,14 @@ from megatron.core import parallel_state
 
 from mbridge_fsdp_ckpt.testing.kernels import CpuNorm
 from tests.families.reference import Layout, Weights
+from tests.upstream import is_before
 
 HIDDEN, FFN, HEADS, EXPERTS = 32, 48, 4, 4
 VOCABULARY, SEQUENCE = 64, 16
 EXPERT_NUMBER = re.compile(r"(?<=\.local_experts\.)\d+|(?<=\.experts\.linear_fc1\.weight)\d+$")
 INTERLEAVED = re.compile(r"interleaved_(routed.*\.experts|shared.*\.shared_experts)\.linear_fc1\.weight\d*$")
 HALF_ADAPTED = re.compile(r"linear_fc1\.adapter\.adapter_(up|gate)\.linear_out\.weight$")
+FUSED_NORM = "self_attention.linear_qkv_down_proj.layer_norm_weight"
 LINEAR_ATTENTION_ROWS = [32, 32, 64, 64, 8, 8]  # query, key, value, z, beta, alpha
 
 Builder = Callable[[Layout], Any]
@@ -39,12 +41,14 @@ def corrected(name: str, whole: Weights) -> torch.Tensor | None:
     """A parameter that Megatron's or Bridge's `sharded_state_dict` cuts otherwise than the module does, else None.
 
     They take every linear_fc1 for gate above up, also where blocks of both alternate and where an adapter has one of
-    them alone, and Gated DeltaNet's adapters for one projection.
+    them alone, and Gated DeltaNet's adapters for one projection.  Core 0.18 leaves out a fused down projection's norm.
 
     Args:
         name: The parameter on this rank.
         whole: The unsharded model.
     """
+    if name.endswith(FUSED_NORM):
+        return whole[name] if name in whole else whole[name.replace(FUSED_NORM, "input_layernorm.weight")]
     rank, ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
     if ".experts." in name:
         rank = parallel_state.get_expert_tensor_parallel_rank()
@@ -116,16 +120,15 @@ def experts_with_biases(layout: Layout) -> Any:
 
 
 def interleaved_gated(layout: Layout) -> Any:
-    """Gate and up interleaved by blocks of rows, in grouped experts and in shared experts that run as a grouped GEMM.
+    """Gate and up interleaved by blocks of rows, in grouped experts; from core 0.19 on, in shared experts like them.
 
     Megatron's `sharded_state_dict` takes these for halves: see `corrected`.
     """
     settings: dict[str, Any] = {"gated_linear_unit": True, "moe_grouped_gemm": True, "engine": True}
     shared: dict[str, Any] = {"use_grouped_gemm_for_shared_expert": True, "moe_shared_expert_glu_interleave_size": 5}
-    blocks = {
-        "interleaved_routed": moe_block(layout, moe_mlp_glu_interleave_size=3, **settings),
-        "interleaved_shared": moe_block(layout, **shared, **settings),
-    }
+    blocks = {"interleaved_routed": moe_block(layout, moe_mlp_glu_interleave_size=3, **settings)}
+    if not is_before("megatron-core", "0.19"):
+        blocks["interleaved_shared"] = moe_block(layout, **shared, **settings)
     return bag(layout, blocks, num_moe_experts=EXPERTS)
 
 

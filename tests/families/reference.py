@@ -179,6 +179,7 @@ def read_reference(directory: str | Path, module: Any, corrected: Correction | N
                 value = _take(loaded, _bare(name))
                 correction = corrected(_bare(name), whole) if corrected else None
                 value = value if correction is None else correction
+                assert value is not None, f"Megatron's state has no {name}"
                 assert value.shape == tensor.shape, name
                 tensor.copy_(value)
     assert not loaded, f"the module has no place for Megatron's {sorted(loaded)}"
@@ -276,10 +277,10 @@ def _sharded(module: Any) -> dict[str, Any]:
     return {name: value for name, value in state.items() if "_extra_state" not in name}
 
 
-def _take(loaded: Weights, name: str) -> torch.Tensor:
-    """A loaded tensor, taken out; Megatron's `FusedMLASelfAttention` describes its down projections one by one."""
+def _take(loaded: Weights, name: str) -> torch.Tensor | None:
+    """A loaded tensor, taken out, or None; `FusedMLASelfAttention` describes its down projections one by one."""
     if name in loaded or "linear_qkv_down_proj.weight" not in name:
-        return loaded.pop(name)
+        return loaded.pop(name, None)
     return torch.cat([loaded.pop(name.replace("_qkv_", middle)) for middle in ("_q_", "_kv_")])
 
 

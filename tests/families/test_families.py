@@ -10,6 +10,7 @@ from mbridge_fsdp_ckpt.testing.ranks import RankFailed
 from tests.families.reference import Layout
 from tests.families.shelf import Shelf
 from tests.soak import sampling
+from tests.upstream import is_before
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,9 @@ DENSE = {"TP 2": TP2, "1 rank": Layout(), "TP 4": TP4, "4 ranks, TP 2, optim": T
 SPREAD = {"2 ranks": TWO, "TP 4": TP4, "4 ranks": FOUR, "TP 2, no_shard": TP2.on(strategy="no_shard")}
 EXPERTS = {"EP 2": EP2, "TP 2, ETP 2": TP2_ETP2, "EP 4, no_shard": EP4.on(strategy="no_shard"), "1 rank": Layout()}
 GROUPED = {"TP 2": TP2, "EP 2": EP2, "4 ranks, no_shard": FOUR.on(strategy="no_shard"), "TP 2, EP 2": TP2_EP2}
+
+# The shared experts of core 0.18 do not run as a grouped GEMM, and have gate above up.
+SHARED = "routed" if is_before("megatron-core", "0.19") else "shared"
 
 FAMILIES: dict[str, Family] = {
     "dense_gated": Family(
@@ -70,7 +74,7 @@ FAMILIES: dict[str, Family] = {
         {"TP 2, ETP 2": TP2_ETP2, "TP 2, EP 2, ETP 2": TP2_EP2_ETP2, "TP 4": TP4, "EP 2": EP2},
         (
             "interleaved_routed.layers.0.mlp.experts.linear_fc1.weight3_w",
-            "interleaved_shared.layers.0.mlp.shared_experts.linear_fc1.weight_v",
+            f"interleaved_{SHARED}.layers.0.mlp.shared_experts.linear_fc1.weight_v",
         ),
     ),
     "mixed_gating": Family(
@@ -175,6 +179,8 @@ def test_a_family_loads_in_more_layouts(model: str, where: str, shelf: Shelf) ->
 @pytest.mark.parametrize("name", sampling.drawn("crossed", list(CROSSED), share=4))
 def test_fused_and_unfused_latent_attention_load_each_other(name: str, shelf: Shelf) -> None:
     saved, saved_in, loaded, loaded_in = CROSSED[name]
+    if saved == "latent_attention_fused" and is_before("megatron-core", "0.19"):
+        pytest.skip("core 0.18 leaves the norm of a fused down projection out of what it saves: there is no reference")
     shelf.check(saved, saved_in, loaded_in, other_model=loaded)
 
 

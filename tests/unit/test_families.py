@@ -132,16 +132,17 @@ def test_an_interleave_size_that_does_not_divide_names_the_parameter() -> None:
     assert caught.value.key == f"{GROUPED}.linear_fc1.weight0"
 
 
+OLDER_MIXER = SimpleNamespace(qk_dim_local_tp=2, v_dim_local_tp=3, num_v_heads_local_tp=1)  # Megatron-Core 0.18's
 MIXER = SimpleNamespace(
     in_proj_split_names=["query", "key", "value", "z", "beta", "alpha"],
     in_proj_split_sections=[2, 2, 3, 3, 1, 1],
-    qk_dim_local_tp=2,
-    v_dim_local_tp=3,
+    **vars(OLDER_MIXER),
 )
 IN_PROJ = [(".query", 2), (".key", 2), (".value", 3), (".z", 3), (".beta", 1), (".alpha", 1)]
 CONV = [(".query", 2), (".key", 2), (".value", 3)]
 
 
+@pytest.mark.parametrize("mixer", [MIXER, OLDER_MIXER], ids=["0.19", "0.18"])
 @pytest.mark.parametrize(
     ("child", "shape", "expected"),
     [
@@ -155,10 +156,10 @@ CONV = [(".query", 2), (".key", 2), (".value", 3)]
     ],
 )
 def test_gated_delta_net_splits_its_projections(
-    child: str, shape: tuple[int, ...], expected: list[tuple[str, int]] | None
+    child: str, shape: tuple[int, ...], expected: list[tuple[str, int]] | None, mixer: SimpleNamespace
 ) -> None:
     name = f"{LAYER}.self_attention.{child}"
-    claim = FamilyRegistry([GatedDeltaNetFamily()]).claim(context(name, shape, {f"{LAYER}.self_attention": MIXER}))
+    claim = FamilyRegistry([GatedDeltaNetFamily()]).claim(context(name, shape, {f"{LAYER}.self_attention": mixer}))
     assert (claim and [(s.suffix, s.rows) for s in claim.segments]) == expected
 
 
@@ -167,7 +168,7 @@ def test_in_proj_of_another_module_is_not_gated_delta_net() -> None:
 
 
 def test_a_gated_delta_net_with_fewer_names_than_sections_is_an_error() -> None:
-    mixer = SimpleNamespace(in_proj_split_names=["query"], in_proj_split_sections=[2, 2])
+    mixer = SimpleNamespace(in_proj_split_names=["query"], in_proj_split_sections=[2, 2], qk_dim_local_tp=2)
     parameter = context(f"{LAYER}.self_attention.in_proj.weight", (4, 4), {f"{LAYER}.self_attention": mixer})
     with pytest.raises(FamilyError, match="gated_delta_net"):
         FamilyRegistry([GatedDeltaNetFamily()]).claim(parameter)

@@ -102,6 +102,20 @@ def test_the_norm_that_a_fused_down_projection_absorbed_keeps_its_name(leaf: str
 
 
 @pytest.mark.parametrize(
+    ("owner", "name", "expected"),
+    [
+        ({"d_inner_local_tp": 8}, "mixer.conv1d.weight", "mixer.conv1d_weight"),
+        ({"d_inner_local_tp": 8}, "mixer.conv1d.bias", "mixer.conv1d_bias"),
+        ({"d_inner_local_tp": 8}, "mixer.conv1d_weight", "mixer.conv1d_weight"),
+        ({}, "mixer.conv1d.weight", "mixer.conv1d.weight"),  # of Gated DeltaNet
+    ],
+)
+def test_the_convolution_of_mamba_has_one_name(owner: dict[str, int], name: str, expected: str) -> None:
+    modules = {"module.layers.0.mixer": SimpleNamespace(**owner)}
+    assert Naming(modules).on_disk(f"layers.0.{name}", "module") == f"layers.0.{expected}"
+
+
+@pytest.mark.parametrize(
     ("name", "expected"),
     [
         ("layers.0.mlp.experts.linear_fc1.weight0", True),

@@ -45,6 +45,7 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]
 
 def qwen35_layers(config: Any) -> Any:
     """Megatron's own attention, Gated DeltaNet and experts, in the order that the configuration asks for."""
+    from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_linear_attention_pattern
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
     from megatron.core.tensor_parallel.layers import RowParallelLinear
@@ -69,5 +70,5 @@ def qwen35_layers(config: Any) -> Any:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
         return spec
 
-    layers = [layer(linear=bool(linear)) for linear in config.linear_attention_freq]
+    layers = [layer(linear=bool(linear)) for linear in get_linear_attention_pattern(config)]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)

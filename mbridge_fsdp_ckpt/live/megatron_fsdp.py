@@ -6,8 +6,9 @@ Nothing is asked of other ranks.  Megatron-FSDP leaves on each optimizer-named p
     megatron_fsdp_slice        this rank's flat [start, stop) inside the parameter of one tensor-parallel rank;
                                absent with the strategy `no_shard`, where every rank holds all of it
     megatron_fsdp_dist_index   the meshes; experts have one of their own
-    orig_param                 the parameter of one tensor-parallel rank: its shape
-    _tensor_parallel_mode, tensor_model_parallel, partition_dim    the dimension that tensor parallelism cuts
+    orig_param                 the parameter of one tensor-parallel rank: its shape; a DTensor where torch's own tensor
+                               parallelism cut it: of the global shape, its local tensor is that rank's
+    _tensor_parallel_mode, tensor_model_parallel, partition_dim    the dimension that Megatron-Core's cuts
 
 This is the one file that reads Megatron-FSDP's attributes.
 """
@@ -15,7 +16,6 @@ This is the one file that reads Megatron-FSDP's attributes.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, cast
@@ -27,6 +27,7 @@ from mbridge_fsdp_ckpt.errors import ConfigurationError, LayoutError, Unsupporte
 from mbridge_fsdp_ckpt.families.declaration import ParameterContext
 from mbridge_fsdp_ckpt.families.lora import is_shared_by_experts
 from mbridge_fsdp_ckpt.families.naming import Naming, is_expert_name
+from mbridge_fsdp_ckpt.live.context import context_of, is_vocabulary
 from mbridge_fsdp_ckpt.plan.boxes import FlatRange
 from mbridge_fsdp_ckpt.plan.layout import LAYOUT_REMEDY, Axis, ParameterLayout
 from mbridge_fsdp_ckpt.versions import probe
@@ -115,7 +116,7 @@ def model_parameters(fsdp_module: Any) -> list[ModelParameter]:
     Raises:
         LayoutError: A parameter's metadata contradicts its local shard.
     """
-    state = fsdp_module.state_dict(keep_vars=True)  # a hook puts distributed parameters in place
+    state = fsdp_module.state_dict(keep_vars=True)  # a hook puts the distributed parameters in place
     names = {id(parameter): name for name, parameter in fsdp_module.named_parameters()}
     modules = dict(fsdp_module.named_modules())
     naming, root = naming_of(fsdp_module), _root(state, names)
@@ -128,12 +129,12 @@ def model_parameters(fsdp_module: Any) -> list[ModelParameter]:
             parameters.append(ModelParameter(_buffer_layout(tensor, key, fsdp_module, naming.stages), None, tensor))
             continue
         probe("a parameter of Megatron-FSDP", tensor)
-        name = names[id(tensor)]
-        context = context_of(name, modules, cast(Any, tensor).orig_param)
+        name, fsdp_parameter = names[id(tensor)], cast(Any, tensor)
+        context = context_of(name, modules, fsdp_parameter.orig_param)
         layout = replace(
             _layout(tensor, key, f"module.{naming.on_disk(name)}", context),
             is_copy=is_copy,
-            is_vocabulary=_is_vocabulary(context),
+            is_vocabulary=is_vocabulary(context),
         )
         _check_against_tensor(layout, tensor)
         parameters.append(ModelParameter(layout, context, tensor))
@@ -162,41 +163,6 @@ def _root(state: dict[str, Any], names: dict[int, str]) -> str:
         if name.endswith(f".{state_name}"):
             return name.removesuffix(f".{state_name}")
     return ""
-
-
-def context_of(name: str, modules: Mapping[str, Any], parameter: Any) -> ParameterContext:
-    """What a family may look at; adapters' wrapping of a layer (`to_wrap`) is not seen.
-
-    Args:
-        name: The parameter's dotted name.
-        modules: The model's modules by dotted name.
-        parameter: The parameter of one tensor-parallel rank, before data-parallel sharding.
-    """
-    path, ancestors = name, []
-    while path:
-        path = path.rpartition(".")[0]
-        if path.endswith(".to_wrap"):
-            ancestors.append((path.removesuffix(".to_wrap"), modules[path]))
-            path = path.removesuffix(".to_wrap")
-        else:
-            ancestors.append((path, modules[path]))
-    leaf = name.rpartition(".")[2]
-    seen = ".".join(filter(None, (ancestors[0][0], leaf)))
-    return ParameterContext(seen, tuple(ancestors), tuple(parameter.shape), _fused(parameter))
-
-
-def _fused(parameter: Any) -> str:
-    """How Megatron-Core marks a parameter of several components (`partition_stride`, `partition_sizes`)."""
-    stride, sizes = getattr(parameter, "partition_stride", 1), getattr(parameter, "partition_sizes", ())
-    if len(sizes) > 1:
-        return f"partition_sizes {list(sizes)}"
-    return f"partition_stride {stride}" if stride > 1 else ""
-
-
-def _is_vocabulary(context: ParameterContext) -> bool:
-    """Rows of tokens: Megatron-Core's `VocabParallelEmbedding`, and a language model's `output_layer`."""
-    owner = context.ancestor(0)
-    return hasattr(owner, "vocab_start_index") or context.child_name(0) == "output_layer"
 
 
 def _check_names(parameters: list[ModelParameter]) -> None:
@@ -272,7 +238,14 @@ def _combine(axes: list[Axis]) -> Axis:
 
 
 def tensor_parallel_dim(tensor: Any) -> int | None:
-    """The rule of megatron_fsdp `utils.py`, `get_mcore_tensor_parallel_partition_dim`."""
+    """The dimension that is cut, if one is.
+
+    The rules of megatron_fsdp `param_and_grad_buffer.py`, `_get_fsdp_tensor_spec`, for a parameter that is a DTensor,
+    and of its `utils.py`, `get_mcore_tensor_parallel_partition_dim`, for Megatron-Core's.
+    """
+    for placement in getattr(getattr(tensor, "orig_param", None), "placements", ()):
+        if placement.is_shard():
+            return int(placement.dim)
     match getattr(tensor, "_tensor_parallel_mode", None):
         case "column":
             return 0

@@ -22,6 +22,9 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from mbridge_fsdp_ckpt.live.megatron_fsdp import local_shard
 from mbridge_fsdp_ckpt.testing.models import Trainable
 
+Block = tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]
+"""Shape of a whole tensor, offsets of a rank's block of it, that block."""
+
 Digests = dict[str, tuple[str, tuple[int, ...], str]]
 
 IN_PROJ = {"query": 32, "key": 32, "value": 64, "z": 64, "beta": 8, "alpha": 8}
@@ -64,7 +67,7 @@ def live(trainable: Trainable) -> Digests:
             blocks.setdefault(key, []).append(block)
     found: Digests = {}
     for key, parts in blocks.items():
-        for name, tensor in _unfused(key, _assembled(parts), trainable.recipe.tensor):
+        for name, tensor in _unfused(key, assembled(parts), trainable.recipe.tensor):
             found[name] = digest(tensor)
     return found
 
@@ -88,7 +91,7 @@ def _own_blocks(trainable: Trainable) -> Any:
                 yield f"optimizer.state.{name}|{slot}", *_block(tensor, offsets, local)
 
 
-def _block(parameter: Any, offsets: tuple[int, ...], local: torch.Tensor) -> tuple[Any, ...]:
+def _block(parameter: Any, offsets: tuple[int, ...], local: torch.Tensor) -> Block:
     return tuple(parameter.shape), offsets, local.detach().clone().reshape(parameter._local_tensor.shape)
 
 
@@ -97,7 +100,8 @@ def _state_of(trainable: Trainable, parameter: Any) -> dict[str, Any]:
     return dict(inner.state.get(parameter, {}))
 
 
-def _assembled(parts: list[Any]) -> torch.Tensor:
+def assembled(parts: list[Block]) -> torch.Tensor:
+    """A whole tensor of its ranks' blocks."""
     shape, _, first = parts[0]
     whole = torch.empty(shape, dtype=first.dtype)
     written = torch.zeros(shape, dtype=torch.bool)

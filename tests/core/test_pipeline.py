@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from mbridge_fsdp_ckpt.families import default_registry
-from mbridge_fsdp_ckpt.live.megatron_fsdp import context_of, naming_of
+from mbridge_fsdp_ckpt.live.context import context_of
+from mbridge_fsdp_ckpt.live.megatron_fsdp import naming_of
 from mbridge_fsdp_ckpt.plan.boxes import FlatRange
 from mbridge_fsdp_ckpt.plan.layout import Axis, ParameterLayout
 from mbridge_fsdp_ckpt.plan.pieces import plan_parameter

@@ -98,12 +98,11 @@ def _rank_values(args: Any) -> dict[str, Any]:
     if args.no_save_rng:
         return {}
     groups = _groups()
-    states = stock.get_rng_state(STOCK_FORMAT, groups.tp, groups.pp, dp_cp_group=groups.dp_cp, dp_group=groups.dp)
-    return {"rng_state": states}
+    return {"rng_state": stock.get_rng_state(STOCK_FORMAT, tp_group=groups.tp, pp_group=groups.pp)}
 
 
 def _groups() -> Any:
-    return ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "dp", "dp_cp"])
+    return ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "dp"])
 
 
 def _publish(args: Any, root: AnyPath, iteration: int, *, release: bool) -> None:

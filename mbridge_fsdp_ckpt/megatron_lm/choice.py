@@ -26,12 +26,13 @@ def check_arguments(args: argparse.Namespace) -> None:
     """Refuse what the format cannot do yet, before training begins.
 
     Raises:
-        ConfigurationError: --async-save, or non-persistent checkpoints.
+        ConfigurationError: One of these options is given.
     """
     for option, present in (
         ("--async-save", args.async_save),
         (f"--non-persistent-ckpt-type {args.non_persistent_ckpt_type}", args.non_persistent_ckpt_type is not None),
         ("--use-checkpoint-args", args.use_checkpoint_args),
+        ("--override-ckpt-iteration", getattr(args, "override_ckpt_iteration", None) is not None),  # new in 0.19
     ):
         if present:
             raise ConfigurationError(

@@ -28,8 +28,10 @@ _MODEL = shlex.split("""
     --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer
     --no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion --no-bias-swiglu-fusion
     --no-bias-dropout-fusion --no-rope-fusion --no-check-for-nan-in-loss-and-grad
-    --distributed-backend gloo --distributed-timeout-minutes 5
+    --distributed-backend gloo --distributed-timeout-minutes 5 --no-gradient-reduce-div-fusion
 """)
+_NOT_IN_A_WHEEL: dict[str, Any] = {"modelopt.torch.distill.plugins.megatron": None}
+"""With ModelOpt, megatron-core 0.18 needs `megatron.post_training`, which only a checkout of Megatron-LM has."""
 
 
 @no_process_group
@@ -45,7 +47,7 @@ def pretrain(
         stack.enter_context(patch.object(sys, "argv", list(sys.argv)))
         stack.enter_context(patch.object(sys, "path", list(sys.path)))
         stack.enter_context(patch.object(container, "add_argument", container.add_argument))
-        stack.enter_context(patch.dict(sys.modules))
+        stack.enter_context(patch.dict(sys.modules, _NOT_IN_A_WHEEL))
         stack.enter_context(patch.dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS="8"))
         from mbridge_fsdp_ckpt import megatron_lm
         from mbridge_fsdp_ckpt.cli import run  # noqa: F401

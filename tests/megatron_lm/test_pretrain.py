@@ -11,6 +11,7 @@ from mbridge_fsdp_ckpt.testing.ranks import RankPool
 from tests.core import oracle
 from tests.megatron_lm.running import pretrain
 from tests.run_directories import as_it_was
+from tests.upstream import is_before
 
 pytestmark = pytest.mark.bridge  # Transformer Engine and megatron.training come with the full installation
 
@@ -70,6 +71,13 @@ def test_a_run_resumes_in_another_layout(runs: dict[str, Path], training_ranks: 
     [
         (("--async-save",), "found --async-save"),
         (("--non-persistent-ckpt-type", "global"), "found --non-persistent-ckpt-type global"),
+        pytest.param(
+            ("--override-ckpt-iteration", "1"),
+            "found --override-ckpt-iteration",
+            marks=pytest.mark.skipif(
+                is_before("megatron-core", "0.19"), reason="megatron-core 0.18 has no such option"
+            ),
+        ),
         (("--hidden-size", "64"), "shape"),
         (("--lr-decay-iters", "50"), "expected the schedule that was saved"),
         (("--ckpt-step", "7"), "iter_0000007"),

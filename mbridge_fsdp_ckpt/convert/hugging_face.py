@@ -163,6 +163,8 @@ def configure(provider: Any, dtype: torch.dtype, sizes: Sizes) -> None:
     provider.expert_model_parallel_size = sizes.expert
     if sizes.expert_tensor is not None:
         provider.expert_tensor_parallel_size = sizes.expert_tensor
+    elif sizes.expert > 1 and provider.expert_tensor_parallel_size is None:
+        provider.expert_tensor_parallel_size = 1  # as Bridge 0.6 does; 0.5 takes the tensor-parallel size
     provider.pipeline_dtype = provider.params_dtype = dtype
     provider.bf16, provider.fp16 = dtype == torch.bfloat16, dtype == torch.float16
     provider.gradient_accumulation_fusion = False

@@ -114,7 +114,7 @@ def _owner(config: Any, name: str) -> tuple[Any, str]:
     owner = config
     for section in sections:
         owner = getattr(owner, section, None) if section in _fields(owner) else None
-    if field in _fields(owner):
+    if field in _fields(owner) or _is_alias(owner, field):
         return owner, field
     near = difflib.get_close_matches(name, [*_names(config), *ALIASES], 1, 0.7)
     raise ConfigurationError(
@@ -126,6 +126,12 @@ def _owner(config: Any, name: str) -> tuple[Any, str]:
 
 def _fields(owner: Any) -> list[str]:
     return [field.name for field in dataclasses.fields(owner)] if _is_section(owner) else []
+
+
+def _is_alias(owner: Any, name: str) -> bool:
+    """Whether a section has a second name for one of its fields; Bridge 0.5 has `dataset.seq_length` so."""
+    found = getattr(type(owner), name, None) if _is_section(owner) else None
+    return isinstance(found, property) and found.fset is not None
 
 
 def _names(owner: Any, prefix: str = "") -> Iterator[str]:

@@ -70,17 +70,11 @@ def finetuning(model: Any, layout: Layout) -> Any:
         model: Bridge's provider; it is changed.
         layout: How it is spread.
     """
-    from megatron.bridge.data.builders import GPTSFTDatasetConfig, PromptCompletionSFTPreprocessingConfig
     from megatron.bridge.recipes.common import _sft_common
 
     config = _sft_common()
     _complete(config, model, layout)
-    config.dataset = GPTSFTDatasetConfig(
-        seq_length=model.seq_length,
-        preprocessing=PromptCompletionSFTPreprocessingConfig(),
-        do_validation=False,
-        do_test=False,
-    )
+    config.dataset = _prompts_and_answers(seq_length=model.seq_length, do_validation=False, do_test=False)
     model.calculate_per_token_loss = True  # sequences have different numbers of answer tokens
     config.ddp.average_in_collective = False
     config.train.train_iters, config.train.global_batch_size = 1000, 128
@@ -93,6 +87,18 @@ REQUIRED = {
     "tokenizer.tokenizer_model": "the directory of a Hugging Face tokenizer",
 }
 """What only the user of a fine-tuning recipe knows."""
+
+
+def _prompts_and_answers(**settings: Any) -> Any:
+    """Lines of `prompt` and `completion`; Bridge 0.5 has another class for them, and other columns by default."""
+    from megatron.bridge.data import builders
+    from megatron.bridge.training import config
+
+    if hasattr(builders, "GPTSFTDatasetConfig"):
+        preprocessing = builders.PromptCompletionSFTPreprocessingConfig()
+        return builders.GPTSFTDatasetConfig(preprocessing=preprocessing, **settings)
+    columns = {"prompt_template": "{prompt}{completion}", "label_key": "completion", "truncation_field": "prompt"}
+    return config.FinetuningDatasetConfig(dataset_kwargs=columns, **settings)
 
 
 def offload_optimizer(config: Any) -> None:

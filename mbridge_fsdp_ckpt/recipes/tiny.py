@@ -56,6 +56,8 @@ def _shrink_model(model: Any) -> None:
     for name in per_layer:
         setattr(model, name, getattr(model, name)[first:last])
     model.num_layers = last - first
+    if isinstance(model.linear_attention_freq, int):  # Bridge 0.5: every so many-th layer does not attend linearly
+        model.linear_attention_freq = model.num_layers
 
 
 def _is_per_layer(value: Any, layers: int) -> bool:

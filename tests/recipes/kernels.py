@@ -19,7 +19,7 @@ from mbridge_fsdp_ckpt.hosts.patching import Patches
 from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
 
 _MAMBA = "megatron.core.ssm.mamba_mixer"
-_DELTA_NET = "megatron.core.ssm.gated_delta_net.gdn"
+_DELTA_NET = "megatron.core.ssm.gated_delta_net"
 
 
 @contextmanager
@@ -114,7 +114,7 @@ def _attention(
     key, value = (_whole_sequence(tensor, self.cp_group) for tensor in (key, value))
     groups = query.shape[2] // key.shape[2]
     key, value = (tensor.repeat_interleave(groups, dim=2) for tensor in (key, value))
-    scores = torch.einsum("sbhc,tbhc->bhst", query.float(), key.float()) * self.softmax_scale
+    scores = torch.einsum("sbhc,tbhc->bhst", query.float(), key.float()) * self.unfused_attention.softmax_scale
     later = torch.arange(key.shape[0]) > positions[:, None]
     weights = scores.masked_fill(later, float("-inf")).softmax(-1)
     return torch.einsum("bhst,tbhc->sbhc", weights, value.float()).to(query.dtype).flatten(2)
@@ -140,6 +140,8 @@ def _whole_sequence(tensor: torch.Tensor, group: ProcessGroup | None) -> torch.T
 def _replace_delta_rule(patches: Patches) -> None:
     """Megatron's own torch versions, which `deterministic_mode` would choose."""
     gdn = importlib.import_module(_DELTA_NET)
+    if hasattr(gdn, "gdn"):  # Megatron-Core 0.18 has one module of what is a package since 0.19
+        gdn = gdn.gdn
     patches.set(gdn, "chunk_gated_delta_rule", gdn.torch_chunk_gated_delta_rule)
     patches.set(gdn, "causal_conv1d", _fla_convolution)
 

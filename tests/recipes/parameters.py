@@ -34,6 +34,8 @@ def _layers(model: Any) -> str:
     if getattr(model, "hybrid_layer_pattern", None):
         return str(model.hybrid_layer_pattern)
     linear = model.linear_attention_freq or [0] * model.num_layers
+    if isinstance(linear, int):  # Bridge 0.5
+        linear = [layer % linear != 0 for layer in range(1, model.num_layers + 1)]
     mlp = "E" if model.num_moe_experts else "-"
     return "".join(("D" if is_linear else "*") + mlp for is_linear in linear)
 

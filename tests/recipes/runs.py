@@ -19,6 +19,7 @@ from tests.recipes.kernels import torch_kernels
 CPU = (
     "dist.distributed_backend=gloo",
     "ddp.average_in_collective=false",
+    "ddp.gradient_reduce_div_fusion=false",
     "model.gradient_accumulation_fusion=false",
     "model.apply_rope_fusion=false",
     "model.moe_permute_fusion=false",

@@ -127,9 +127,9 @@ def test_issue_4910_is_laid_out_as_reported(found: dict[str, dict[str, Any]]) ->
 @no_process_group
 def nemotron_by_bridge() -> dict[str, tuple[Any, Any]]:
     """Fields of the architecture in our description and in that which Bridge's recipe writes out."""
-    from megatron.bridge.recipes.nemotronh.h100.nemotron_3_nano import nemotron_3_nano_pretrain_8gpu_h100_bf16_config
+    from megatron.bridge.recipes.nemotronh.nemotron_3_nano import nemotron_3_nano_pretrain_config
 
-    bridge, ours = nemotron_3_nano_pretrain_8gpu_h100_bf16_config().model, published.NEMOTRON_3_NANO.provider()
+    bridge, ours = nemotron_3_nano_pretrain_config().model, published.NEMOTRON_3_NANO.provider()
     names = [name for name in vars(bridge) if name.startswith(("mamba_", "moe_router_topk", "num_", "hybrid_layer"))]
     names += ["hidden_size", "ffn_hidden_size", "kv_channels", "moe_ffn_hidden_size", "activation_func"]
     names += ["moe_shared_expert_intermediate_size", "moe_router_score_function", "moe_router_enable_expert_bias"]

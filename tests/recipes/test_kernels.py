@@ -15,7 +15,8 @@ from tests.recipes import kernels
 
 def attention(causal: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     query, key, value = causal.split([8, 2, 2], dim=2)
-    module = SimpleNamespace(cp_group=group, softmax_scale=causal.shape[3] ** -0.5)
+    unfused = SimpleNamespace(softmax_scale=causal.shape[3] ** -0.5)
+    module = SimpleNamespace(cp_group=group, unfused_attention=unfused)
     return kernels._attention(module, query, key, value)
 
 

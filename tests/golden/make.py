@@ -1,4 +1,4 @@
-"""Makes the golden checkpoints of the versions that are installed:  python -m tests.golden.make
+"""Makes the golden checkpoints of the versions that are installed:  [STACK=NAME] python -m tests.golden.make
 
 Those of other versions are left as they are: nothing can write them any more.  See README.md.
 """
@@ -14,20 +14,22 @@ from pathlib import Path
 from typing import Any
 
 from mbridge_fsdp_ckpt.storage.format.schema import VERSION
-from mbridge_fsdp_ckpt.testing.modules import BRIDGE_MODULES, installed
+from mbridge_fsdp_ckpt.testing.modules import BRIDGE_MODULES, MEGATRON_MODULES, installed, is_installed
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
 from tests.bridge.training import Run, train
 from tests.golden import cases
 from tests.golden.archive import SUFFIX, pack
 from tests.golden.damage import DAMAGES, Damage
+from tests.whole_run import CURRENT, STACK
 
 EXPECTED = "expected.json"
 STEM = "fsdp_dtensor"
 
 
 def safe_folder() -> Path:
-    """Of this version of the format."""
-    return cases.FOLDER / f"safe-{VERSION[0]}.{VERSION[1]}"
+    """Of this version of the format, written by this stack."""
+    writer = "" if STACK == CURRENT else f"-{STACK}"
+    return cases.FOLDER / f"safe-{VERSION[0]}.{VERSION[1]}{writer}"
 
 
 def stock_folder() -> Path:
@@ -36,16 +38,21 @@ def stock_folder() -> Path:
 
 
 def make() -> None:
-    """Make all."""
-    with RankPool(2, preload=installed(BRIDGE_MODULES), time_limit=300.0) as pool:
-        _make(safe_folder(), {name: _saving(pool, saved) for name, saved in cases.SAFE.items()}, DAMAGES["safe"])
-        _make(stock_folder(), {name: _training(pool, **run) for name, run in cases.STOCK.items()}, DAMAGES["stock"])
+    """Make all that this stack can; one set of damaged ones is enough."""
+    damages = DAMAGES if STACK == CURRENT else {"safe": {}, "stock": {}}
+    has_bridge = is_installed("megatron.bridge")  # and with it Transformer Engine's FusedAdam
+    safe = {name: saved for name, saved in cases.SAFE.items() if has_bridge or saved.recipe.optimizer != "auto"}
+    with RankPool(2, preload=installed(BRIDGE_MODULES if has_bridge else MEGATRON_MODULES), time_limit=300.0) as pool:
+        _make(safe_folder(), {name: _saving(pool, saved) for name, saved in safe.items()}, damages["safe"])
+        if has_bridge:
+            made = {name: _training(pool, **run) for name, run in cases.STOCK.items()}
+            _make(stock_folder(), made, damages["stock"])
 
 
 def _make(folder: Path, made: dict[str, Callable[[Path], Any]], damages: Mapping[str, Damage]) -> None:
     """Each checkpoint, and what it holds by key: dtype, shape, SHA-256 of the elements; then the damaged ones."""
     shutil.rmtree(folder, ignore_errors=True)
-    (folder / "damaged").mkdir(parents=True)
+    folder.mkdir()
     with tempfile.TemporaryDirectory() as plain:
         place = Path(plain)
         expected = {name: dict(sorted(into(place / name).items())) for name, into in made.items()}
@@ -54,6 +61,7 @@ def _make(folder: Path, made: dict[str, Callable[[Path], Any]], damages: Mapping
         for name, (of, damage, _) in damages.items():
             damaged = Path(shutil.copytree(place / of, place / "damaged" / name))
             damage(damaged)
+            (folder / "damaged").mkdir(exist_ok=True)
             pack(damaged, folder / "damaged" / f"{name}{SUFFIX}")
     lines = [f'"{name}": {json.dumps(found).replace("], ", "],\n  ")}' for name, found in expected.items()]
     (folder / EXPECTED).write_text("{\n" + ",\n".join(lines) + "\n}\n")

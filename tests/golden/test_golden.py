@@ -23,7 +23,7 @@ GOLDEN = [
     folder / f"{name}{SUFFIX}" for folder in FOLDERS for name in json.loads((folder / "expected.json").read_text())
 ]
 DAMAGED = sorted(path for folder in FOLDERS for path in folder.glob(f"damaged/*{SUFFIX}"))
-LIMIT = 1 << 19
+LIMIT = 1 << 20
 
 
 def named(path: Path) -> str:
@@ -80,6 +80,13 @@ def test_a_damaged_one_is_refused_by_its_error(path: Path, tmp_path: Path) -> No
 def test_all_are_there_and_small() -> None:
     """An empty folder would prove nothing."""
     assert {name_of(path) for path in GOLDEN} == {*cases.SAFE, *cases.STOCK}
+    assert {folder.name.partition("-")[2] for folder in FOLDERS} == {
+        "0.18",
+        "0.19",
+        "1.0",
+        "1.0-newest-torch",
+        "1.0-verl",
+    }
     assert {name_of(path) for path in DAMAGED} == {name for damages in DAMAGES.values() for name in damages}
     assert sum(file.stat().st_size for folder in FOLDERS for file in folder.rglob("*") if file.is_file()) < LIMIT
 

@@ -19,7 +19,7 @@ import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME
 from mbridge_fsdp_ckpt.testing.ranks import no_process_group
 from tests.models import hugging_face
-from tests.models.imported import gloo_gathers_uneven, let_mamba_be_built
+from tests.models.imported import gloo_gathers_uneven, is_supported, let_mamba_be_built
 from tests.models.tiny import VOCABULARY
 
 SCRIPT = Path(__file__).with_name("upstream_script.py")
@@ -27,11 +27,9 @@ SCRIPT = Path(__file__).with_name("upstream_script.py")
 
 def write_model(name: str, directory: str) -> bool:
     """Write a tiny Hugging Face model with a tokenizer; whether Bridge knows it."""
-    from megatron.bridge import AutoBridge
-
     hugging_face.write(name, directory)
     write_tokenizer(directory)
-    return bool(AutoBridge.can_handle(directory))
+    return is_supported(directory)
 
 
 def write_tokenizer(directory: str) -> None:

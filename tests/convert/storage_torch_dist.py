@@ -22,7 +22,7 @@ from mbridge_fsdp_ckpt.testing.ranks import no_process_group
 from tests.bridge.training import Run, _qwen35_shaped, configuration
 from tests.convert.hugging_face_runs import begun_anew, without_cuda, write_model
 from tests.convert.storage_cli import data
-from tests.models.imported import let_mamba_be_built
+from tests.models.imported import is_supported, let_mamba_be_built
 
 NORMS = {"linear_qkv.layer_norm_": "input_layernorm.", "linear_fc1.layer_norm_": "pre_mlp_layernorm."}
 OPTIMIZER = "optimizer.state."
@@ -57,14 +57,13 @@ def train(run: Run, *, stacked: bool = False) -> None:
 
 def save_model(name: str, folder: str, tensor: int, expert: int) -> bool:
     """A Hugging Face model, as Bridge saves it in torch_dist, and as this package imports it."""
-    from megatron.bridge import AutoBridge
     from megatron.bridge.training.model_load_save import save_megatron_model
 
     source = f"{folder}/hugging_face"
     if dist.get_rank() == 0:
         write_model(name, source)
     dist.barrier()
-    if not AutoBridge.can_handle(source):
+    if not is_supported(source):
         return False
     let_mamba_be_built()
     sizes = hugging_face.Sizes(tensor=tensor, expert=expert, expert_tensor=1)

@@ -13,6 +13,7 @@ from mbridge_fsdp_ckpt.bridge.without_gpu import as_if_there_was_one, current_de
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
 from tests.convert import hugging_face_runs as runs
 from tests.models import hugging_face
+from tests.upstream import is_before
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
@@ -64,6 +65,8 @@ def test_a_tensor_that_is_asked_for_on_cuda_is_the_hosts(how: str, context: Call
 @pytest.mark.bridge
 @pytest.mark.parametrize("name", [*hugging_face.ASKING_FOR_CUDA, *ASKING_FOR_MORE])
 def test_models_whose_bridges_ask_for_more_than_weights_need(name: str, bridge_ranks: RankPool, tmp_path: Path) -> None:
+    if name == "GlmMoeDsaForCausalLM" and is_before("megatron-bridge", "0.6"):
+        pytest.skip("Bridge 0.5 reads a name that transformers has changed in this model's configuration")
     source = str(tmp_path / "original")
     assert bridge_ranks.run(runs.write_model, name, source, ranks=1) == [True]
     bridge_ranks.run(runs.convert_without_cuda, source, str(tmp_path), ["--tp", "2"], ranks=2)

@@ -7,16 +7,17 @@ from pathlib import Path
 import pytest
 
 from mbridge_fsdp_ckpt.testing.models import Recipe
-from mbridge_fsdp_ckpt.testing.modules import is_installed
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
 from tests.core import cases, memory
-from tests.core.test_layouts import OPTIMIZERS
+from tests.core.test_layouts import OPTIMIZERS, needs_engine, optimizers
 
-needs_engine = pytest.mark.skipif(not is_installed("transformer_engine"), reason="needs Transformer Engine")
 SMALL = Recipe(layers=1, hidden=64)
 
 
-@pytest.mark.parametrize("name", ["torch Adam", "FusedAdam", "FusedAdam, bf16 moments", "offload 0.5 over FusedAdam"])
+FOUR = ["torch Adam", "FusedAdam", "FusedAdam, bf16 moments", "offload 0.5 over FusedAdam"]
+
+
+@pytest.mark.parametrize("name", optimizers(FOUR))
 def test_resuming_takes_the_state_and_no_second_copy_of_it(name: str, megatron_ranks: RankPool, tmp_path: Path) -> None:
     recipe = SMALL.on(**OPTIMIZERS[name])
     megatron_ranks.run(cases.train_and_save, str(tmp_path / "c"), recipe, ranks=2)

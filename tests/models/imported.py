@@ -49,10 +49,15 @@ class Findings:
 
 
 def is_supported(source: str) -> bool:
-    """Whether the installed Bridge has a bridge for this checkpoint's architecture."""
-    from megatron.bridge import AutoBridge
+    """Whether the installed Bridge has a bridge for this checkpoint's architecture.
 
-    return bool(AutoBridge.can_handle(source))
+    `AutoBridge.can_handle` of 0.5 says so of every causal language model.
+    """
+    from megatron.bridge import AutoBridge
+    from transformers import AutoConfig
+
+    [architecture] = AutoConfig.from_pretrained(source).architectures
+    return architecture in AutoBridge.list_supported_models()
 
 
 def save_imported(source: str, directory: str, layout: Layout) -> int:

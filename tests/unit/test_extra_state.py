@@ -145,8 +145,8 @@ def test_a_function_in_a_recipe_is_left_out() -> None:
 def test_another_transformer_engine_is_refused_where_there_is_state(monkeypatch: pytest.MonkeyPatch) -> None:
     states = extra_state.collect([("x", Linear())])
 
-    def refuse(package: str) -> None:
-        raise UnsupportedVersionError(expected="another", found=package, remedy="Install it.")
+    def refuse(need: str) -> None:
+        raise UnsupportedVersionError(expected="another", found=need, remedy="Install it.")
 
     monkeypatch.setattr(extra_state, "require", refuse)
     assert extra_state.collect([("x", Linear(ran=False)), ("y", nn.Linear(2, 2))]) == {}

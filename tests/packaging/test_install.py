@@ -1,0 +1,73 @@
+"""The package as a user installs it: a wheel, into an environment that is there already."""
+
+from __future__ import annotations
+
+import json
+import sys
+import zipfile
+from importlib.metadata import distribution, distributions
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+
+from tests.packaging.conftest import REPOSITORY, run
+
+OURS = "mbridge-fsdp-ckpt"
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-index", "--dry-run")
+
+
+def test_what_it_requires_is_in_the_stack_already(wheel: Path) -> None:
+    """So an installer has no reason to touch another package."""
+    requirements = [requirement for requirement in required(wheel) if requirement.marker is None]
+    assert {"torch", "megatron-core"} <= {requirement.name for requirement in requirements}
+    unmet = [str(one) for one in requirements if not one.specifier.contains(distribution(one.name).version)]
+    assert unmet == []
+
+
+def test_it_goes_over_a_stack_and_changes_no_other_package(wheel: Path, tmp_path: Path) -> None:
+    """Without an index: whatever had to come from one would be an error."""
+    report = tmp_path / "report.json"
+    if changed := overridden():
+        pytest.skip(f"pip would change this environment for anything: tools/setup.sh overrode {changed}")
+    before = {found.metadata["Name"]: found.version for found in distributions()}
+    run(*PIP, "--force-reinstall", "--no-deps", "--report", report, wheel)
+    assert names(report) == {OURS}
+    run(*PIP, "--report", report, wheel)
+    assert names(report) <= {OURS}
+    assert {found.metadata["Name"]: found.version for found in distributions()} == before
+
+
+def required(wheel: Path) -> list[Requirement]:
+    """What a wheel's metadata asks for."""
+    with zipfile.ZipFile(wheel) as archive:
+        (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        lines = archive.read(metadata).decode().splitlines()
+    return [Requirement(line.partition(":")[2]) for line in lines if line.startswith("Requires-Dist:")]
+
+
+def overridden() -> list[str]:
+    """Packages of torch's CUDA that are not of the version that it asks for."""
+    asked = [Requirement(line) for line in distribution("cuda-toolkit").requires or []]
+    installed = {found.metadata["Name"]: found.version for found in distributions()}
+    wanted = {one.name: one.specifier for one in asked if one.name in installed}
+    return [f"{name} {installed[name]}" for name, versions in wanted.items() if not versions.contains(installed[name])]
+
+
+def names(report: Path) -> set[str]:
+    found: dict[str, Any] = json.loads(report.read_text())
+    return {one["metadata"]["name"] for one in found["install"]}
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        held = set(archive.namelist())
+    own = {name for name in held if ".dist-info/" not in name}
+    assert {name.partition("/")[0] for name in own} == {"mbridge_fsdp_ckpt"}
+    sources = {
+        str(path.relative_to(REPOSITORY))
+        for path in (REPOSITORY / "mbridge_fsdp_ckpt").rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    }
+    assert own == sources

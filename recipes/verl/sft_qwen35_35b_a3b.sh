@@ -17,8 +17,7 @@ exec torchrun --nnodes 4 --nproc-per-node 8 --node-rank "$NODE_RANK" \
   --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}" \
   -m verl.trainer.sft_trainer \
   engine=megatron optim=megatron \
-  checkpoint._target_=verl.workers.config.McoreCheckpointConfig \
-  +checkpoint.mbridge_config.ckpt_format=fsdp_dtensor_safe \
+  checkpoint._target_=mbridge_fsdp_ckpt.verl.config.SafeCheckpointConfig \
   'checkpoint.save_contents=["model","optimizer","extra"]' \
   optim.use_checkpoint_opt_param_scheduler=True \
   model.path="$MODEL_PATH" \

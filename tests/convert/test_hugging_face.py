@@ -16,7 +16,7 @@ import pytest
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
 from tests.convert import hugging_face_runs as runs
 from tests.models import hugging_face
-from tests.models.test_real_models import NOT_IN_BRIDGE
+from tests.models.test_real_models import not_in_bridge
 from tests.soak import sampling
 from tests.upstream import is_before
 
@@ -32,7 +32,7 @@ WAYS = ("script_command", "command_script", "command_script_sharded", "script_un
 def test_there_and_back(name: str, bridge_ranks: RankPool, tmp_path: Path) -> None:
     source = str(tmp_path / "original")
     if not bridge_ranks.run(runs.write_model, name, source, ranks=1)[0]:
-        pytest.skip(NOT_IN_BRIDGE[name])
+        pytest.skip(not_in_bridge(name))
     experts = ["--ep", "2"] if hugging_face.MODELS[name].has_experts else []
     bridge_ranks.run(runs.convert_every_way, source, str(tmp_path), ["--tp", TP, *experts], ranks=4)
     exported = [str(tmp_path / way) for way in WAYS]

@@ -26,7 +26,7 @@ from tests.convert import storage_torch_dist as runs
 from tests.convert.storage_cli import left, refusal
 from tests.core import oracle
 from tests.models import hugging_face
-from tests.models.test_real_models import NOT_IN_BRIDGE
+from tests.models.test_real_models import not_in_bridge
 from tests.soak import sampling
 from tests.unit import test_cli
 
@@ -165,7 +165,7 @@ def test_real_models(name: str, bridge_ranks: RankPool, tmp_path: Path) -> None:
     expert, tensor = 2 if hugging_face.MODELS[name].has_experts else 1, 1 if name in NOT_SHARDED else 2
     saved = bridge_ranks.run(runs.save_model, name, str(tmp_path), tensor, expert, ranks=2)
     if not saved[0]:
-        pytest.skip(NOT_IN_BRIDGE[name])
+        pytest.skip(not_in_bridge(name))
     after = tmp_path / "new" / "iter_0000000"
     [report] = bridge_ranks.run(runs.convert, str(tmp_path / "torch_dist"), str(after), ranks=1)
     assert report["notes"] == ["the checkpoint has no optimizer state: weights only"]

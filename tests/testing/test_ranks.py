@@ -54,7 +54,11 @@ def sleep_without_end() -> None:
 
 
 def kill_rank(rank: int) -> str:
+    """Not before the others have joined: they fail if a peer goes meanwhile."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"joined/{dist.get_rank()}", "")
     if dist.get_rank() == rank:
+        store.wait([f"joined/{other}" for other in range(dist.get_world_size())])
         os.kill(os.getpid(), signal.SIGKILL)
     return "survived"
 

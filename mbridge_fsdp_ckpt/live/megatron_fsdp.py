@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -129,7 +129,8 @@ def model_parameters(fsdp_module: Any) -> list[ModelParameter]:
             parameters.append(ModelParameter(_buffer_layout(tensor, key, fsdp_module, naming.stages), None, tensor))
             continue
         probe("a parameter of Megatron-FSDP", tensor)
-        name, fsdp_parameter = names[id(tensor)], cast(Any, tensor)
+        name = names[id(tensor)]
+        fsdp_parameter: Any = tensor
         context = context_of(name, modules, fsdp_parameter.orig_param)
         layout = replace(
             _layout(tensor, key, f"module.{naming.on_disk(name)}", context),

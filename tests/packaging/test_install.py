@@ -31,12 +31,17 @@ def test_it_goes_over_a_stack_and_changes_no_other_package(wheel: Path, tmp_path
     report = tmp_path / "report.json"
     if changed := overridden():
         pytest.skip(f"pip would change this environment for anything: tools/setup.sh overrode {changed}")
-    before = {found.metadata["Name"]: found.version for found in distributions()}
+    before = installed()
     run(*PIP, "--force-reinstall", "--no-deps", "--report", report, wheel)
     assert names(report) == {OURS}
     run(*PIP, "--report", report, wheel)
     assert names(report) <= {OURS}
-    assert {found.metadata["Name"]: found.version for found in distributions()} == before
+    assert installed() == before
+
+
+def installed() -> dict[str, str]:
+    """Packages of this environment, and their versions."""
+    return {found.metadata["Name"]: found.version for found in distributions()}
 
 
 def required(wheel: Path) -> list[Requirement]:
@@ -50,9 +55,9 @@ def required(wheel: Path) -> list[Requirement]:
 def overridden() -> list[str]:
     """Packages of torch's CUDA that are not of the version that it asks for."""
     asked = [Requirement(line) for line in distribution("cuda-toolkit").requires or []]
-    installed = {found.metadata["Name"]: found.version for found in distributions()}
-    wanted = {one.name: one.specifier for one in asked if one.name in installed}
-    return [f"{name} {installed[name]}" for name, versions in wanted.items() if not versions.contains(installed[name])]
+    found = installed()
+    wanted = {one.name: one.specifier for one in asked if one.name in found}
+    return [f"{name} {found[name]}" for name, versions in wanted.items() if not versions.contains(found[name])]
 
 
 def names(report: Path) -> set[str]:

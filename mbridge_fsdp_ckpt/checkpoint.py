@@ -19,14 +19,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mbridge_fsdp_ckpt.agree import sketches
 from mbridge_fsdp_ckpt.agree.agreement import Agreement, next_agreement
 from mbridge_fsdp_ckpt.agree.outcome import Outcome
+from mbridge_fsdp_ckpt.agree.wire import nothing
 from mbridge_fsdp_ckpt.errors import CheckpointError, LoadInterruptedError
 from mbridge_fsdp_ckpt.live.holdings import KeyFilter
-from mbridge_fsdp_ckpt.loading import fill, opened
+from mbridge_fsdp_ckpt.loading import asking, fill, opened
 from mbridge_fsdp_ckpt.loading.budget import read_budget
 from mbridge_fsdp_ckpt.loading.opened import Opened, Wanted
-from mbridge_fsdp_ckpt.saving import snapshot, writer
+from mbridge_fsdp_ckpt.saving import replicas, snapshot, writer
 from mbridge_fsdp_ckpt.saving.commit import Job
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.commit.retention import reading
@@ -94,19 +96,20 @@ def save(
     prepare = partial(snapshot.plan_save, model, optimizer, include, rank_values, settings.vocabulary_size)
     prepared = Outcome.of(prepare, agreement.rank, "planning the save")
     try:
-        judged = agreement.meet("agreement on the plan", prepared.message(snapshot.announce), job.judge_plans)
+        announced = prepared.message(snapshot.announce)
+        judged = agreement.meet("agreement on the plan", announced, job.judge_plans, snapshot.combine)
         place = judged["place"]
         if place is None:
-            disputed = snapshot.disputed(prepared.value, judged["disputed"])
-            place = agreement.meet("disagreement on the plan", disputed, job.judge_dispute)
+            disputed = snapshot.disputed(agreement.rank, prepared.value, judged["disputed"])
+            place = agreement.meet("disagreement on the plan", disputed, job.judge_dispute, sketches.combine)
         with agreement.at_work():
             write = partial(writer.write, prepared.value, place, agreement, settings.replicas)
             written = Outcome.of(write, agreement.rank, "writing chunks")
         try:
-            differing = agreement.meet("commit", written.brought, job.judge_written)
+            differing = agreement.meet("commit", written.brought, job.judge_written, writer.combine)
             if differing:
-                named = snapshot.differing(prepared.value, differing)
-                agreement.meet("comparison of copies", named, job.judge_replicas)
+                named = snapshot.differing(agreement.rank, prepared.value, differing)
+                agreement.meet("comparison of copies", named, job.judge_replicas, replicas.combine)
             agreement.end()
         except CheckpointError:
             if not agreement.was_sealed():
@@ -190,16 +193,18 @@ def _load(
         with agreement.at_work():
             agreement.on_beat = stack.enter_context(reading(source, enabled=agreement.rank == 0))
             prepared = Outcome.of(prepare, agreement.rank, "reading the checkpoint")
-        asked = prepared.message(lambda own: opened.announce(own.opened))
-        judged = agreement.meet("verification", asked, lambda all_asked: opened.judge(prepared.value.opened, all_asked))
+        asked = prepared.message(lambda own: asking.announce(own.opened))
+        judged = agreement.meet(
+            "verification", asked, lambda whole: asking.judge(prepared.value.opened, whole), asking.combine
+        )
         own = prepared.value
-        if judged["disputed"]:
-            named = opened.disputed(own.opened, judged["disputed"])
-            agreement.meet("unexpected keys", named, lambda all_named: opened.judge_disputed(own.opened, all_named))
+        for buckets in judged["disputed"]:
+            named, judge = asking.by_name(own.opened, buckets), partial(asking.judge_named, own.opened, buckets)
+            agreement.meet("unexpected keys", named, judge, asking.combine_named)
         with agreement.at_work():
             filled = Outcome.of(lambda: _fill(own, agreement), agreement.rank, "filling tensors")
         try:
-            agreement.meet("completion of the load", filled.brought, lambda messages: None)
+            agreement.meet("completion of the load", filled.brought, nothing, nothing)
             agreement.end()
         except CheckpointError as error:
             raise _interrupted(error) from error

@@ -1,4 +1,4 @@
-"""The one exchange between ranks: all arrive with a message, one judges, all get the same verdict.
+"""The one exchange between ranks: all bring a message, these are combined, one judges, all get the same verdict.
 
 No collective.  Ranks meet in the job's rendezvous store, where waiting has a time limit and who is missing can be told
 by name (`meeting`).  A collective has neither: a rank that raised before it leaves the others waiting until a watchdog
@@ -7,7 +7,8 @@ ends the job.
 Who comes first in a sequence writes what it begins: whoever begins something else fails at once, and with it all.
 Rank 0 serves the store in many jobs: after the last word of a sequence it stays a little, until everyone has read it.
 
-Cost: a constant number of store requests a rank, messages bounded by the caller, one reader.
+Cost: a constant number of store requests a rank, however many ranks there are.  Messages are combined on a tree
+(`protocol`), bounded by who combines them: nobody handles one of every rank.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch.distributed as dist
 
 from mbridge_fsdp_ckpt.agree.meeting import HOSTS, Meeting, lost
 from mbridge_fsdp_ckpt.agree.signs import STORE_ERRORS, Signs
-from mbridge_fsdp_ckpt.agree.wire import Judge, judged, to_wire
+from mbridge_fsdp_ckpt.agree.wire import Combining, Judging, combined, judged, nothing, to_wire
 from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError
 from mbridge_fsdp_ckpt.settings import DEFAULT_STORAGE_LIMIT, DEFAULT_TIME_LIMIT
 
@@ -53,10 +54,11 @@ class Agreement:
     _meetings: int = field(default=0)
     _sealed: bool = field(default=False)
     _last: Meeting | None = field(default=None)
+    _begun: str | None = field(default=None)
     _signs: Signs = field(init=False)
 
     def __post_init__(self) -> None:
-        self._signs = Signs(self.store, self.name, self.time_limit, self.storage_limit)
+        self._signs = Signs(self.store, self.name, self.time_limit, self.storage_limit, self.world_size)
 
     def begin(self, purpose: str) -> None:
         """Before the first meeting: what this rank is about to do, and where.
@@ -68,35 +70,43 @@ class Agreement:
             return
         own = json.dumps([self.rank, purpose])
         first, begun = json.loads(self.store.compare_set(f"{self.name}/purpose", "", own))
-        if begun != purpose:
-            named = sorted([(first, begun), (self.rank, purpose)])
-            error = ConfigurationError(
-                expected="all ranks to begin the same save or load",
-                found=", ".join(f"rank {rank}: {what}" for rank, what in named),
-                remedy="Call save and load in the same order and with the same directory on every rank.",
-            )
-            self._enter(self.store, "beginning", self._meetings + 1).fail(error)
-            self.meet("beginning", error, lambda messages: None)
+        if begun == purpose:
+            self._begun = f"{self.name}/begun"
+            if self.rank == 0:
+                self.store.set(self._begun, "")
+            return
+        named = sorted([(first, begun), (self.rank, purpose)])
+        error = ConfigurationError(
+            expected="all ranks to begin the same save or load",
+            found=", ".join(f"rank {rank}: {what}" for rank, what in named),
+            remedy="Call save and load in the same order and with the same directory on every rank.",
+        )
+        self._enter(self.store, "beginning", self._meetings + 1).claim(to_wire(error, "beginning", self.rank))
+        if self.rank == 0:
+            self.store.set(f"{self.name}/begun", "")
+        self.meet("beginning", error, nothing, nothing)
 
-    def meet[M, V](self, phase: str, message: M | CheckpointError, judge: Judge[M, V]) -> V:
-        """Bring a message; get what `judge`, called on rank 0 with all messages by rank, returns.
+    def meet[M, V](self, phase: str, message: M | CheckpointError, judge: Judging[M, V], combine: Combining[M]) -> V:
+        """Bring a message; get what `judge`, called on rank 0 with all messages combined, returns.
 
         Args:
             phase: What this meeting is for, in errors.
             message: JSON-able and bounded, or a `CheckpointError` that this rank failed with.
             judge: Raises a `CheckpointError` to fail everyone alike.
+            combine: See `Combining`; what it returns is bounded, too.
 
         Raises:
-            CheckpointError: The same on every rank: what a rank brought or the judge raised, or `RankMissingError`
+            CheckpointError: The same on every rank: what a rank brought or a function raised, or `RankMissingError`
                 naming the ranks that did not arrive.
         """
         self._meetings, self._sealed = self._meetings + 1, False
         wire = to_wire(message, phase, self.rank)
         if self.store is None:
-            verdict = judged([wire], judge, phase)
+            whole = wire if "failed" in wire else combined([wire["value"]], combine, phase, self.rank)
+            verdict = judged(whole, judge, phase)
         else:
             self._last = self._enter(self.store, phase, self._meetings)
-            verdict = self._last.meet(wire, judge)
+            verdict = self._last.meet(wire, judge, combine)
         if "failed" in verdict:
             self.end()
             raise CheckpointError.from_wire(verdict["failed"])
@@ -104,8 +114,8 @@ class Agreement:
 
     def _enter(self, store: dist.Store, phase: str, number: int) -> Meeting:
         name = f"{self.name}/{number}"
-        limit, signs = self.time_limit, self._signs
-        return Meeting(store, name, phase, self.rank, self.world_size, limit, signs, lambda: self.on_beat())
+        limit, signs, begun = self.time_limit, self._signs, self._begun if number == 1 else None
+        return Meeting(store, name, phase, self.rank, self.world_size, limit, signs, lambda: self.on_beat(), begun)
 
     def end(self) -> None:
         """After the last meeting: rank 0 stays until the others have read the verdict.  An error is a last word too."""
@@ -174,8 +184,9 @@ def next_agreement(
     store, rank = _default_store(), dist.get_rank()
     job = f"mbridge_fsdp_ckpt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     try:
-        store.set(f"{HOSTS}/{rank}", socket.gethostname())
         number = store.add(f"{job}/{rank}/agreements", 1)  # counted in the store: a new process group starts anew
+        if number == 1:
+            store.set(f"{HOSTS}/{rank}", socket.gethostname())
         agreement = Agreement(f"{job}/{number}", rank, dist.get_world_size(), time_limit, store, storage_limit)
         agreement.begin(purpose)
     except STORE_ERRORS as error:

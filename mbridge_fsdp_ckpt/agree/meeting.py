@@ -1,11 +1,10 @@
-"""One meeting in the job's rendezvous store (`TCPStore` under torchrun).
+"""One meeting in the job's rendezvous store (`TCPStore` under torchrun): makes the requests that `protocol` asks for.
 
-    rank r                                   judge (rank 0)
-      set  <meeting>/<r> = message             wait until all arrived, one failed, or the limit is over
-      wait <meeting>/verdict                   set <meeting>/verdict = answer, or the error for everyone
+Who waits for the verdict waits inside the store, which answers when it is there: no request while nothing happens.
+The few that gather messages look instead, less and less often: they must see a verdict, too, that comes before them.
 
-Who waits in vain writes its error to <meeting>/outcome, once for all: whoever comes later raises the same.  A judge
-about to do what cannot be undone seals the meeting there first; from then on nobody gives up before the verdict.
+A wait holds this process's connection, so it is cut in slices.  These are long: one that ends without an answer leaves
+two lines of torch's in the log, for which torch looks up the server's name (2.13 `socket.cpp`).
 """
 
 from __future__ import annotations
@@ -14,28 +13,50 @@ import json
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
+from mbridge_fsdp_ckpt.agree import protocol
+from mbridge_fsdp_ckpt.agree.protocol import (
+    NAMES,
+    OUTCOME,
+    SEALED,
+    Combine,
+    Drop,
+    Gather,
+    Judge,
+    Late,
+    Missing,
+    Patience,
+    Put,
+    Read,
+    Request,
+    Settle,
+    Steps,
+    There,
+)
 from mbridge_fsdp_ckpt.agree.signs import STORE_ERRORS, Signs, Watch
-from mbridge_fsdp_ckpt.agree.wire import Judge, Wire, judged
+from mbridge_fsdp_ckpt.agree.wire import Combining, Judging, Wire, combined, judged
 from mbridge_fsdp_ckpt.errors import CheckpointError, ErrorData, RankMissingError, brief
 
 HOSTS = "mbridge_fsdp_ckpt/hosts"
 """Below it, ranks write what host they are on."""
 
-_GRACE = 15.0  # seconds that others wait for the judge's verdict beyond the limit it waited itself
-_LAST_WORD = 5.0, 0.005, 0.1  # seconds that rank 0 waits until it is read; between looks, first and longest
+_GRACE = 15.0  # seconds that others wait for the verdict beyond the limit of who waits for messages
+_LOOKS = 0.002, 0.25  # seconds between looks for messages, first and longest
+_SLICE = 30.0  # seconds of one wait inside the store
+_LAST_WORD = 5.0  # seconds that rank 0 waits until it is read
 _RENEWED = 60.0  # seconds after which rank 0, while it waits, does what it does with each step
-_MISSING_NAMED = 32
-
-_SEALED = "sealed"
 
 _log = logging.getLogger(__name__)
 
+Thinking = Callable[[Combine | Judge], Wire[Any]]
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class Meeting:
     """All ranks meet once.
 
@@ -48,6 +69,7 @@ class Meeting:
         time_limit: See `Agreement`.
         signs: Signs of life of all ranks.
         renew: What rank 0 does now and then while it waits.
+        begun: A key that rank 0 writes before another rank's error is told; None where nobody waits for that.
     """
 
     store: dist.Store
@@ -58,122 +80,164 @@ class Meeting:
     time_limit: float
     signs: Signs
     renew: Callable[[], None]
+    begun: str | None = None
+    _watch: Watch = field(init=False)
+    _pause: float = field(default=_LOOKS[0])
+    _renewed: float = field(init=False)
 
-    def meet[M, V](self, wire: Wire[M], judge: Judge[M, V]) -> Wire[V]:
+    def __post_init__(self) -> None:
+        self._watch, self._renewed = Watch(self.signs, self.time_limit), time.monotonic()
+
+    def meet[M, V](self, wire: Wire[M], judge: Judging[M, V], combine: Combining[M]) -> Wire[V]:
         """Bring what this rank has to say; returns the verdict."""
+
+        def think(request: Combine | Judge) -> Wire[Any]:
+            messages = [json.loads(message) for message in request.messages]
+            with self.signs.at_work():
+                whole = combined(messages, combine, self.phase, self.rank)
+                return whole if isinstance(request, Combine) else judged(whole, judge, self.phase)
+
         try:
-            self._arrive(wire)
-            return self._lead(judge) if self.rank == 0 else self._follow()
+            if "failed" in wire:
+                self._let_rank_0_begin()
+                steps = protocol.fail(self._node, json.dumps(wire))
+            else:
+                steps = protocol.attend(self._node, json.dumps(wire["value"]))
+            verdict: Wire[V] = json.loads(self._run(steps, think))
         except STORE_ERRORS as error:
             return {"failed": lost(error, self.phase, self.rank).to_wire()}
+        return verdict
 
-    def fail(self, error: CheckpointError) -> None:
-        """Let this be everyone's error, whatever else goes wrong, unless there is one already."""
-        self._settle(json.dumps(error.to_wire()))
+    def claim(self, wire: Wire[Any]) -> None:
+        """Let this error be everyone's, whatever else goes wrong, unless there is one already."""
+        self._answer(Settle(OUTCOME, protocol.failed(self._node, json.dumps(wire))))
+
+    def _let_rank_0_begin(self) -> None:
+        """That it begins something else is to be heard rather than what fails because of it."""
+        watch = Watch(self.signs, self.time_limit)
+        while self.begun is not None and self.rank:
+            if wait_for(self.store, self.begun, self._slice) or watch.over():
+                return
 
     def seal(self) -> None:
         """Nobody gives up any more.
 
         Raises:
-            CheckpointError: Somebody has.
+            CheckpointError: Somebody has, or has failed.
         """
-        outcome = self._settle(_SEALED)
-        if outcome != _SEALED:
-            raise CheckpointError.from_wire(json.loads(outcome))
+        if self._answer(Settle(OUTCOME, SEALED)) != SEALED:
+            verdict = json.loads(self._run(protocol.follow(self._node), _nothing_to_think))
+            raise CheckpointError.from_wire(verdict["failed"])
 
     def was_sealed(self) -> bool:
         """Whether nobody gave up, as far as can be told."""
         try:
-            return self._outcome() == _SEALED
+            return bool(self._answer(Read(OUTCOME, waits=False)) == SEALED)
         except STORE_ERRORS:
             return True  # nobody knows
 
     def leave(self) -> None:
         """Say that this rank has read the verdict; rank 0 stays until the others have."""
-        key, (limit, pause, longest) = f"{self.name}/read", _LAST_WORD
-        until = time.monotonic() + min(limit, self.time_limit)
         try:
-            readers = self.store.add(key, int(self.rank != 0))
-            while self.rank == 0 and readers < self.world_size - 1 and time.monotonic() < until:
-                time.sleep(pause)
-                pause = min(pause * 1.5, longest)
-                readers = self.store.add(key, 0)
+            if self.rank == 0:
+                wait_for(self.store, self._at("left"), min(_LAST_WORD, self.time_limit))
+            elif self.store.add(self._at("read"), 1) == self.world_size - 1:
+                self.store.set(self._at("left"), "")
         except STORE_ERRORS as error:  # the verdict is known here, and that is all that counts
             _log.info("rank 0 does not hear that rank %d read its verdict: %s", self.rank, error)
 
-    def _settle(self, outcome: str) -> str:
-        """Write the meeting's outcome unless there is one; returns the one that holds."""
-        return self.store.compare_set(f"{self.name}/outcome", "", outcome).decode()
+    @property
+    def _node(self) -> protocol.Node:
+        return protocol.Node(self.rank, self.world_size)
 
-    def _outcome(self) -> str:
-        """What holds so far; empty where nothing does."""
-        key = f"{self.name}/outcome"
-        return self.store.get(key).decode() if self.store.check([key]) else ""
+    @property
+    def _slice(self) -> float:
+        return min(_SLICE, self.time_limit / 2)
 
-    def _arrive[M](self, wire: Wire[M]) -> None:
-        self.store.set(f"{self.name}/{self.rank}", json.dumps(wire))
-        if "failed" in wire:
-            self.store.set(f"{self.name}/failed", str(self.rank))
-        self.store.add(f"{self.name}/arrived", 1)
+    def _at(self, key: str) -> str:
+        return f"{self.name}/{key}"
 
-    def _lead[M, V](self, judge: Judge[M, V]) -> Wire[V]:
-        """Rank 0: collect, judge, publish.  An early failure does not wait for the rest."""
-        watch, renewed = Watch(self.signs, self.time_limit), time.monotonic()
-        while self.store.add(f"{self.name}/arrived", 0) < self.world_size:
-            if time.monotonic() - renewed > _RENEWED:
-                renewed = time.monotonic()
-                with self.signs.at_work():
-                    self.renew()
-            if self.store.check([f"{self.name}/failed"]):
-                failed = int(self.store.get(f"{self.name}/failed"))
-                error: ErrorData = json.loads(self.store.get(f"{self.name}/{failed}"))["failed"]
-                return self._publish({"failed": json.loads(self._settle(json.dumps(error)))})
-            if watch.over():
-                return self._publish({"failed": json.loads(self._give_up())})
-        wires = [json.loads(self.store.get(f"{self.name}/{rank}")) for rank in range(self.world_size)]
-        with self.signs.at_work():
-            verdict = judged(wires, judge, self.phase)
-        outcome = self._settle(_SEALED)
-        return self._publish(verdict if outcome == _SEALED else {"failed": json.loads(outcome)})
+    def _run(self, steps: Steps, think: Thinking) -> str:
+        """Answer all requests; returns what the meeting came to."""
+        answer: Any = None
+        while True:
+            try:
+                request = steps.send(answer)
+            except StopIteration as stop:
+                return str(stop.value)
+            if not isinstance(request, Combine | Judge):
+                answer = self._answer(request)
+                continue
+            wire = think(request)
+            if isinstance(request, Judge):
+                answer = json.dumps(wire)
+            elif "failed" in wire:
+                steps, answer = protocol.fail(self._node, json.dumps(wire)), None
+            else:
+                answer = json.dumps(wire["value"])
 
-    def _follow[V](self) -> Wire[V]:
-        watch, sealed = Watch(self.signs, self.time_limit + _GRACE), False
-        while not self.store.check([f"{self.name}/verdict"]):
-            outcome = self._outcome()
-            if not outcome and watch.over():
-                outcome = self._give_up()
-            if outcome == _SEALED and not sealed:
-                watch, sealed = Watch(self.signs, self.time_limit + _GRACE), True
-            elif outcome and outcome != _SEALED:
-                return {"failed": json.loads(outcome)}
-            if sealed and watch.over():
-                return {"failed": self._missing(sealed=True)}
-        verdict: Wire[V] = json.loads(self.store.get(f"{self.name}/verdict"))
-        return verdict
+    def _answer(self, request: Request) -> Any:
+        match request:
+            case Put(key, value):
+                self.store.set(self._at(key), value)
+            case Settle(key, value):
+                return self.store.compare_set(self._at(key), "", value).decode()
+            case Gather(keys):
+                return self._look([self._at(key) for key in keys])
+            case Read(key, waits):
+                return self._read(self._at(key), waits=waits)
+            case There(key):
+                return self.store.check([self._at(key)])
+            case Drop(keys):
+                for key in keys:
+                    self.store.delete_key(self._at(key))
+            case Patience(for_messages):
+                self._watch = Watch(self.signs, self.time_limit + (0.0 if for_messages else _GRACE))
+            case Late():
+                return self._watch.over()
+            case Missing(absent, sealed):
+                return json.dumps({"failed": self._missing(absent, sealed=sealed)})
+        return None
 
-    def _give_up(self) -> str:
-        return self._settle(json.dumps(self._missing()))
+    def _look(self, keys: list[str]) -> list[str] | None:
+        """The values of all keys; None, after a pause, if one is not there."""
+        if self.store.check(keys):
+            in_one = getattr(self.store, "has_extended_api", bool)()  # torch's types don't know it
+            return [found.decode() for found in (self.store.multi_get(keys) if in_one else map(self.store.get, keys))]
+        time.sleep(self._pause)
+        self._pause = min(self._pause * 1.5, _LOOKS[1], self.time_limit / 8)
+        if self.rank == 0 and time.monotonic() - self._renewed > _RENEWED:
+            self._renewed = time.monotonic()
+            with self.signs.at_work():
+                self.renew()
+        return None
 
-    def _publish[V](self, verdict: Wire[V]) -> Wire[V]:
-        self.store.set(f"{self.name}/verdict", json.dumps(verdict))
-        for rank in range(self.world_size):
-            self.store.delete_key(f"{self.name}/{rank}")
-        return verdict
+    def _read(self, key: str, *, waits: bool) -> str | None:
+        is_there = wait_for(self.store, key, self._slice) if waits else self.store.check([key])
+        return self.store.get(key).decode() if is_there else None
 
-    def _missing(self, *, sealed: bool = False) -> ErrorData:
-        absent = [rank for rank in range(self.world_size) if not self.store.check([f"{self.name}/{rank}"])]
-        named = ", ".join(map(self._with_host, absent[:_MISSING_NAMED]))
-        named += ", ..." if len(absent) > _MISSING_NAMED else ""
+    def _missing(self, absent: tuple[int, ...], *, sealed: bool) -> ErrorData:
+        named = ", ".join(map(self._with_host, absent[:NAMES])) + (", ..." if len(absent) > NAMES else "")
+        stalled = sealed or (absent == (0,) and self._answer(There(protocol.here(0))))
         remedy = "Look at the logs of these ranks; raise the time limit if they were only slow."
         return RankMissingError(
             expected=f"all {self.world_size} ranks at {self.phase!r} within {self.time_limit:g} s",
-            found=f"no sign of rank {named}" if absent and not sealed else f"no verdict of rank {self._with_host(0)}",
+            found=f"no {'verdict' if stalled else 'sign'} of rank {named}",
             remedy=f"It was about to finish: look whether the checkpoint is there. {remedy}" if sealed else remedy,
         ).to_wire()
 
     def _with_host(self, rank: int) -> str:
         key = f"{HOSTS}/{rank}"
         return f"{rank} on {self.store.get(key).decode()}" if self.store.check([key]) else str(rank)
+
+
+def wait_for(store: dist.Store, key: str, seconds: float) -> bool:
+    """Wait inside the store; whether the key is there."""
+    try:
+        store.wait([key], timedelta(seconds=seconds))
+    except dist.DistStoreError:  # late; a store that has gone raises another
+        return False
+    return True
 
 
 def lost(error: BaseException, phase: str, rank: int) -> RankMissingError:
@@ -184,3 +248,7 @@ def lost(error: BaseException, phase: str, rank: int) -> RankMissingError:
         remedy="Rank 0, or the process that serves the store, has ended: look at its log.",
         rank=rank,
     )
+
+
+def _nothing_to_think(request: Combine | Judge) -> Wire[Any]:
+    raise AssertionError(request)

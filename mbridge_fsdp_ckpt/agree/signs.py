@@ -19,8 +19,8 @@ import torch.distributed as dist
 STORE_ERRORS = dist.DistError, ConnectionError, OSError
 """What a call of the rendezvous store raises once nobody serves it any more."""
 
-_POLL = 0.005, 0.2  # seconds between looks, first and longest
 _SELDOM = 5.0  # seconds between signs, where the limit is long
+_PER_SECOND = 1000  # signs that all ranks together give, at most
 _log = logging.getLogger(__name__)
 
 
@@ -32,11 +32,14 @@ class Signs:
         name: The sequence's.
         time_limit: Seconds without any sign after which who waits gives up.
         storage_limit: Seconds without a step of a rank's own after which its pulse stops.
+        world_size: Ranks that give signs: the more, the more seldom each does.
     """
 
-    def __init__(self, store: dist.Store | None, name: str, time_limit: float, storage_limit: float) -> None:
+    def __init__(
+        self, store: dist.Store | None, name: str, time_limit: float, storage_limit: float, world_size: int
+    ) -> None:
         self._store, self._key, self._storage_limit = store, f"{name}/beats", storage_limit
-        self._pause = min(_SELDOM, time_limit / 8)
+        self._pause = min(max(_SELDOM, world_size / _PER_SECOND), time_limit / 8)
         self._sent, self._last_step = 0.0, 0.0
         self._has_pulse = False
 
@@ -90,15 +93,11 @@ class Watch:
 
     def __init__(self, signs: Signs, limit: float) -> None:
         self._signs, self._limit = signs, limit
-        self._pause, longest = _POLL
-        self._longest = min(longest, max(_POLL[0], limit / 10))
         self._since, self._signs_seen = time.monotonic(), -1
         self._next_look, self._look_every = self._since, min(1.0, limit / 8)
 
     def over(self) -> bool:
-        """Sleep a little; whether the limit has passed."""
-        time.sleep(self._pause)
-        self._pause = min(self._pause * 1.5, self._longest)
+        """Whether the limit has passed."""
         now = time.monotonic()
         if now >= self._next_look:
             self._next_look = now + self._look_every

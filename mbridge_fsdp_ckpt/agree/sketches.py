@@ -22,6 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from mbridge_fsdp_ckpt.agree.rows import IN_ALL, OF_ONE_RANK, Place, Rows, rows_of, together
 from mbridge_fsdp_ckpt.errors import PlanDisagreementError
 from mbridge_fsdp_ckpt.live.holdings import Holding
 from mbridge_fsdp_ckpt.plan.boxes import Box, Shape, whole
@@ -30,7 +31,6 @@ from mbridge_fsdp_ckpt.plan.layout import Axis
 from mbridge_fsdp_ckpt.plan.tiling import PRIME, TilingSketch, tiling_defect
 
 BUCKETS = 256
-_BLOCKS_NAMED = 500  # a rank
 _KEYS_NAMED = 10
 
 
@@ -151,40 +151,60 @@ def _part_of_tiling(identity: str, block: Block) -> int:
     return part - tiling.of_whole() if block.is_origin else part
 
 
+def added(sketches: Iterable[list[int]]) -> list[int]:
+    """Sketches of several ranks, as one."""
+    return [sum(column) % PRIME for column in zip(*sketches, strict=True)]
+
+
+def remainders_of(sketch: list[int]) -> dict[int, int]:
+    """Buckets that do not add up to zero, with their remainders."""
+    return {bucket: total for bucket, total in enumerate(sketch) if total}
+
+
 def add(sketches: Iterable[list[int]]) -> dict[int, int]:
     """Buckets of all ranks that do not add up to zero, with their remainders."""
-    totals = (sum(column) % PRIME for column in zip(*sketches, strict=True))
-    return {bucket: total for bucket, total in enumerate(totals) if total}
+    return remainders_of(added(sketches))
 
 
-def blocks_in(blocks: Iterable[Block], buckets: Iterable[int]) -> list[BlockRow]:
+def blocks_in(rank: int, blocks: Iterable[Block], buckets: Iterable[int]) -> Rows[BlockRow]:
     """This rank's blocks in the given buckets, as data, up to a bound."""
     wanted = set(buckets)
-    found = [block for block in blocks if bucket_of(block.key) in wanted]
-    # What only some ranks hold is in order more often than not, and is replicated: named first, all of it is judged.
-    found.sort(key=lambda block: (block.replica.count == 1 and not block.is_copy, block.key))
-    return [block.to_wire() for block in found[:_BLOCKS_NAMED]]
+    return rows_of(rank, [block.to_wire() for block in blocks if bucket_of(block.key) in wanted], _place)
 
 
-def judge(rows_by_rank: Sequence[list[BlockRow]], remainders: Mapping[int, int]) -> None:
+def combine(messages: Sequence[Rows[BlockRow]]) -> Rows[BlockRow]:
+    """What several ranks gave of `blocks_in`."""
+    return together(messages, _place)
+
+
+def _place(row: BlockRow) -> Place:
+    """What only some ranks hold is mostly in order, and is replicated: named first, so that all of it is judged."""
+    block = Block.from_wire(row)
+    return block.replica.count == 1 and not block.is_copy, block.key
+
+
+def judge(rows: Rows[BlockRow], remainders: Mapping[int, int]) -> None:
     """Judge the blocks that ranks named one by one.
 
     Args:
-        rows_by_rank: What `blocks_in` gave, by rank.
+        rows: What `blocks_in` gave, combined.
         remainders: What `add` found.
 
     Raises:
         PlanDisagreementError: It names the keys and ranks that contradict each other.
     """
     by_key: dict[str, list[tuple[int, Block]]] = defaultdict(list)
-    for rank, rows in enumerate(rows_by_rank):
-        for block in map(Block.from_wire, rows):
+    for rank, found in rows["by_rank"]:
+        for block in map(Block.from_wire, found):
             by_key[block.key].append((rank, block))
     defects = [f"{key}: {text}" for key, held in sorted(by_key.items()) if (text := _defect(held))]
     named = in_buckets((block.key, _share(block)) for held in by_key.values() for _, block in held)
     if not defects and all(named[bucket] == remainder for bucket, remainder in remainders.items()):
         return
-    shown = "; ".join(defects[:_KEYS_NAMED]) or f"contradictions beyond the first {_BLOCKS_NAMED} blocks of a rank"
+    shown = (
+        "; ".join(defects[:_KEYS_NAMED])
+        or f"contradictions beyond the blocks named, {OF_ONE_RANK} of a rank and {IN_ALL} in all"
+    )
     more = f"; and {len(defects) - _KEYS_NAMED} more keys" if len(defects) > _KEYS_NAMED else ""
     raise PlanDisagreementError(
         expected="plans that write every element of every tensor once",

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypedDict
 
 from mbridge_fsdp_ckpt.errors import CheckpointError, ErrorData, InternalError, describe_unexpected
 
-type Judge[M, V] = Callable[[list[M]], V]
-"""Called on rank 0 with all messages, by rank; its answer, or the error it raises, is everybody's."""
+type Judging[M, V] = Callable[[M], V]
+"""Called on rank 0 with the messages of all ranks, combined; its answer, or the error it raises, is everybody's."""
+
+type Combining[M] = Callable[[list[M]], M]
+"""One message of a rank's own and of others below it, which are combined already, by rank; called on every rank.
+
+It may be called with one message, and must not depend on how ranks are grouped.
+"""
 
 _MAX_BYTES = 6 << 20  # the store closes the connection of who sends 8 MiB
 
@@ -47,14 +53,24 @@ def _checked[T](wire: Wire[T], phase: str, rank: int) -> Wire[T]:
     return {"failed": failure.to_wire()}
 
 
-def judged[M, V](wires: Sequence[Wire[M]], judge: Judge[M, V], phase: str) -> Wire[V]:
-    """The verdict, as data: a rank's error, the judge's answer, or whatever the judge raised."""
-    for wire in wires:
-        if "failed" in wire:
-            return {"failed": wire["failed"]}
+def combined[M](messages: list[M], combine: Combining[M], phase: str, rank: int) -> Wire[M]:
+    """One message of several, as data, or whatever went wrong with it."""
+    return _tried(lambda: combine(messages), phase, rank)
+
+
+def judged[M, V](wire: Wire[M], judge: Judging[M, V], phase: str) -> Wire[V]:
+    """The verdict, as data: an error that was brought, the judge's answer, or whatever the judge raised."""
+    return {"failed": wire["failed"]} if "failed" in wire else _tried(lambda: judge(wire["value"]), phase, 0)
+
+
+def _tried[T](action: Callable[[], T], phase: str, rank: int) -> Wire[T]:
     try:
-        return _checked({"value": judge([wire["value"] for wire in wires])}, phase, 0)
+        return _checked({"value": action()}, phase, rank)
     except CheckpointError as error:
         return {"failed": error.to_wire()}
     except Exception as error:
-        return {"failed": describe_unexpected(error, rank=0, doing=phase).to_wire()}
+        return {"failed": describe_unexpected(error, rank=rank, doing=phase).to_wire()}
+
+
+def nothing(message: object) -> None:
+    """Judges, or combines, messages that say no more than that their rank has come."""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 
-from mbridge_fsdp_ckpt.agree import sketches
 from mbridge_fsdp_ckpt.agree.agreement import Agreement
-from mbridge_fsdp_ckpt.errors import ConfigurationError, KeyMismatchError, PlanDisagreementError
+from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.families import default_registry
 from mbridge_fsdp_ckpt.live.fp8.owners import restorations
 from mbridge_fsdp_ckpt.live.fp8.state import Restoration
@@ -19,11 +17,10 @@ from mbridge_fsdp_ckpt.live.holdings import KeyFilter, OptimizerPart, Planned, o
 from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module
 from mbridge_fsdp_ckpt.live.optimizer.base import Hyperparameters
 from mbridge_fsdp_ckpt.live.topology import coordinates
-from mbridge_fsdp_ckpt.loading.match import NAMED, Match, check_coverage, listed, slots_by_name
+from mbridge_fsdp_ckpt.loading.match import Match, check_coverage, slots_by_name
 from mbridge_fsdp_ckpt.loading.renaming import under_new_names
 from mbridge_fsdp_ckpt.plan.boxes import Box
-from mbridge_fsdp_ckpt.plan.keys import MODEL_PREFIX, STATE_PREFIX, KeyEntry
-from mbridge_fsdp_ckpt.plan.pieces import ParameterPlan, Piece
+from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.commit.methods import recover
 from mbridge_fsdp_ckpt.storage.opening import check_other_files, open_checkpoint
@@ -80,27 +77,6 @@ class Opened:
     def verified(self) -> bool:
         """Whether every byte is checked before it is used."""
         return self.settings.verify == "full"
-
-
-class Asked(TypedDict):
-    """A rank's message for the verification: which checkpoint, and a sketch of the keys that it asked for."""
-
-    checkpoint: str
-    asked: list[int]
-
-
-class KeysJudged(TypedDict):
-    """The buckets in which keys do not add up, and keys that nobody is to ask for."""
-
-    disputed: list[int]
-    unread: list[str]
-
-
-class AskedByName(TypedDict):
-    """A rank's message where they don't: keys that it asked for in these buckets, each with the replica it holds."""
-
-    asked: list[tuple[str, int]]
-    buckets: list[int]
 
 
 def open_and_match(directory: AnyPath, wanted: Wanted, settings: Settings, agreement: Agreement) -> Opened:
@@ -174,84 +150,6 @@ def _same(one: object, other: object) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return torch.equal(one, other)
     return bool(one == other)
-
-
-def announce(opened: Opened) -> Asked:
-    """The bounded message for the verification."""
-    asked = ((key, sketches.key_word(key) * sketches.share_of_one(piece.replica)) for key, piece in _declared(opened))
-    return {"checkpoint": opened.source.head.identity, "asked": sketches.in_buckets(asked)}
-
-
-def _declared(opened: Opened) -> list[tuple[str, Piece]]:
-    """Keys whose first element this rank holds: over all ranks, each key once a replica."""
-    declared = []
-    for item in opened.planned:
-        declared += [(item.plan.model_key(piece.component), piece) for piece in _origins(item.plan)]
-    if opened.with_state:
-        for part in opened.parts:
-            for _, plan in part.parameters():
-                for piece in _origins(plan):
-                    slots = opened.slots.get(plan.state_name(piece.component), {})
-                    declared += [(plan.slot_key(piece.component, slot), piece) for slot in slots]
-    return [(key, piece) for key, piece in declared if key in opened.asked]
-
-
-def _origins(plan: ParameterPlan) -> list[Piece]:
-    """A later stage's copy is no replica: the first stage asks for its key."""
-    return [] if plan.layout.is_copy else [piece for piece in plan.pieces if piece.is_origin]
-
-
-def judge(opened: Opened, messages: Sequence[Asked]) -> KeysJudged:
-    """First meeting: does somebody ask for every key of the checkpoint?"""
-    identities = {message["checkpoint"] for message in messages}
-    if len(identities) > 1:
-        raise ConfigurationError(
-            expected="all ranks to read the same checkpoint",
-            found=f"{len(identities)} different ones: {', '.join(sorted(identities))}",
-            remedy="Is the directory on a file system that all hosts share, and settled?",
-        )
-    offered = sketches.in_buckets((key, -sketches.key_word(key)) for key in _offered(opened))
-    bad = sketches.add([*(message["asked"] for message in messages), offered])
-    unread = sorted(key for key in opened.source.head.keys if opened.settings.may_be_unexpected(key))[:NAMED]
-    return {"disputed": list(bad), "unread": unread}
-
-
-def _offered(opened: Opened) -> list[str]:
-    """Keys of the checkpoint that somebody has to ask for."""
-    keys, include = opened.source.head.keys, opened.include or (lambda key: True)
-    model = [key for key in keys if key.startswith(MODEL_PREFIX) and include(key.removeprefix(MODEL_PREFIX))]
-    state = [key for key in keys if key.startswith(STATE_PREFIX)] if opened.with_state else []
-    return [key for key in model + state if not opened.settings.may_be_unexpected(key)]
-
-
-def disputed(opened: Opened, buckets: list[int]) -> AskedByName:
-    """Keys that this rank asked for, in the buckets that did not add up."""
-    wanted = set(buckets)
-    asked = sorted((key, p.replica.index) for key, p in _declared(opened) if sketches.bucket_of(key) in wanted)
-    return {"asked": asked, "buckets": buckets}
-
-
-def judge_disputed(opened: Opened, messages: Sequence[AskedByName]) -> None:
-    """Only where the keys do not add up: name those that nobody asks for.  Some ranks alone may ask for one."""
-    asked = Counter((key, replica) for message in messages for key, replica in message["asked"])
-    known = {key for key, _ in asked}
-    wanted = {bucket for message in messages for bucket in message["buckets"]}
-    offered = [key for key in _offered(opened) if sketches.bucket_of(key) in wanted]
-    unexpected = [key for key in offered if key not in known]
-    if unexpected:
-        raise KeyMismatchError(
-            expected="every key of the checkpoint to have a place in the model",
-            found=f"{len(unexpected)} unexpected: {listed(unexpected)}",
-            remedy="Load a checkpoint of the same model, or name keys to leave unread in allow_unexpected.",
-        )
-    twice = sorted({key for (key, _), times in asked.items() if times > 1})
-    if twice:
-        raise PlanDisagreementError(
-            expected="one rank to hold the first element of a replica",
-            found=f"{len(twice)} keys of which several do: {listed(twice)}",
-            remedy="The ranks hold different models, or do not know of each other. Nothing was changed.",
-            key=twice[0],
-        )
 
 
 def records_of(opened: Opened) -> tuple[RankRecord | None, tuple[RankRecord, ...]]:

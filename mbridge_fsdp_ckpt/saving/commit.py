@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
 
 from mbridge_fsdp_ckpt.agree import sketches
 from mbridge_fsdp_ckpt.agree.agreement import Agreement
+from mbridge_fsdp_ckpt.agree.rows import Rows
 from mbridge_fsdp_ckpt.agree.sketches import BlockRow
 from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError, ReplicaMismatchError, describe_unexpected
 from mbridge_fsdp_ckpt.live.topology import topology
@@ -57,22 +58,22 @@ class Job:
     _remainders: dict[int, int] = field(default_factory=dict)
     _tables: list[TableEntry] = field(default_factory=list)
 
-    def judge_plans(self, messages: Sequence[Announced]) -> PlansJudged:
+    def judge_plans(self, announced: Announced) -> PlansJudged:
         """First meeting: do the plans tile every tensor?  Makes the staging directory if so."""
-        sections = {tuple(message["sections"]) for message in messages}
-        if len(sections) > 1:
+        sections, *others = map(tuple, announced["sections"])
+        if others:
             raise ConfigurationError(
                 expected="all ranks to save the same sections",
-                found=" and ".join(", ".join(s) for s in sorted(sections)),
+                found=" and ".join(", ".join(s) for s in announced["sections"]),
                 remedy="Pass the optimizer on every rank, or on none.",
             )
-        self._sections, self._strategy = sections.pop(), messages[0]["strategy"]
-        self._remainders = sketches.add([message["sketch"] for message in messages])
+        self._sections, self._strategy = sections, announced["strategy"]
+        self._remainders = sketches.remainders_of(announced["sketch"])
         return {"disputed": list(self._remainders), "place": None if self._remainders else self._begin()}
 
-    def judge_dispute(self, messages: Sequence[list[BlockRow]]) -> Place:
+    def judge_dispute(self, rows: Rows[BlockRow]) -> Place:
         """Only where plans do not add up: tensors that some ranks do not hold may be in order all the same."""
-        sketches.judge(messages, self._remainders)
+        sketches.judge(rows, self._remainders)
         return self._begin()
 
     def _begin(self) -> Place:
@@ -82,17 +83,17 @@ class Job:
         self._commit = methods.begin(self.target, self.settings.commit)
         return {"directory": str(self._commit.directory), "suffix": self._commit.suffix}
 
-    def judge_written(self, messages: Sequence[Written]) -> list[int]:
+    def judge_written(self, written: Written) -> list[int]:
         """Second meeting: commit what all ranks wrote, unless there are buckets in which copies do not add up."""
-        self._tables = [TableEntry.model_validate(message["table"]) for message in messages]
-        self._remainders = sketches.add([message["replicas"] for message in messages])
+        self._tables = sorted(map(TableEntry.model_validate, written["tables"]), key=lambda entry: entry.rank)
+        self._remainders = sketches.remainders_of(written["replicas"])
         if not self._remainders:
             self._finish()
         return list(self._remainders)
 
-    def judge_replicas(self, messages: Sequence[list[CopyRow]]) -> None:
+    def judge_replicas(self, rows: Rows[CopyRow]) -> None:
         """Only where hashes of copies do not add up: name the copies, then commit or not, as the settings say."""
-        error = replicas.mismatch(messages, self._remainders)
+        error = replicas.mismatch(rows, self._remainders)
         if error is not None and (self.settings.replicas == "error" or not isinstance(error, ReplicaMismatchError)):
             raise error
         if error is not None:

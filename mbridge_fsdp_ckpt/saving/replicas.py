@@ -18,6 +18,7 @@ from functools import lru_cache
 
 import torch
 
+from mbridge_fsdp_ckpt.agree.rows import IN_ALL, OF_ONE_RANK, Place, Rows, rows_of, together
 from mbridge_fsdp_ckpt.agree.sketches import bucket_of, in_buckets, key_word, ranks_listed
 from mbridge_fsdp_ckpt.errors import CheckpointError, ReplicaMismatchError, UnsupportedStateError
 from mbridge_fsdp_ckpt.live.holdings import Holding
@@ -30,7 +31,6 @@ from mbridge_fsdp_ckpt.storage.format.payload import host_bytes
 SHARDED_WITHOUT_A_WORD = "*_quantizer._*"
 """Buffers that tensor parallelism cuts unmarked: those of ModelOpt's `TensorQuantizer` (0.47), `_amax` above all."""
 
-_COPIES_NAMED = 500  # a rank
 _KEYS_NAMED = 20
 
 
@@ -101,24 +101,32 @@ def sketch(copies: Iterable[Copy]) -> list[int]:
     return in_buckets((copy.key, copy.share) for copy in copies)
 
 
-def copies_in(copies: Iterable[Copy], buckets: Iterable[int]) -> list[CopyRow]:
+def copies_in(rank: int, copies: Iterable[Copy], buckets: Iterable[int]) -> Rows[CopyRow]:
     """This rank's copies in the given buckets, as data, up to a bound."""
     wanted = set(buckets)
-    found = sorted((copy for copy in copies if bucket_of(copy.key) in wanted), key=lambda copy: copy.key)
-    return [copy.to_wire() for copy in found[:_COPIES_NAMED]]
+    return rows_of(rank, [copy.to_wire() for copy in copies if bucket_of(copy.key) in wanted], _place)
 
 
-def mismatch(rows_by_rank: Sequence[list[CopyRow]], remainders: Mapping[int, int]) -> CheckpointError | None:
+def combine(messages: Sequence[Rows[CopyRow]]) -> Rows[CopyRow]:
+    """What several ranks gave of `copies_in`."""
+    return together(messages, _place)
+
+
+def _place(row: CopyRow) -> Place:
+    return False, row[0]
+
+
+def mismatch(rows: Rows[CopyRow], remainders: Mapping[int, int]) -> CheckpointError | None:
     """What the copies that ranks named say: an error that names keys and ranks, or None where all are alike.
 
     Args:
-        rows_by_rank: What `copies_in` gave, by rank.
+        rows: What `copies_in` gave, combined.
         remainders: What `sketches.add` found of the sketches.
 
     Returns:
         `UnsupportedStateError` where a tensor that differs is cut by tensor parallelism, else `ReplicaMismatchError`.
     """
-    copies = [(rank, Copy.from_wire(row)) for rank, rows in enumerate(rows_by_rank) for row in rows]
+    copies = [(rank, Copy.from_wire(row)) for rank, found in rows["by_rank"] for row in found]
     differing = _differing(copies)
     cut = [key for key in differing if fnmatchcase(key, SHARDED_WITHOUT_A_WORD)]
     if cut:
@@ -135,7 +143,7 @@ def mismatch(rows_by_rank: Sequence[list[CopyRow]], remainders: Mapping[int, int
         return None  # some ranks do not hold a tensor, that is all
     return ReplicaMismatchError(
         expected="ranks that hold copies of a tensor to hold the same values",
-        found=_named(differing) or f"others beyond the first {_COPIES_NAMED} of a rank",
+        found=_named(differing) or f"others beyond those named, {OF_ONE_RANK} of a rank and {IN_ALL} in all",
         remedy="One rank's copy is written. Look for what changes the others: a missing reduction, a generator seeded "
         "otherwise, a rank restored by hand.",
         key=next(iter(differing), None),

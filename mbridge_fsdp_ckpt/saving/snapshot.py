@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 from mbridge_fsdp_ckpt.agree import sketches
+from mbridge_fsdp_ckpt.agree.rows import Rows
 from mbridge_fsdp_ckpt.agree.sketches import Block, BlockRow
 from mbridge_fsdp_ckpt.live.fp8.owners import own_states
 from mbridge_fsdp_ckpt.live.holdings import (
@@ -50,10 +51,10 @@ class Prepared:
 
 
 class Announced(TypedDict):
-    """A rank's message for the agreement on the plan."""
+    """A rank's message for the agreement on the plan; of several, all sections that they name."""
 
     sketch: list[int]
-    sections: list[Section]
+    sections: list[list[Section]]
     strategy: str
 
 
@@ -101,16 +102,25 @@ def announce(prepared: Prepared) -> Announced:
     """The bounded message for the agreement."""
     return {
         "sketch": prepared.sketch,
-        "sections": list(prepared.sections),
+        "sections": [list(prepared.sections)],
         "strategy": prepared.strategy,
     }
 
 
-def disputed(prepared: Prepared, buckets: Iterable[int]) -> list[BlockRow]:
+def combine(messages: list[Announced]) -> Announced:
+    """What several ranks announce, as one message."""
+    return {
+        "sketch": sketches.added(message["sketch"] for message in messages),
+        "sections": [list(one) for one in sorted({tuple(one) for message in messages for one in message["sections"]})],
+        "strategy": messages[0]["strategy"],
+    }
+
+
+def disputed(rank: int, prepared: Prepared, buckets: Iterable[int]) -> Rows[BlockRow]:
     """This rank's blocks in the buckets that did not add up."""
-    return sketches.blocks_in(map(Block.of, prepared.holdings), buckets)
+    return sketches.blocks_in(rank, map(Block.of, prepared.holdings), buckets)
 
 
-def differing(prepared: Prepared, buckets: Iterable[int]) -> list[CopyRow]:
+def differing(rank: int, prepared: Prepared, buckets: Iterable[int]) -> Rows[CopyRow]:
     """This rank's hashes of copies in the buckets that did not add up."""
-    return replicas.copies_in(prepared.copies, buckets)
+    return replicas.copies_in(rank, prepared.copies, buckets)

@@ -7,6 +7,7 @@ from typing import TypedDict
 
 import torch
 
+from mbridge_fsdp_ckpt.agree import sketches
 from mbridge_fsdp_ckpt.agree.agreement import Agreement
 from mbridge_fsdp_ckpt.live.holdings import Holding
 from mbridge_fsdp_ckpt.saving import replicas
@@ -31,9 +32,9 @@ class Place(TypedDict):
 
 
 class Written(TypedDict):
-    """A rank's message for the commit: its table's entry, and a sketch of the hashes of copies."""
+    """A rank's message for the commit: its table's entry, and a sketch of the hashes of copies; or several ranks'."""
 
-    table: dict[str, str | int]
+    tables: list[dict[str, str | int]]
     replicas: list[int]
 
 
@@ -77,7 +78,15 @@ def write(prepared: Prepared, place: Place, agreement: Agreement, choice: str = 
     name, data = table_name(rank, suffix), table_bytes(prepared.header.model_copy(update=update), rows)
     write_file(staging / name, data)
     entry = TableEntry(rank=rank, name=name, size=len(data), checksum=checksum(data))
-    return {"table": entry.model_dump(), "replicas": replicas.sketch(prepared.copies)}
+    return {"tables": [entry.model_dump()], "replicas": replicas.sketch(prepared.copies)}
+
+
+def combine(messages: list[Written]) -> Written:
+    """What several ranks wrote, as one message."""
+    return {
+        "tables": [table for message in messages for table in message["tables"]],
+        "replicas": sketches.added(message["replicas"] for message in messages),
+    }
 
 
 def _hashed(prepared: Prepared, holding: Holding, choice: str) -> torch.Tensor:

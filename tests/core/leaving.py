@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from typing import Any, Literal
 from unittest.mock import patch
 
 import torch.distributed as dist
 
 import mbridge_fsdp_ckpt
-from mbridge_fsdp_ckpt.agree import agreement, signs
+from mbridge_fsdp_ckpt.agree import agreement, meeting, signs
 from mbridge_fsdp_ckpt.errors import CheckpointError
 from mbridge_fsdp_ckpt.testing.models import Recipe
 from mbridge_fsdp_ckpt.testing.ranks import no_process_group
 from tests.core import cases
 
 RECIPE = Recipe(layers=1)
-SLOW_S = 0.7  # between two looks of rank 1: rank 0 has long left
+SLOW_S = 0.7  # before rank 1 waits: rank 0 has long left
 
 What = Literal["save", "load", "failed save"]
 
@@ -31,7 +32,7 @@ def last_word(directory: str, what: What, port: int) -> Any:
     if what == "load":
         mbridge_fsdp_ckpt.save(directory, model=trainable.model, optimizer=trainable.optimizer)
     first = dist.get_rank() == 0
-    with patch.object(signs, "_POLL", signs._POLL if first else (SLOW_S, SLOW_S)):
+    with patch.object(meeting, "wait_for", meeting.wait_for if first else _slowly(meeting.wait_for)):
         try:
             if what == "load":
                 _load_without_refresh(directory, trainable)
@@ -45,6 +46,14 @@ def last_word(directory: str, what: What, port: int) -> Any:
     if first:
         os._exit(0)
     return seen, _next_save(directory, trainable)
+
+
+def _slowly(wait_for: Callable[..., bool]) -> Callable[..., bool]:
+    def late(*arguments: Any) -> bool:
+        time.sleep(SLOW_S)
+        return wait_for(*arguments)
+
+    return late
 
 
 def _next_save(directory: str, trainable: Any) -> str:

@@ -221,7 +221,8 @@ def refusal(plans: Plans) -> str:
     try:
         bad = sketches.add(json.loads(json.dumps([sketches.sketch(blocks) for blocks in plans])))
         if bad:
-            sketches.judge(json.loads(json.dumps([sketches.blocks_in(blocks, bad) for blocks in plans])), bad)
+            named = [sketches.blocks_in(rank, blocks, bad) for rank, blocks in enumerate(plans)]
+            sketches.judge(sketches.combine(json.loads(json.dumps(named))), bad)
         for rank, blocks in enumerate(plans):
             # One table a rank: a key that one rank declares twice is one entry there.
             sketches.declare(declared, rank, {block.key: None for block in blocks if block.writes and block.is_origin})

@@ -1,6 +1,5 @@
 """Meetings over a real store, with threads as ranks: the same answer or the same error everywhere, in time."""
 
-import json
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -12,9 +11,8 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from mbridge_fsdp_ckpt.agree import meeting, signs
+from mbridge_fsdp_ckpt.agree import meeting, protocol, signs
 from mbridge_fsdp_ckpt.agree.agreement import Agreement, next_agreement
-from mbridge_fsdp_ckpt.agree.meeting import Meeting
 from mbridge_fsdp_ckpt.errors import (
     CheckpointError,
     ConfigurationError,
@@ -57,7 +55,7 @@ def server() -> Server:
 @pytest.fixture(autouse=True)
 def short_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 does not wait long for ranks that a test leaves out."""
-    monkeypatch.setattr(meeting, "_LAST_WORD", (0.2, 0.005, 0.1))
+    monkeypatch.setattr(meeting, "_LAST_WORD", 0.2)
 
 
 @pytest.fixture
@@ -86,6 +84,16 @@ def same_error(found: list[Any], kind: type[CheckpointError]) -> CheckpointError
     return first
 
 
+def meet(a: Agreement, phase: str, message: Any, judge: Callable[[list[Any]], Any]) -> Any:
+    """A meeting at which the judge gets all messages, by rank."""
+    brought = message if isinstance(message, CheckpointError) else [[a.rank, message]]
+    return a.meet(phase, brought, lambda whole: judge([one for _, one in sorted(whole)]), joined)
+
+
+def joined(messages: list[Any]) -> list[Any]:
+    return [one for message in messages for one in message]
+
+
 def trouble(rank: int) -> CheckpointError:
     return KeyMismatchError(expected="keys", found="none", remedy="Look.", rank=rank, key="weight")
 
@@ -95,14 +103,14 @@ def test_everyone_gets_the_judges_answer_in_order_of_rank(server: Server) -> Non
         return {"messages": messages, "judged by": threading.get_ident()}
 
     ranks = server.ranks(4)
-    found = outcomes([lambda a=a: a.meet("count", {"rank": a.rank}, judge) for a in ranks])
+    found = outcomes([lambda a=a: meet(a, "count", {"rank": a.rank}, judge) for a in ranks])
     assert found[0]["messages"] == [{"rank": r} for r in range(4)]
     assert found == [found[0]] * 4
 
 
 def test_meetings_follow_one_another(server: Server) -> None:
     def rounds(a: Agreement) -> list[Any]:
-        return [a.meet(f"round {n}", [n, a.rank], lambda messages: messages) for n in range(5)]
+        return [meet(a, f"round {n}", [n, a.rank], lambda messages: messages) for n in range(5)]
 
     found = outcomes([lambda a=a: rounds(a) for a in server.ranks(3)])
     assert found == [[[[n, 0], [n, 1], [n, 2]] for n in range(5)]] * 3
@@ -110,7 +118,7 @@ def test_meetings_follow_one_another(server: Server) -> None:
 
 def test_nothing_but_the_verdicts_stays_in_the_store(server: Server) -> None:
     before, ranks = server.server.num_keys(), server.ranks(4)
-    outcomes([lambda a=a: a.meet("once", "x" * 1000, len) for a in ranks])
+    outcomes([lambda a=a: meet(a, "once", "x" * 1000, len) for a in ranks])
     assert not any(server.server.check([f"{ranks[0].name}/1/{rank}"]) for rank in range(4))
     assert server.server.check([f"{ranks[0].name}/1/verdict"])
     assert server.server.num_keys() - before <= 4  # verdict, outcome, arrivals, signs of life
@@ -119,37 +127,37 @@ def test_nothing_but_the_verdicts_stays_in_the_store(server: Server) -> None:
 @pytest.mark.parametrize("size", [0, 1 << 10, 1 << 20, 4 << 20])
 def test_messages_of_any_size_arrive(server: Server, size: int) -> None:
     ranks = server.ranks(2)
-    found = outcomes([lambda a=a: a.meet("size", "x" * size, lambda m: m[1]) for a in ranks])
+    found = outcomes([lambda a=a: a.meet("size", "x" * size, str, lambda messages: messages[-1]) for a in ranks])
     assert [len(answer) for answer in found] == [size] * 2
 
 
 def test_a_message_too_large_for_the_store_is_an_error_of_everyone(mortal_meeting: Server) -> None:
     """The store takes 8 MiB, and closes the connection of who sends more: this job could never meet again."""
     ranks = mortal_meeting.ranks(2, time_limit=5.0)
-    found = outcomes([lambda a=a: a.meet("size", "x" * (9 << 20) * a.rank, len) for a in ranks])
+    found = outcomes([lambda a=a: meet(a, "size", "x" * (9 << 20) * a.rank, len) for a in ranks])
     assert isinstance(found[0], CheckpointError)
     assert not isinstance(same_error(found, type(found[0])), RankMissingError)
-    assert outcomes([lambda a=a: a.meet("size", "x", len) for a in ranks]) == [2, 2]
+    assert outcomes([lambda a=a: meet(a, "size", "x", len) for a in ranks]) == [2, 2]
 
 
 @pytest.mark.parametrize("failing", [0, 2])
 def test_an_error_of_one_rank_is_everyones_without_waiting_for_who_never_comes(server: Server, failing: int) -> None:
     present = [a for a in server.ranks(4) if a.rank != 1]
     begin = time.monotonic()
-    actions = [lambda a=a: a.meet("plan", trouble(a.rank) if a.rank == failing else {}, len) for a in present]
+    actions = [lambda a=a: meet(a, "plan", trouble(a.rank) if a.rank == failing else {}, len) for a in present]
     error = same_error(outcomes(actions), KeyMismatchError)
     assert time.monotonic() - begin < SOON
     assert (error.rank, error.key, error.remedy) == (failing, "weight", "Look.")
 
 
 def test_of_several_errors_all_raise_one(server: Server) -> None:
-    found = outcomes([lambda a=a: a.meet("plan", trouble(a.rank), len) for a in server.ranks(3)])
+    found = outcomes([lambda a=a: meet(a, "plan", trouble(a.rank), len) for a in server.ranks(3)])
     same_error(found, KeyMismatchError)
 
 
 def test_a_missing_rank_is_named_by_all_others(server: Server) -> None:
     ranks = server.ranks(4, time_limit=1.0)
-    found = outcomes([lambda a=a: a.meet("plan", {}, len) for a in ranks if a.rank not in (1, 3)])
+    found = outcomes([lambda a=a: meet(a, "plan", {}, len) for a in ranks if a.rank not in (1, 3)])
     error = same_error(found, RankMissingError)
     assert "rank 1, 3" in error.found
     assert "'plan' within 1 s" in error.expected
@@ -158,13 +166,13 @@ def test_a_missing_rank_is_named_by_all_others(server: Server) -> None:
 def test_a_missing_judge_is_named(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "_GRACE", 0.2)
     ranks = server.ranks(3, time_limit=0.5)
-    error = same_error(outcomes([lambda a=a: a.meet("plan", {}, len) for a in ranks[1:]]), RankMissingError)
+    error = same_error(outcomes([lambda a=a: meet(a, "plan", {}, len) for a in ranks[1:]]), RankMissingError)
     assert "no sign of rank 0" in error.found
 
 
 def test_a_rank_that_comes_after_the_limit_gets_the_same_error(server: Server) -> None:
     judge, late = server.ranks(2, time_limit=0.3)
-    found = outcomes([lambda: judge.meet("plan", {}, len)]) + outcomes([lambda: late.meet("plan", {}, len)])
+    found = outcomes([lambda: meet(judge, "plan", {}, len)]) + outcomes([lambda: meet(late, "plan", {}, len)])
     assert "rank 1" in same_error(found, RankMissingError).found
 
 
@@ -174,8 +182,8 @@ def test_a_judge_that_comes_after_the_limit_gets_the_same_error(
     monkeypatch.setattr(meeting, "_GRACE", 0.2)
     late, *waiting = server.ranks(3, time_limit=0.3)
     judged: list[Any] = []
-    found = outcomes([lambda a=a: a.meet("plan", {}, len) for a in waiting])
-    found += outcomes([lambda: late.meet("plan", {}, judged.append)])
+    found = outcomes([lambda a=a: meet(a, "plan", {}, len) for a in waiting])
+    found += outcomes([lambda: meet(late, "plan", {}, judged.append)])
     assert "no sign of rank 0" in same_error(found, RankMissingError).found
 
 
@@ -196,7 +204,7 @@ def test_nobody_commits_what_others_gave_up_and_nobody_gives_up_what_is_sealed(
         done.append("committed")
         return "committed"
 
-    found = outcomes([lambda a=a: a.meet("commit", {}, judge) for a in ranks])
+    found = outcomes([lambda a=a: meet(a, "commit", {}, judge) for a in ranks])
     if sealed:
         assert found == ["committed"] * 3
     else:
@@ -214,9 +222,9 @@ def test_a_judge_that_stalls_after_the_seal_is_named(server: Server, monkeypatch
         time.sleep(2.0)
 
     with ThreadPoolExecutor() as pool:
-        stalled = pool.submit(judge.meet, "commit", {}, stall)
+        stalled = pool.submit(meet, judge, "commit", {}, stall)
         with pytest.raises(RankMissingError, match="look whether the checkpoint is there"):
-            waiting.meet("commit", {}, len)
+            meet(waiting, "commit", {}, len)
         assert waiting.was_sealed(), "what the judge does must not be undone"
         assert stalled.result() is None
 
@@ -224,7 +232,7 @@ def test_a_judge_that_stalls_after_the_seal_is_named(server: Server, monkeypatch
 def test_many_missing_ranks_are_not_all_listed(server: Server) -> None:
     alone = server.ranks(100, 0.1)[0]
     with pytest.raises(RankMissingError) as caught:
-        alone.meet("plan", {}, len)
+        meet(alone, "plan", {}, len)
     assert caught.value.found.endswith("31, 32, ...")
 
 
@@ -232,7 +240,7 @@ def test_an_error_the_judge_raises_is_everyones(server: Server) -> None:
     def judge(messages: list[Any]) -> Any:
         raise trouble(7)
 
-    found = outcomes([lambda a=a: a.meet("plan", {}, judge) for a in server.ranks(3)])
+    found = outcomes([lambda a=a: meet(a, "plan", {}, judge) for a in server.ranks(3)])
     assert same_error(found, KeyMismatchError).rank == 7
 
 
@@ -243,7 +251,7 @@ def test_any_failure_of_the_judge_is_everyones(server: Server, raised: Exception
     def judge(messages: list[Any]) -> Any:
         raise raised
 
-    found = outcomes([lambda a=a: a.meet("the plan", {}, judge) for a in server.ranks(2)])
+    found = outcomes([lambda a=a: meet(a, "the plan", {}, judge) for a in server.ranks(2)])
     error = same_error(found, kind)
     assert error.rank == 0
     assert "the plan" in error.expected
@@ -252,7 +260,7 @@ def test_any_failure_of_the_judge_is_everyones(server: Server, raised: Exception
 
 def test_an_answer_that_cannot_be_sent_is_an_error_of_everyone(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "_GRACE", 0.2)
-    found = outcomes([lambda a=a: a.meet("plan", {}, lambda m: object()) for a in server.ranks(2, 1.0)])
+    found = outcomes([lambda a=a: meet(a, "plan", {}, lambda m: object()) for a in server.ranks(2, 1.0)])
     assert isinstance(found[0], CheckpointError)
     same_error(found, type(found[0]))
     assert not isinstance(found[0], RankMissingError)
@@ -281,15 +289,16 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(signs, "time", clock)
+    monkeypatch.setattr(meeting, "time", clock)
     return clock
 
 
 def test_signs_of_life_extend_the_limit(server: Server, clock: Clock) -> None:
     waiting, working = server.ranks(2, time_limit=10.0)
-    arrival = threading.Thread(target=lambda: working.meet("write", "done", len))
+    arrival = threading.Thread(target=lambda: meet(working, "write", "done", len))
     clock.events = [(float(second), working.beat) for second in range(4, 100, 4)] + [(102.0, arrival.start)]
     clock.events.append((103.0, lambda: time.sleep(1)))
-    assert waiting.meet("write", "done", lambda messages: messages) == ["done", "done"]
+    assert meet(waiting, "write", "done", lambda messages: messages) == ["done", "done"]
     arrival.join()
     assert 102 <= clock.now < 113
 
@@ -298,7 +307,7 @@ def test_without_signs_of_life_the_limit_ends_the_wait(server: Server, clock: Cl
     waiting, working = server.ranks(2, time_limit=10.0)
     clock.events = [(float(second), working.beat) for second in (4, 8, 12)]
     with pytest.raises(RankMissingError, match="rank 1"):
-        waiting.meet("write", "done", len)
+        meet(waiting, "write", "done", len)
     assert 22 <= clock.now < 25
 
 
@@ -316,9 +325,9 @@ def test_a_rank_inside_one_long_call_is_not_silent(server: Server) -> None:
     def work() -> Any:
         with working.at_work():
             time.sleep(2.0)
-        return working.meet("write", "done", len)
+        return meet(working, "write", "done", len)
 
-    assert outcomes([lambda: waiting.meet("write", "done", len), work]) == [2, 2]
+    assert outcomes([lambda: meet(waiting, "write", "done", len), work]) == [2, 2]
 
 
 def test_a_judge_inside_one_long_call_is_not_silent(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,7 +340,7 @@ def test_a_judge_inside_one_long_call_is_not_silent(server: Server, monkeypatch:
         time.sleep(2.0)
         return "committed"
 
-    assert outcomes([lambda a=a: a.meet("commit", {}, judge) for a in ranks]) == ["committed"] * 3
+    assert outcomes([lambda a=a: meet(a, "commit", {}, judge) for a in ranks]) == ["committed"] * 3
 
 
 def test_a_rank_inside_a_call_that_never_returns_is_named(server: Server) -> None:
@@ -344,7 +353,7 @@ def test_a_rank_inside_a_call_that_never_returns_is_named(server: Server) -> Non
 
     def wait() -> None:
         try:
-            waiting.meet("write", "done", len)
+            meet(waiting, "write", "done", len)
         finally:
             named.set()
 
@@ -361,9 +370,9 @@ def test_steps_keep_the_pulse_of_work_that_takes_longer_than_the_storage_limit(s
             for _ in range(6):
                 time.sleep(0.5)
                 working.beat()
-        return working.meet("write", "done", len)
+        return meet(working, "write", "done", len)
 
-    assert outcomes([lambda: waiting.meet("write", "done", len), work]) == [2, 2]
+    assert outcomes([lambda: meet(waiting, "write", "done", len), work]) == [2, 2]
 
 
 def test_rank_0_keeps_its_lease_while_it_waits(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,9 +383,9 @@ def test_rank_0_keeps_its_lease_while_it_waits(server: Server, monkeypatch: pyte
 
     def work() -> Any:
         assert renewed.wait(SOON)
-        return working.meet("write", "done", len)
+        return meet(working, "write", "done", len)
 
-    assert outcomes([lambda: waiting.meet("write", "done", len), work]) == [2, 2]
+    assert outcomes([lambda: meet(waiting, "write", "done", len), work]) == [2, 2]
 
 
 def test_who_only_waits_has_no_pulse(server: Server) -> None:
@@ -384,7 +393,7 @@ def test_who_only_waits_has_no_pulse(server: Server) -> None:
     first, second = server.ranks(3, time_limit=0.4)[:2]
     with first.at_work(), second.at_work():
         pass
-    found = outcomes([lambda a=a: a.meet("write", "done", len) for a in (first, second)])
+    found = outcomes([lambda a=a: meet(a, "write", "done", len) for a in (first, second)])
     assert "rank 2" in same_error(found, RankMissingError).found
 
 
@@ -395,7 +404,7 @@ def test_a_pulse_ends_with_its_store(mortal_meeting: Server) -> None:
         time.sleep(0.5)
         assert not [thread for thread in threading.enumerate() if thread.name == "signs of life"]
     with pytest.raises(RankMissingError, match="rendezvous store"):
-        working.meet("write", "done", len)
+        meet(working, "write", "done", len)
 
 
 @pytest.mark.parametrize("first", range(3))
@@ -405,7 +414,7 @@ def test_ranks_that_begin_different_things_are_named_before_they_work(server: Se
 
     def begin(a: Agreement) -> None:
         a.begin(purposes[a.rank])
-        a.meet("plan", {}, len)
+        meet(a, "plan", {}, len)
 
     early = threading.Thread(target=lambda: outcomes([lambda: begin(ranks[first])]))
     early.start()
@@ -419,28 +428,32 @@ def test_ranks_that_begin_different_things_are_named_before_they_work(server: Se
 
 
 def test_what_else_goes_wrong_does_not_hide_that_ranks_began_different_things(server: Server) -> None:
-    """Rank 1 fails at its own load just before rank 0, which began a save, looks for errors."""
+    """Rank 1 fails at its own load before rank 0 has begun a save."""
     leader, other = server.ranks(2)
     other.begin("load from b")
-    lead = Meeting._lead
 
-    def late(met: Meeting, judge: Any) -> Any:
-        met.store.set(f"{met.name}/1", json.dumps({"failed": trouble(1).to_wire()}))
-        met.store.set(f"{met.name}/failed", "1")
-        return lead(met, judge)
+    def late() -> None:
+        time.sleep(0.5)
+        leader.begin("save to a")
 
-    with patch.object(Meeting, "_lead", late):
-        error = same_error(outcomes([lambda: leader.begin("save to a")]), ConfigurationError)
+    error = same_error(outcomes([late, lambda: meet(other, "plan", trouble(1), len)]), ConfigurationError)
     assert error.found == "rank 0: save to a, rank 1: load from b"
-    assert str(same_error(outcomes([lambda: other.meet("plan", {}, len)]), ConfigurationError)) == str(error)
+
+
+def test_an_error_before_rank_0_has_begun_is_told_when_it_never_does(server: Server) -> None:
+    failing, waiting = server.ranks(3, time_limit=1.0)[1:]
+    for a in (failing, waiting):
+        a.begin("load from b")
+    found = outcomes([lambda: meet(failing, "plan", trouble(1), len), lambda: meet(waiting, "plan", {}, len)])
+    assert same_error(found, KeyMismatchError).rank == 1
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_rank_0_stays_until_its_last_word_is_read(server: Server, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
-    monkeypatch.setattr(meeting, "_LAST_WORD", (SOON, 0.005, 0.1))
+    monkeypatch.setattr(meeting, "_LAST_WORD", SOON)
     leader, reader = server.ranks(2)
     left: list[bool] = []
-    follow = Meeting._follow
+    wait_for = meeting.wait_for
 
     def judge(messages: list[Any]) -> str:
         if fails:
@@ -448,7 +461,7 @@ def test_rank_0_stays_until_its_last_word_is_read(server: Server, monkeypatch: p
         return "done"
 
     def whole(a: Agreement) -> Any:
-        answer = a.meet("commit", {}, judge)
+        answer = meet(a, "commit", {}, judge)
         a.end()
         return answer
 
@@ -458,12 +471,13 @@ def test_rank_0_stays_until_its_last_word_is_read(server: Server, monkeypatch: p
         finally:
             left.append(True)
 
-    def late(met: Meeting) -> Any:
-        time.sleep(0.5)
-        assert left == []
-        return follow(met)
+    def late(store: Any, key: str, seconds: float) -> bool:
+        if key.endswith("verdict"):
+            time.sleep(0.5)
+            assert left == []
+        return wait_for(store, key, seconds)
 
-    with patch.object(Meeting, "_follow", late):
+    with patch.object(meeting, "wait_for", late):
         found = outcomes([lead, lambda: whole(reader)])
     if fails:
         same_error(found, KeyMismatchError)
@@ -473,15 +487,14 @@ def test_rank_0_stays_until_its_last_word_is_read(server: Server, monkeypatch: p
 
 def test_rank_0_does_not_wait_long_for_who_never_reads(server: Server) -> None:
     leader, other = server.ranks(2)
-    there = Meeting(server._connections[1], f"{other.name}/1", "commit", 1, 2, AMPLE, other._signs, lambda: None)
-    there._arrive({"value": {}})
-    assert leader.meet("commit", {}, len) == 2
+    server.server.set(f"{other.name}/1/{protocol.message_of(1)}", "[[1, {}]]")
+    assert meet(leader, "commit", {}, len) == 2
     leader.end()
 
 
 def test_what_was_read_holds_though_the_store_has_gone(mortal_meeting: Server) -> None:
     ranks = mortal_meeting.ranks(2)
-    assert outcomes([lambda a=a: a.meet("commit", {}, len) for a in ranks]) == [2, 2]
+    assert outcomes([lambda a=a: meet(a, "commit", {}, len) for a in ranks]) == [2, 2]
     mortal_meeting.server = None
     for a in ranks:
         a.end()
@@ -491,7 +504,7 @@ def test_a_dying_store_is_an_error_with_a_name(mortal_meeting: Server) -> None:
     ranks = mortal_meeting.ranks(3)
     killer = threading.Timer(0.5, lambda: setattr(mortal_meeting, "server", None))
     killer.start()
-    found = outcomes([lambda a=a: a.meet("plan", {}, len) for a in ranks[1:]])
+    found = outcomes([lambda a=a: meet(a, "plan", {}, len) for a in ranks[1:]])
     killer.join()
     assert [type(error) for error in found] == [RankMissingError] * 2
     assert [error.rank for error in found] == [1, 2]
@@ -501,7 +514,7 @@ def test_a_dying_store_is_an_error_with_a_name(mortal_meeting: Server) -> None:
 def test_a_store_that_is_dead_already_is_an_error_with_a_name(mortal_meeting: Server) -> None:
     ranks = mortal_meeting.ranks(2)
     mortal_meeting.server = None
-    found = outcomes([lambda a=a: a.meet("plan", {}, len) for a in ranks])
+    found = outcomes([lambda a=a: meet(a, "plan", {}, len) for a in ranks])
     assert [type(error) for error in found] == [RankMissingError] * 2
 
 
@@ -509,11 +522,11 @@ def test_a_single_rank_needs_no_store() -> None:
     alone = next_agreement("save")
     alone.beat()
     assert (alone.rank, alone.world_size, alone.store) == (0, 1, None)
-    assert alone.meet("plan", {"a": 1}, lambda messages: messages) == [{"a": 1}]
+    assert meet(alone, "plan", {"a": 1}, lambda messages: messages) == [{"a": 1}]
     with pytest.raises(KeyMismatchError, match="rank 3"):
-        alone.meet("plan", trouble(3), len)
+        meet(alone, "plan", trouble(3), len)
     with pytest.raises(RankFailedError, match="ZeroDivisionError"):
-        alone.meet("plan", {}, lambda messages: 1 // 0)
+        meet(alone, "plan", {}, lambda messages: 1 // 0)
 
 
 @pytest.mark.parametrize("limit", [0.0, -1.0, float("nan")])

@@ -41,7 +41,9 @@ def found(ranks: list[list[Holding]], choice: str = "warn") -> CheckpointError |
     bad = sketches.add(json.loads(json.dumps([replicas.sketch(rank) for rank in seen])))
     if not bad:
         return None
-    return replicas.mismatch(json.loads(json.dumps([replicas.copies_in(rank, bad) for rank in seen])), bad)
+    return replicas.mismatch(
+        replicas.combine(json.loads(json.dumps([replicas.copies_in(n, rank, bad) for n, rank in enumerate(seen)]))), bad
+    )
 
 
 def three(values: tuple[float, float, float], key: str = "weight") -> list[list[Holding]]:
@@ -86,7 +88,7 @@ def test_a_tensor_that_some_ranks_do_not_hold_is_no_difference() -> None:
 
 def test_a_difference_beyond_the_named_copies_is_one() -> None:
     bad = sketches.add(map(replicas.sketch, copies_of(three((1.0, 1.0, 2.0)))))
-    assert "beyond" in str(replicas.mismatch([[], [], []], bad))
+    assert "beyond" in str(replicas.mismatch({"by_rank": [], "beyond": None}, bad))
 
 
 def test_many_keys_are_counted_not_listed() -> None:

@@ -15,7 +15,7 @@ from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError, Damage
 from mbridge_fsdp_ckpt.live.holdings import Holding
 from mbridge_fsdp_ckpt.plan.keys import Section
 from mbridge_fsdp_ckpt.plan.pieces import owner
-from mbridge_fsdp_ckpt.saving import snapshot, writer
+from mbridge_fsdp_ckpt.saving import replicas, snapshot, writer
 from mbridge_fsdp_ckpt.saving.commit import Job
 from mbridge_fsdp_ckpt.saving.snapshot import Prepared
 from mbridge_fsdp_ckpt.settings import Settings
@@ -50,13 +50,17 @@ def save(target: Path, ranks: list[Prepared], settings: Settings = NO_VIEW, afte
     """All ranks' steps, one after the other."""
     running = job(target, settings, after_commit)
     try:
-        judged = running.judge_plans([snapshot.announce(rank) for rank in ranks])
+        judged = running.judge_plans(snapshot.combine([snapshot.announce(rank) for rank in ranks]))
         place = judged["place"]
         if place is None:
-            place = running.judge_dispute([snapshot.disputed(rank, judged["disputed"]) for rank in ranks])
+            place = running.judge_dispute(
+                sketches.combine([snapshot.disputed(n, rank, judged["disputed"]) for n, rank in enumerate(ranks)])
+            )
         written = [writer.write(rank, place, agreement(n), settings.replicas) for n, rank in enumerate(ranks)]
-        if differing := running.judge_written(written):
-            running.judge_replicas([snapshot.differing(rank, differing) for rank in ranks])
+        if differing := running.judge_written(writer.combine(written)):
+            running.judge_replicas(
+                replicas.combine([snapshot.differing(n, rank, differing) for n, rank in enumerate(ranks)])
+            )
     finally:
         running.clean_up()
 
@@ -209,13 +213,13 @@ def test_what_fails_after_the_commit_says_that_the_checkpoint_stands(target: Pat
 @pytest.mark.parametrize("name", ["__1_0.distcp", "chunks_00001.jsonl"])
 def test_a_file_that_was_not_written_completely_is_named_and_not_committed(target: Path, name: str) -> None:
     ranks, running = [prepared(holdings(0, 6)), prepared(holdings(6, 12))], job(target)
-    place = running.judge_plans([snapshot.announce(rank) for rank in ranks])["place"]
+    place = running.judge_plans(snapshot.combine([snapshot.announce(rank) for rank in ranks]))["place"]
     assert place is not None
     staging = Path(place["directory"])
     written = [writer.write(rank, place, agreement(number)) for number, rank in enumerate(ranks)]
     (staging / name).write_bytes((staging / name).read_bytes()[:-1])
     with pytest.raises(DamagedCheckpointError) as caught:
-        running.judge_written(written)
+        running.judge_written(writer.combine(written))
     assert caught.value.key == str(staging / name)
     running.clean_up()
     assert nothing_was_left(target)

@@ -22,8 +22,8 @@ def judge(ranks: Sequence[Sequence[Holding]]) -> None:
     """Both meetings about a plan."""
     bad = remainders(ranks)
     if bad:
-        rows = [sketches.blocks_in(map(Block.of, rank), bad) for rank in ranks]
-        sketches.judge(json.loads(json.dumps(rows)), bad)
+        rows = [sketches.blocks_in(number, map(Block.of, rank), bad) for number, rank in enumerate(ranks)]
+        sketches.judge(sketches.combine(json.loads(json.dumps(rows))), bad)
 
 
 def named(ranks: Sequence[Sequence[Holding]]) -> str:
@@ -93,7 +93,9 @@ def test_blocks_are_those_in_the_wanted_buckets() -> None:
     mine = holdings(2, 8) + holdings(0, 12, key="other") + [scalar("model.weight")]
     assert sketches.bucket_of("model.other") != BUCKET
     weight = "model.weight", "float32", "sharded", [4, 3]
-    assert sketches.blocks_in(map(Block.of, mine), [BUCKET]) == [
+    [(rank, rows)] = sketches.blocks_in(7, map(Block.of, mine), [BUCKET])["by_rank"]
+    assert rank == 7
+    assert rows == [
         (*weight, [0, 2], [1, 1], 0, 1, False, True),
         (*weight, [1, 0], [1, 3], 0, 1, False, True),
         (*weight, [2, 0], [1, 2], 0, 1, False, True),
@@ -102,10 +104,13 @@ def test_blocks_are_those_in_the_wanted_buckets() -> None:
 
 
 def test_a_rank_names_a_bounded_number_of_blocks_the_replicated_first() -> None:
-    many = holdings(0, 12) * 1000 + holdings(0, 12, replica=(1, 2))
-    rows = sketches.blocks_in(map(Block.of, many), [BUCKET])
+    many = [block for n in range(1000) for block in map(Block.of, holdings(0, 12, key=f"weight{n:04d}"))]
+    many += map(Block.of, holdings(0, 12, replica=(1, 2)))
+    named = sketches.blocks_in(0, many, range(sketches.BUCKETS))
+    [(_, rows)] = named["by_rank"]
     assert len(rows) == 500
     assert [row[6:8] for row in rows[:2]] == [(1, 2), (0, 1)]
+    assert named["beyond"] == (True, "model.weight0499")
 
 
 @pytest.mark.parametrize(
@@ -140,7 +145,10 @@ def judged(rows: list[list[BlockRow]], unnamed: int = 0) -> str:
     bad = sketches.add(map(sketches.sketch, blocks))
     assert bad or unnamed
     with pytest.raises(PlanDisagreementError) as caught:
-        sketches.judge(rows, {bucket: bad.get(bucket, 0) + unnamed for bucket in bad or [BUCKET]})
+        sketches.judge(
+            {"by_rank": list(enumerate(rows)), "beyond": None},
+            {bucket: bad.get(bucket, 0) + unnamed for bucket in bad or [BUCKET]},
+        )
     return caught.value.found
 
 

@@ -1,0 +1,226 @@
+"""Meetings of real processes in a real store: seconds, requests, and what the store is busy for.
+
+Every rank is a process, forked from one that has imported torch, with a connection of its own to one `TCPStore`, which
+is a process, too.  Ranks meet again and again; a meeting lasts until all have its verdict.  Each brings a sketch of 256
+numbers, as in a save's first meeting.  All share this machine's cores, the store included: in a job the clients have
+cores of their own, and what counts is how long the store is busy.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import statistics
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from benchmarks.scale import polling
+from mbridge_fsdp_ckpt.agree import sketches
+from mbridge_fsdp_ckpt.agree.agreement import Agreement
+
+RANKS = 64, 256, 1024
+PREDICTED = 4096, 16_384
+_LIMIT_S = 300.0
+
+Protocol = Literal["tree", "polling"]
+PROTOCOLS: tuple[Protocol, ...] = "tree", "polling"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Meetings of one protocol with so many ranks.
+
+    Args:
+        protocol: Which.
+        ranks: How many.
+        seconds: Median of the meetings.
+        of_rank: Requests of a rank a meeting: half of the ranks make at most so many.
+        of_most: Of the rank that makes most.
+        of_all: Of all ranks together.
+        busy: CPU seconds of the store's process a meeting.
+    """
+
+    protocol: Protocol
+    ranks: int
+    seconds: float
+    of_rank: float
+    of_most: float
+    of_all: float
+    busy: float
+
+    @property
+    def a_second(self) -> float:
+        """Requests that the store answered."""
+        return self.of_all / self.seconds
+
+
+class Counted:
+    """A connection to the store that counts requests."""
+
+    def __init__(self, port: int) -> None:
+        limit = timedelta(seconds=_LIMIT_S)
+        self.store: Any = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit, wait_for_workers=False)
+        self.requests = Counter[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        def request(*arguments: Any) -> Any:
+            self.requests[name] += 1
+            return getattr(self.store, name)(*arguments)
+
+        return request
+
+
+def measure(ranks: Sequence[int], repeats: int, say: Callable[[str], Any]) -> list[Measured]:
+    """Both protocols with each number of ranks, one after the other in the same processes."""
+    gc.collect()
+    gc.freeze()  # what is forked shares its memory
+    found = []
+    for size in ranks:
+        for measured in _measure(size, repeats):
+            found.append(measured)
+            say(f"{size} ranks, {measured.protocol}: {measured.seconds:.3f} s a meeting")
+    return found
+
+
+def _measure(size: int, repeats: int) -> list[Measured]:
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        server = _forked(partial(_serve, folder))
+        try:
+            port = int(_text_of(folder / "port"))
+            attend = partial(_attend, folder, size, port, repeats)
+            clients = [_forked(partial(attend, rank)) for rank in range(size)]
+            failed = [rank for rank, client in enumerate(clients) if os.waitpid(client, 0)[1]]
+        finally:
+            (folder / "over").touch()
+            os.waitpid(server, 0)
+        if failed:
+            raise RuntimeError(f"ranks {failed[:8]} of {size} failed")
+        return [_of_protocol(folder, protocol, size, repeats) for protocol in PROTOCOLS]
+
+
+def _of_protocol(folder: Path, protocol: Protocol, size: int, repeats: int) -> Measured:
+    seen = [json.loads((folder / f"{protocol}_{rank}").read_text()) for rank in range(size)]
+    lasts = list(map(max, zip(*(one["ends"] for one in seen), strict=True)))
+    seconds = statistics.median(end - begin for begin, end in pairwise(lasts))
+    requests = [one["requests"] / (repeats - 1) for one in seen]
+    first, last = (json.loads((folder / f"busy_{protocol}_{when}").read_text()) for when in ("first", "last"))
+    of_rank, busy = statistics.median(requests), (last - first) / (repeats - 1)
+    return Measured(protocol, size, seconds, of_rank, max(requests), sum(requests), busy)
+
+
+def _forked(action: Callable[[], None]) -> int:
+    """The process that does it, and nothing else."""
+    process = os.fork()
+    if process:
+        return process
+    try:
+        action()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def _serve(folder: Path) -> None:
+    """The store, and its CPU seconds when the first meeting of a protocol was over and when the last was."""
+    store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    _write(folder / "port", str(store.port))
+    for name in (f"{protocol}_{when}" for protocol in PROTOCOLS for when in ("first", "last")):
+        while not ((folder / f"seen_{name}").exists() or (folder / "over").exists()):
+            time.sleep(0.005)
+        _write(folder / f"busy_{name}", json.dumps(time.process_time()))
+    while not (folder / "over").exists():
+        time.sleep(0.01)
+
+
+def _attend(folder: Path, size: int, port: int, repeats: int, rank: int) -> None:
+    store = Counted(port)
+    agreement = Agreement("scale", rank, size, _LIMIT_S, store)  # type: ignore[arg-type]
+    message = [rank] * sketches.BUCKETS
+
+    def tree(number: int) -> None:
+        agreement.meet(f"meeting {number}", message, _judge, sketches.added)
+
+    def poll(number: int) -> None:
+        polling.meet(store, f"polled/{number}", rank, size, message, lambda all_of: _judge(sketches.added(all_of)))
+
+    for protocol, meet in zip(PROTOCOLS, (tree, poll), strict=True):
+        ends = []
+        for number in range(repeats):
+            meet(number)
+            ends.append(time.monotonic())
+            if not number:
+                store.requests.clear()  # the first begins when its processes do
+            if rank == 0 and number in (0, repeats - 1):
+                (folder / f"seen_{protocol}_{'last' if number else 'first'}").touch()
+        _write(folder / f"{protocol}_{rank}", json.dumps({"ends": ends, "requests": store.requests.total()}))
+
+
+def _judge(sketch: list[int]) -> int:
+    return len(sketches.remainders_of(sketch))
+
+
+def _write(path: Path, text: str) -> None:
+    written = path.with_suffix(".written")
+    written.write_text(text)
+    written.rename(path)
+
+
+def _text_of(path: Path) -> str:
+    until = time.monotonic() + _LIMIT_S
+    while not path.exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    return path.read_text()
+
+
+def predicted(found: Sequence[Measured], protocol: Protocol, ranks: int) -> tuple[float, float]:
+    """Requests of a meeting of so many ranks, and the seconds for which the store is busy with them.
+
+    Each by what a rank adds: a line through zero, with the least squares.
+    """
+    points = [one for one in found if one.protocol == protocol]
+    of_one = sum(one.of_all * one.ranks for one in points) / sum(one.ranks**2 for one in points)
+    a_request = sum(one.busy * one.of_all for one in points) / sum(one.of_all**2 for one in points)
+    return of_one * ranks, of_one * ranks * a_request
+
+
+def page(about: dict[str, str], found: Sequence[Measured]) -> str:
+    """Everything, as Markdown."""
+    lines = [f"# Meetings of many ranks\n\n{(__doc__ or '').partition(chr(10))[2].strip()}\n"]
+    lines += [f"- {name}: {value}" for name, value in about.items()]
+    lines += [
+        "\n| ranks | protocol | seconds a meeting | requests a rank | of the rank with most | requests a second "
+        "| the store is busy, s |",
+        "| ---: | --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for one in found:
+        requests = f"{one.of_rank:.0f} | {one.of_most:.0f} | {one.a_second:,.0f}"
+        lines.append(f"| {one.ranks:,} | {one.protocol} | {one.seconds:.3f} | {requests} | {one.busy:.3f} |")
+    lines += ["\nBy the cost of a request, what more ranks would make the store do in a meeting on the tree:\n"]
+    lines += ["| ranks | requests | the store is busy, s |", "| ---: | ---: | ---: |"]
+    for ranks in PREDICTED:
+        requests_of_all, busy = predicted(found, "tree", ranks)
+        lines.append(f"| {ranks:,} | {requests_of_all:,.0f} | {busy:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
+def write(about: dict[str, str], found: Sequence[Measured], folder: Path) -> list[Path]:
+    """The page, and its figures as JSON."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text, data = folder / "scale_meetings.md", folder / "scale_meetings.json"
+    text.write_text(page(about, found))
+    data.write_text(json.dumps({"about": about, "measured": [asdict(one) for one in found]}, indent=1) + "\n")
+    return [text, data]

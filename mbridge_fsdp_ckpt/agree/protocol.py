@@ -1,0 +1,265 @@
+"""What a rank does at a meeting, as a sequence of requests to the store; `meeting` makes them, tests explore them.
+
+Ranks form a tree.  Messages are combined on the way to rank 0, which judges; everybody waits for one verdict.
+
+    rank r with children            a leaf                    rank 0
+      gather its children's           put its message           gather its children's
+      put all of them combined                                  judge, seal, publish the verdict
+      read the verdict                read the verdict
+
+Two keys are written once for all, by whoever comes first, and decide what holds:
+
+    outcome    sealed, a rank's error, or "r names who is missing"
+    named      only after the last: who is missing; or, where r came to nothing meanwhile, r
+
+Who has written what holds also publishes it as the verdict, so that the others wait for one key alone.  Nobody needs
+it: who waits in vain finds what holds in the two keys.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+ARITY = 32
+"""Children a rank: three levels for 32,768 ranks."""
+
+NAMES = 32
+"""Missing ranks that are named; there may be more."""
+
+VERDICT, OUTCOME, NAMED = "verdict", "outcome", "named"
+SEALED = json.dumps("sealed")
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A rank's place in the tree: rank 0 is the root.
+
+    Args:
+        rank: The rank.
+        size: All ranks.
+        arity: Children a rank.
+    """
+
+    rank: int
+    size: int
+    arity: int = ARITY
+
+    @property
+    def children(self) -> range:
+        """The ranks whose messages this one gathers."""
+        return children_of(self.rank, self.size, self.arity)
+
+
+def children_of(rank: int, size: int, arity: int = ARITY) -> range:
+    """The children of a rank."""
+    first = rank * arity + 1
+    return range(min(first, size), min(first + arity, size))
+
+
+def message_of(rank: int) -> str:
+    """The key of a rank's message: of its own and all below it, combined."""
+    return str(rank)
+
+
+def here(rank: int) -> str:
+    """The key that tells that a rank with children has arrived, while it gathers their messages."""
+    return f"{rank}/here"
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """Write a key.  Answer: None."""
+
+    key: str
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """Write a key unless it has a value.  Answer: the value that holds."""
+
+    key: str
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Wait a little for all of some keys.  Answer: their values; None where one is not there yet."""
+
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Wait a little for a key, or not at all.  Answer: its value, or None."""
+
+    key: str
+    waits: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class There:
+    """Answer: whether a key has a value."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Delete keys that nobody needs any more.  Answer: None."""
+
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Begin a limit.  Answer: None.
+
+    Args:
+        for_messages: Of who waits for messages, and is to give up before who waits for the verdict alone.
+    """
+
+    for_messages: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """Answer: whether the limit has passed without a sign of life."""
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """Answer: the verdict that names ranks of which no sign has come.
+
+    Args:
+        absent: The ranks.
+        sealed: Whether what the meeting was about may have been done.
+    """
+
+    absent: tuple[int, ...]
+    sealed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """Let the judge decide, on rank 0; it may seal the outcome itself.  Answer: what it says, as text."""
+
+    messages: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Combine:
+    """Make one message of several.  Answer: it, as text."""
+
+    messages: tuple[str, ...]
+
+
+Request = Put | Settle | Gather | Read | There | Drop | Patience | Late | Missing | Judge | Combine
+Steps = Generator[Request, Any, str]
+"""Requests, and what the meeting came to in the end: a verdict."""
+
+
+def attend(node: Node, own: str) -> Steps:
+    """Everything that a rank does at one meeting, from its own message to the verdict."""
+    below = tuple(map(message_of, node.children))
+    messages = (own,)
+    if below:
+        yield Put(here(node.rank), "")
+        yield Patience(for_messages=True)
+        while (found := (yield Gather(below))) is None:
+            if (verdict := (yield Read(VERDICT, waits=False))) is not None:
+                return str(verdict)
+            if (yield Late()):
+                return (yield from _give_up(node))
+        messages += tuple(found)
+    if node.rank:
+        yield Put(message_of(node.rank), (yield Combine(messages)))
+        verdict = yield from follow(node)
+    else:
+        verdict = yield from _end(node, SEALED, (yield Judge(messages)))
+    if below:  # not before: until then they tell who has arrived
+        yield Drop((*below, here(node.rank)))
+    return str(verdict)
+
+
+def fail(node: Node, error: str) -> Steps:
+    """A rank that has failed tells all others at once; who comes first among several is heard."""
+    return (yield from _end(node, failed(node, error), error))
+
+
+def failed(node: Node, error: str) -> str:
+    """The outcome where a rank's error is everyone's."""
+    return json.dumps([node.rank, error])
+
+
+def _end(node: Node, outcome: str, verdict: str) -> Steps:
+    """Publish a verdict if its outcome is the first."""
+    held = yield Settle(OUTCOME, outcome)
+    if held != outcome:
+        return (yield from follow(node))
+    yield Put(VERDICT, verdict)
+    return verdict
+
+
+def follow(node: Node) -> Steps:
+    """Wait for the verdict."""
+    yield Patience()
+    while (verdict := (yield Read(VERDICT))) is None:
+        if (yield Late()):
+            return (yield from _give_up(node))
+    return str(verdict)
+
+
+def _give_up(node: Node) -> Steps:
+    """Nothing has come within the limit: the first to notice names for all who is missing."""
+    own = json.dumps(node.rank)
+    held = yield Settle(OUTCOME, own)
+    if held == own:
+        return (yield from _name((yield from _absent(node))))
+    yield Patience()
+    while (verdict := (yield Read(VERDICT))) is None:
+        if (yield Late()):
+            return (yield from _without(held))
+    return str(verdict)
+
+
+def _without(outcome: str) -> Steps:
+    """Who settled the outcome has come to nothing since."""
+    held = json.loads(outcome)
+    if isinstance(held, int):
+        return (yield from _name([held]))
+    if isinstance(held, list):
+        yield Put(VERDICT, held[1])
+        return str(held[1])
+    return str((yield Missing((0,), sealed=True)))  # it may have been done, and nobody can know
+
+
+def _name(absent: Sequence[int]) -> Steps:
+    """Publish who is missing; the first to say so is believed."""
+    held = yield Settle(NAMED, (yield Missing(tuple(absent))))
+    yield Put(VERDICT, held)
+    return str(held)
+
+
+def _absent(node: Node) -> Generator[Request, Any, list[int]]:
+    """Ranks that have not arrived, from the root downwards, as far as they are named.
+
+    A message tells of all below its rank, so that few are asked for.  A rank that has all messages below it, and put
+    none of its own, is missing, too.
+    """
+    found: list[int] = []
+    silent = [0]
+    for rank in silent:
+        if len(found) > NAMES:
+            break
+        below: list[int] = []
+        for child in children_of(rank, node.size, node.arity):
+            if not (yield There(message_of(child))):
+                below.append(child)
+        if not below or not (yield There(here(rank))):
+            found.append(rank)
+        silent += below
+    return found

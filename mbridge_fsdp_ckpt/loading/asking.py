@@ -1,0 +1,155 @@
+"""Whether somebody asks for every key of a checkpoint: what ranks bring to a load's meetings, and how it is judged.
+
+First sums, by buckets of keys.  Where these do not add up, the keys themselves, a bounded number at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TypedDict
+
+from mbridge_fsdp_ckpt.agree import sketches
+from mbridge_fsdp_ckpt.errors import ConfigurationError, KeyMismatchError, PlanDisagreementError
+from mbridge_fsdp_ckpt.loading.match import NAMED, listed
+from mbridge_fsdp_ckpt.loading.opened import Opened
+from mbridge_fsdp_ckpt.plan.keys import MODEL_PREFIX, STATE_PREFIX
+from mbridge_fsdp_ckpt.plan.pieces import ParameterPlan, Piece
+
+_IDENTITIES = 8
+_KEYS_AT_ONCE, _BYTES_AT_ONCE = 8192, 3 << 20  # of one meeting
+
+
+class Asked(TypedDict):
+    """A rank's message for the verification, or several ranks': a sketch of the keys asked for, of which checkpoints.
+
+    `replicas` is how many a block has at most.
+    """
+
+    checkpoints: list[str]
+    asked: list[int]
+    replicas: int
+
+
+class KeysJudged(TypedDict):
+    """The buckets in which keys do not add up, as many at a time as one meeting takes; keys nobody is to ask for."""
+
+    disputed: list[list[int]]
+    unread: list[str]
+
+
+type AskedByName = dict[str, tuple[str, bool]]
+"""By key, for which replicas somebody asked, as the bits of a number, and whether for one of them twice."""
+
+
+def announce(opened: Opened) -> Asked:
+    """The bounded message for the verification."""
+    declared = _declared(opened)
+    shares = ((key, sketches.key_word(key) * sketches.share_of_one(piece.replica)) for key, piece in declared)
+    return {
+        "checkpoints": [opened.source.head.identity],
+        "asked": sketches.in_buckets(shares),
+        "replicas": max((piece.replica.count for _, piece in declared), default=1),
+    }
+
+
+def combine(messages: list[Asked]) -> Asked:
+    """What several ranks ask for, as one message."""
+    return {
+        "checkpoints": sorted({one for message in messages for one in message["checkpoints"]})[:_IDENTITIES],
+        "asked": sketches.added(message["asked"] for message in messages),
+        "replicas": max(message["replicas"] for message in messages),
+    }
+
+
+def _declared(opened: Opened) -> list[tuple[str, Piece]]:
+    """Keys whose first element this rank holds: over all ranks, each key once a replica."""
+    declared = []
+    for item in opened.planned:
+        declared += [(item.plan.model_key(piece.component), piece) for piece in _origins(item.plan)]
+    if opened.with_state:
+        for part in opened.parts:
+            for _, plan in part.parameters():
+                for piece in _origins(plan):
+                    slots = opened.slots.get(plan.state_name(piece.component), {})
+                    declared += [(plan.slot_key(piece.component, slot), piece) for slot in slots]
+    return [(key, piece) for key, piece in declared if key in opened.asked]
+
+
+def _origins(plan: ParameterPlan) -> list[Piece]:
+    """A later stage's copy is no replica: the first stage asks for its key."""
+    return [] if plan.layout.is_copy else [piece for piece in plan.pieces if piece.is_origin]
+
+
+def judge(opened: Opened, asked: Asked) -> KeysJudged:
+    """First meeting: does somebody ask for every key of the checkpoint?"""
+    identities = asked["checkpoints"]
+    if len(identities) > 1:
+        raise ConfigurationError(
+            expected="all ranks to read the same checkpoint",
+            found=f"{len(identities)} different ones: {', '.join(identities)}",
+            remedy="Is the directory on a file system that all hosts share, and settled?",
+        )
+    keys = opened.source.head.keys
+    offered = sketches.in_buckets((key, -sketches.key_word(key)) for key in _offered(opened))
+    bad = list(sketches.add([asked["asked"], offered]))
+    unread = sorted(key for key in keys if opened.settings.may_be_unexpected(key))[:NAMED]
+    return {"disputed": list(at_a_time(bad, len(keys), asked["replicas"])), "unread": unread}
+
+
+def at_a_time(buckets: Sequence[int], keys: int, replicas: int) -> Iterator[list[int]]:
+    """Buckets in groups whose keys fit into one message.
+
+    Args:
+        buckets: Those to be looked at.
+        keys: Of the whole checkpoint.
+        replicas: Of one block, at most.
+    """
+    most = min(_KEYS_AT_ONCE, _BYTES_AT_ONCE // (150 + replicas // 4))
+    step = max(1, most * sketches.BUCKETS // max(1, keys))
+    for first in range(0, len(buckets), step):
+        yield list(buckets[first : first + step])
+
+
+def _offered(opened: Opened) -> list[str]:
+    """Keys of the checkpoint that somebody has to ask for."""
+    keys, include = opened.source.head.keys, opened.include or (lambda key: True)
+    model = [key for key in keys if key.startswith(MODEL_PREFIX) and include(key.removeprefix(MODEL_PREFIX))]
+    state = [key for key in keys if key.startswith(STATE_PREFIX)] if opened.with_state else []
+    return [key for key in model + state if not opened.settings.may_be_unexpected(key)]
+
+
+def by_name(opened: Opened, buckets: Sequence[int]) -> AskedByName:
+    """Keys that this rank asked for, in buckets that did not add up."""
+    wanted = set(buckets)
+    own = [(key, 1 << piece.replica.index) for key, piece in _declared(opened) if sketches.bucket_of(key) in wanted]
+    return combine_named([{key: (f"{bit:x}", False)} for key, bit in own])
+
+
+def combine_named(messages: list[AskedByName]) -> AskedByName:
+    """What several ranks asked for, as one message."""
+    asked: dict[str, tuple[int, bool]] = {}
+    for message in messages:
+        for key, (replicas, twice) in message.items():
+            bits, (known, was_twice) = int(replicas, 16), asked.get(key, (0, False))
+            asked[key] = known | bits, was_twice or twice or bool(known & bits)
+    return {key: (f"{bits:x}", twice) for key, (bits, twice) in sorted(asked.items())}
+
+
+def judge_named(opened: Opened, buckets: Sequence[int], asked: AskedByName) -> None:
+    """Only where the keys do not add up: name those that nobody asks for.  Some ranks alone may ask for one."""
+    wanted = set(buckets)
+    unexpected = [key for key in _offered(opened) if sketches.bucket_of(key) in wanted and key not in asked]
+    if unexpected:
+        raise KeyMismatchError(
+            expected="every key of the checkpoint to have a place in the model",
+            found=f"{len(unexpected)} unexpected: {listed(unexpected)}",
+            remedy="Load a checkpoint of the same model, or name keys to leave unread in allow_unexpected.",
+        )
+    several = [key for key, (_, twice) in asked.items() if twice]
+    if several:
+        raise PlanDisagreementError(
+            expected="one rank to hold the first element of a replica",
+            found=f"{len(several)} keys of which several do: {listed(several)}",
+            remedy="The ranks hold different models, or do not know of each other. Nothing was changed.",
+            key=several[0],
+        )

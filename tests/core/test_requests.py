@@ -1,0 +1,34 @@
+"""A whole save makes as many requests a rank to the rendezvous store, however many ranks there are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from tests.core import requests
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_save_makes_a_constant_number_of_requests(ranks: int, megatron_ranks: RankPool, tmp_path: Path) -> None:
+    for rank, (first, second) in enumerate(megatron_ranks.run(requests.of_two_saves, str(tmp_path / "c"), ranks=ranks)):
+        first, second = (_of_each(one) for one in (first, second))
+        assert first.pop(f"set {rank}") == second.pop(f"set {rank}", 0) + 1, "its host, once a process"
+        if rank:
+            assert (
+                first
+                == second
+                == {
+                    "add agreements": 1,
+                    "compare_set purpose": 1,
+                    "wait verdict": 2,
+                    "get verdict": 2,
+                    "add read": 1,
+                }
+            )
+
+
+def _of_each(requests: dict[str, int]) -> dict[str, int]:
+    """Without signs of life, which are a matter of time, and what the last one to read does."""
+    return {what: n for what, n in requests.items() if what not in ("add beats", "set left")}

@@ -1,0 +1,281 @@
+"""Every interleaving of small meetings: what ranks do is explored step by step, with deaths, failures and slow ranks.
+
+The model knows the requests and nothing of how `protocol` uses them: a store, whose requests are atomic; ranks, which
+may die between any two; limits, which may pass whenever a rank waits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from mbridge_fsdp_ckpt.agree import protocol
+from mbridge_fsdp_ckpt.agree.protocol import (
+    OUTCOME,
+    SEALED,
+    VERDICT,
+    Combine,
+    Drop,
+    Gather,
+    Judge,
+    Late,
+    Missing,
+    Node,
+    Patience,
+    Put,
+    Read,
+    Request,
+    Settle,
+    There,
+)
+
+ANSWER = json.dumps("judged")
+
+
+@dataclass(frozen=True)
+class World:
+    """One state: what is in the store, what each rank has been answered, who is dead, what each came to."""
+
+    store: frozenset[tuple[str, str]]
+    answers: tuple[tuple[Any, ...], ...]
+    dead: frozenset[int] = frozenset()
+    verdicts: tuple[str | None, ...] = ()
+    committed: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    """What may happen.
+
+    Args:
+        size: Ranks.
+        arity: Children a rank.
+        deaths: Ranks that may die, one of them in each run.
+        failing: Ranks that fail before they come.
+        is_patient: Limits pass only where nothing else can happen any more.
+        seals: The judge seals, and commits what cannot be undone.
+    """
+
+    size: int
+    arity: int = 2
+    deaths: frozenset[int] = frozenset()
+    failing: frozenset[int] = frozenset()
+    is_patient: bool = True
+    seals: bool = True
+
+
+def begun(case: Case, rank: int) -> protocol.Steps:
+    node = Node(rank, case.size, case.arity)
+    if rank in case.failing:
+        return protocol.fail(node, json.dumps(f"error of {rank}"))
+    return protocol.attend(node, json.dumps([rank]))
+
+
+def next_request(case: Case, rank: int, answers: tuple[Any, ...]) -> Request | str:
+    """What a rank asks next after these answers; its verdict where it is done."""
+    steps = begun(case, rank)
+    try:
+        request = next(steps)
+        for answer in answers:
+            request = steps.send(answer)
+    except StopIteration as stop:
+        return str(stop.value)
+    return request
+
+
+def successors(case: Case, world: World) -> Iterator[World]:
+    """All that can happen next."""
+    alive = [rank for rank in range(case.size) if rank not in world.dead and world.verdicts[rank] is None]
+    moved = False
+    for rank in alive:
+        for after in answered(case, world, rank):
+            moved = True
+            yield after
+    if not moved or not case.is_patient:
+        for rank in alive:
+            yield from impatient(case, world, rank)
+    if not world.dead:
+        for rank in alive:
+            if rank in case.deaths:
+                yield replace(world, dead=frozenset({rank}))
+
+
+def answered(case: Case, world: World, rank: int) -> Iterator[World]:
+    """A rank's next request is answered; nothing where it has to wait."""
+    request = next_request(case, rank, world.answers[rank])
+    store = dict(world.store)
+    match request:
+        case Put(key, value):
+            yield told(case, world, rank, None, {**store, key: value})
+        case Settle(key, value):
+            held = store.get(key, value)
+            yield told(case, world, rank, held, {**store, key: held})
+        case Gather(keys):
+            if all(key in store for key in keys):
+                yield told(case, world, rank, [store[key] for key in keys], store)
+            elif VERDICT in store:
+                yield told(case, world, rank, None, store)
+        case Read(key, waits):
+            if key in store or not waits:
+                yield told(case, world, rank, store.get(key), store)
+        case There(key):
+            yield told(case, world, rank, key in store, store)
+        case Drop(keys):
+            yield told(case, world, rank, None, {key: value for key, value in store.items() if key not in keys})
+        case Patience():
+            yield told(case, world, rank, None, store)
+        case Late():  # asked only after nothing came in time: see `impatient`
+            yield told(case, world, rank, True, store)
+        case Missing(ranks, sealed):
+            yield told(case, world, rank, lost(list(ranks), sealed=sealed), store)
+        case Combine(messages):
+            yield told(case, world, rank, together(messages), store)
+        case Judge(messages):
+            assert json.loads(together(messages)) == list(range(case.size)), "judged without all messages"
+            held = store.get(OUTCOME, SEALED)
+            if not case.seals:
+                yield told(case, world, rank, ANSWER, store)
+            elif held == SEALED:
+                yield replace(told(case, world, rank, ANSWER, {**store, OUTCOME: held}), committed=True)
+            else:
+                yield told(case, world, rank, json.dumps("gave up"), store)
+
+
+def impatient(case: Case, world: World, rank: int) -> Iterator[World]:
+    """A rank that waits has waited too long."""
+    request = next_request(case, rank, world.answers[rank])
+    if isinstance(request, Gather) or (isinstance(request, Read) and request.waits):
+        keys = request.keys if isinstance(request, Gather) else (request.key,)
+        if not all(key in dict(world.store) for key in keys):
+            yield told(case, world, rank, None, dict(world.store))
+
+
+def told(case: Case, world: World, rank: int, answer: Any, store: dict[str, str]) -> World:
+    answers = list(world.answers)
+    answers[rank] = (*answers[rank], tuple(answer) if isinstance(answer, list) else answer)
+    verdicts = list(world.verdicts)
+    after = next_request(case, rank, answers[rank])
+    verdicts[rank] = after if isinstance(after, str) else None
+    return replace(world, store=frozenset(store.items()), answers=tuple(answers), verdicts=tuple(verdicts))
+
+
+def lost(ranks: list[int], *, sealed: bool = False) -> str:
+    """A verdict that names ranks."""
+    return json.dumps({"absent": ranks, "sealed": sealed})
+
+
+def together(messages: tuple[str, ...]) -> str:
+    return json.dumps(sorted(rank for message in messages for rank in json.loads(message)))
+
+
+def explored(case: Case) -> list[World]:
+    """Every state in which nothing can happen any more; each state is looked at once."""
+    first = World(frozenset(), ((),) * case.size, verdicts=(None,) * case.size)
+    seen, waiting, ends = {first}, [first], []
+    while waiting:
+        world = waiting.pop()
+        after = list(successors(case, world))
+        if not after:
+            ends.append(world)
+        for one in after:
+            if one not in seen:
+                seen.add(one)
+                waiting.append(one)
+    return ends
+
+
+def results(world: World) -> set[str | None]:
+    """What the ranks that live came to."""
+    return {verdict for rank, verdict in enumerate(world.verdicts) if rank not in world.dead}
+
+
+def absent(verdict: str | None) -> list[int] | None:
+    """Who a verdict says is missing."""
+    found = json.loads(verdict or "null")
+    return found["absent"] if isinstance(found, dict) else None
+
+
+SMALL = [(1, 2), (2, 2), (3, 2), (4, 2), (4, 1), (5, 4)]
+
+
+@pytest.mark.parametrize(("size", "arity"), SMALL)
+def test_all_get_the_judges_answer_and_the_store_is_as_small_as_before(size: int, arity: int) -> None:
+    ends = explored(Case(size, arity))
+    assert ends
+    for world in ends:
+        assert results(world) == {ANSWER}
+        assert {key for key, _ in world.store} == {VERDICT, OUTCOME}
+
+
+@pytest.mark.parametrize(("size", "arity"), [(2, 2), (3, 2), (4, 2), (3, 1)])
+@pytest.mark.parametrize("seals", [True, False])
+def test_whoever_dies_the_others_hear_one_thing_and_nobody_that_lives_is_named(
+    size: int, arity: int, seals: bool
+) -> None:
+    for world in explored(Case(size, arity, deaths=frozenset(range(size)), seals=seals)):
+        living = results(world)
+        assert len(living) <= 1, world
+        assert None not in living, "somebody waits for ever"
+        for verdict in living:
+            named = absent(verdict)
+            if named is not None:
+                assert named, "nobody is named"
+                assert set(named) <= world.dead, world
+        if world.committed and living:
+            assert living <= {ANSWER, lost([0], sealed=True)}
+
+
+@pytest.mark.parametrize(("size", "arity"), [(2, 2), (3, 2), (3, 1)])
+@pytest.mark.parametrize("dies", [False, True])
+def test_however_slow_ranks_are_nobody_commits_what_others_gave_up(size: int, arity: int, dies: bool) -> None:
+    deaths = frozenset(range(size)) if dies else frozenset()
+    for world in explored(Case(size, arity, deaths=deaths, is_patient=False)):
+        living = results(world)
+        assert None not in living
+        said = living - {lost([0], sealed=True)}
+        assert len(said) <= 1, world
+        if world.committed:
+            assert said <= {ANSWER}
+        else:
+            assert ANSWER not in said
+
+
+@pytest.mark.parametrize("failing", [{0}, {1}, {2}, {1, 2}, {0, 2}])
+@pytest.mark.parametrize("arity", [1, 2])
+def test_an_error_is_everyones_and_the_same(failing: set[int], arity: int) -> None:
+    for world in explored(Case(3, arity, failing=frozenset(failing))):
+        (verdict,) = results(world)
+        assert verdict in {json.dumps(f"error of {rank}") for rank in failing}
+        assert not world.committed
+
+
+@pytest.mark.parametrize("arity", [1, 2])
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_an_error_is_heard_though_its_rank_dies_while_it_tells(failing: int, arity: int) -> None:
+    """Before it has told anybody it is missing; after it, it is heard by all."""
+    ends = explored(Case(3, arity, failing=frozenset({failing}), deaths=frozenset({failing})))
+    said = {verdict for world in ends for verdict in results(world)}
+    assert said == {json.dumps(f"error of {failing}"), lost([failing])}
+    for world in ends:
+        assert len(results(world)) == 1
+        assert (OUTCOME, json.dumps([failing, json.dumps(f"error of {failing}")])) not in world.store or results(
+            world
+        ) == {json.dumps(f"error of {failing}")}
+
+
+@pytest.mark.parametrize("key", ["verdict", "outcome", "named"])
+def test_keys_of_the_meeting_are_no_messages(key: str) -> None:
+    assert key in {protocol.VERDICT, protocol.OUTCOME, protocol.NAMED}
+    assert not key.isdigit()
+
+
+@pytest.mark.parametrize("arity", [1, 2, 3, 32])
+@pytest.mark.parametrize("size", [1, 2, 5, 33, 100, 1057])
+def test_every_rank_but_the_first_has_one_parent_that_comes_before_it(size: int, arity: int) -> None:
+    children = [child for rank in range(size) for child in protocol.children_of(rank, size, arity)]
+    assert sorted(children) == list(range(1, size))
+    assert all(child > rank for rank in range(size) for child in protocol.children_of(rank, size, arity))

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from benchmarks.scale import polling
 from mbridge_fsdp_ckpt.agree import sketches
 from mbridge_fsdp_ckpt.agree.agreement import Agreement
+from mbridge_fsdp_ckpt.plan.tiling import PRIME
 
 RANKS = 64, 256, 1024
 PREDICTED = 4096, 16_384
@@ -149,7 +150,7 @@ def _serve(folder: Path) -> None:
 def _attend(folder: Path, size: int, port: int, repeats: int, rank: int) -> None:
     store = Counted(port)
     agreement = Agreement("scale", rank, size, _LIMIT_S, store)  # type: ignore[arg-type]
-    message = [rank] * sketches.BUCKETS
+    message = [(rank + 1) * bucket * 0x9E3779B97F4A7C15 % PRIME for bucket in range(sketches.BUCKETS)]
 
     def tree(number: int) -> None:
         agreement.meet(f"meeting {number}", message, _judge, sketches.added)

@@ -1,7 +1,7 @@
 """What stock's view costs rank 0 at a commit: `python -m benchmarks.stock_view`.
 
-Chunk tables of many ranks, made up, and the real `write_dcp_view` over them in a process of its own: seconds, bytes
-of `.metadata`, and the memory it takes.  This is what the limit of `dcp_metadata="auto"` goes by.
+Index files of many ranks, made up, and the real `write_dcp_view` over them in a process of its own: seconds, bytes of
+`.metadata`, and the memory it takes.  This is what the limit of `dcp_metadata="auto"` goes by.
 """
 
 from __future__ import annotations
@@ -19,41 +19,63 @@ from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.settings import AUTO_DCP_CHUNKS
 from mbridge_fsdp_ckpt.storage.entries import FileEntry
-from mbridge_fsdp_ckpt.storage.format.schema import TableHeader
-from mbridge_fsdp_ckpt.storage.format.table import Chunk, table_bytes
+from mbridge_fsdp_ckpt.storage.format.columns import Columns
+from mbridge_fsdp_ckpt.storage.format.group_index import merged
+from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, Files
+from mbridge_fsdp_ckpt.storage.format.own_index import RankIndex, own_index
+from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
+from mbridge_fsdp_ckpt.storage.format.rows import Chunk
+from mbridge_fsdp_ckpt.storage.format.schema import VERSION, IndexEntry, Manifest
 from mbridge_fsdp_ckpt.storage.ranges import ByteRange
 from mbridge_fsdp_ckpt.storage.stock.writer import write_dcp_view
 from tools.circumstances import circumstances
 
 RESULTS = Path(__file__).parent / "results" / "stock_view"
+FILES = Files("0123456789ab")
 CHUNKS_A_RANK = 1_000
 RANKS = (8, 64, 512, 2_048)
 Figures = dict[str, float]
 
 
 def measure(ranks: int) -> Figures:
-    """Write the view of `ranks` tables; each rank holds a block of rows of every key."""
+    """Write the view of the index of `ranks` ranks; each holds a block of rows of every key."""
     keys = {f"model.layers.{n}.weight": KeyEntry(dtype="float32", shape=(ranks, 8)) for n in range(CHUNKS_A_RANK)}
     with tempfile.TemporaryDirectory() as folder:
-        tables = [_table(Path(folder), rank, keys) for rank in range(ranks)]
+        source = SafeSource(
+            Path(folder), manifest=_head(Path(folder), [_own(Path(folder), r, keys) for r in range(ranks)])
+        )
         before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
-        write_dcp_view(Path(folder), keys, tables, {"iteration": 1})
+        write_dcp_view(Path(folder), source, {"iteration": 1})
         seconds = time.perf_counter() - begin
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
         size = (Path(folder) / ".metadata").stat().st_size
     return {"ranks": ranks, "chunks": ranks * CHUNKS_A_RANK, "seconds": seconds, "bytes": size, "memory": memory * 1024}
 
 
-def _table(folder: Path, rank: int, keys: dict[str, KeyEntry]) -> Path:
-    chunks = [
-        Chunk(key, 0, ByteRange(1000 * n, 32), Box((rank, 0), (1, 8)), "xxh3_64:0", ByteRange(1000 * n, 1000))
-        for n, key in enumerate(keys)
-    ]
-    file = FileEntry(name=f"__{rank}_0.distcp", size=1000 * len(chunks), checksum="xxh3_64:0")
-    header = TableHeader(rank=rank, coordinates={}, files=(file,), keys={}, chunks=len(chunks))
-    path = folder / f"chunks_{rank:05d}.jsonl"
-    path.write_bytes(table_bytes(header, chunks))
-    return path
+def _own(folder: Path, rank: int, keys: dict[str, KeyEntry]) -> Columns:
+    chunks = [Chunk(key, Box((rank, 0), (1, 8)), ByteRange(1000 * n, 1000), 0, 0) for n, key in enumerate(keys)]
+    file = FileEntry(name=FILES.payload(rank), size=1000 * len(chunks), checksum="xxh3_64:0")
+    own = own_index(RankIndex(rank, {"rank": rank}, file, keys), chunks, FILES)
+    (folder / FILES.of_rank(rank)).write_bytes(own.to_bytes())
+    return own
+
+
+def _head(folder: Path, parts: list[Columns]) -> Manifest:
+    """The head over one group of all ranks."""
+    data, name = merged(parts).to_bytes(), FILES.of_group(0)
+    (folder / name).write_bytes(data)
+    return Manifest(
+        format=FORMAT_NAME,
+        version=VERSION,
+        save=FILES.save,
+        writer={},
+        topology={"world": len(parts)},
+        sections=("model",),
+        keys=CHUNKS_A_RANK,
+        chunks=CHUNKS_A_RANK * len(parts),
+        index=(IndexEntry(name=name, size=len(data), checksum="", rank=0),),
+        values=None,
+    )
 
 
 def main() -> None:

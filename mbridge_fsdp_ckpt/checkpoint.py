@@ -48,14 +48,15 @@ class Loaded:
         values: The non-tensor state that `save` was given.
         topology: The saving job's sizes.
         own: The saving rank's record with this rank's coordinates, if there is one.
-        records: All saving ranks' records that share this rank's (pipeline, tensor) place.
-        skipped: Keys that were allowed to be missing, or to stay unread.
+        nearest: The record of one saving rank that shares this rank's (pipeline, tensor) place, if there is one: `own`,
+            where there is that.
+        skipped: Keys that were allowed to be missing, or to stay unread; of what other ranks found, the first 20.
     """
 
     values: Mapping[str, Any]
     topology: Mapping[str, int | str]
     own: RankRecord | None
-    records: tuple[RankRecord, ...]
+    nearest: RankRecord | None
     skipped: tuple[str, ...] = field(default=())
 
 
@@ -106,14 +107,14 @@ def save(
             write = partial(writer.write, prepared.value, place, agreement, settings.replicas)
             written = Outcome.of(write, agreement.rank, "writing chunks")
         try:
-            differing = agreement.meet("commit", written.brought, job.judge_written, writer.combine)
+            combine = partial(writer.combine, place, agreement.leads)
+            differing = agreement.meet("commit", written.brought, job.judge_written, combine)
             if differing:
                 named = snapshot.differing(agreement.rank, prepared.value, differing)
                 agreement.meet("comparison of copies", named, job.judge_replicas, replicas.combine)
             agreement.end()
         except CheckpointError:
-            if not agreement.was_sealed():
-                writer.take_back(place, agreement.rank)
+            writer.take_back(place, agreement)
             raise
     finally:
         job.clean_up()
@@ -198,9 +199,12 @@ def _load(
             "verification", asked, lambda whole: asking.judge(prepared.value.opened, whole), asking.combine
         )
         own = prepared.value
+        if judged["slots_differ"]:
+            found_again = Outcome.of(lambda: opened.look_again(own.opened), agreement.rank, "reading the index again")
+            agreement.meet("slots of parameters", found_again.brought, nothing, nothing)
         for buckets in judged["disputed"]:
-            named, judge = asking.by_name(own.opened, buckets), partial(asking.judge_named, own.opened, buckets)
-            agreement.meet("unexpected keys", named, judge, asking.combine_named)
+            named = asking.by_name(own.opened, buckets)
+            agreement.meet("unexpected keys", named, asking.judge_named, asking.combine_named)
         with agreement.at_work():
             filled = Outcome.of(lambda: _fill(own, agreement), agreement.rank, "filling tensors")
         try:
@@ -209,7 +213,7 @@ def _load(
         except CheckpointError as error:
             raise _interrupted(error) from error
     fill.refresh(own.opened.module)
-    return replace(own.loaded, skipped=(*own.loaded.skipped, *judged["unread"]))
+    return replace(own.loaded, skipped=tuple(sorted({*own.loaded.skipped, *judged["skipped"]})))
 
 
 @dataclass(frozen=True, slots=True)

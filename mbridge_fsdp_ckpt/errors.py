@@ -103,7 +103,7 @@ class NotACheckpointError(CheckpointError):
 
 
 class ManifestError(CheckpointError):
-    """A manifest or chunk table that contradicts the format."""
+    """A manifest or index file that contradicts the format."""
 
 
 class DamagedCheckpointError(CheckpointError):

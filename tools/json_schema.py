@@ -12,31 +12,46 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mbridge_fsdp_ckpt.storage.format.schema import CHECKSUM_PATTERN, ROW, VERSION, Manifest, TableHeader
+from mbridge_fsdp_ckpt.storage.format.schema import VERSION, IndexHeader, Manifest, RankOwn
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 Schema = dict[str, Any]
 
+CHECKSUM_PATTERN = "^xxh3_64:[0-9a-f]{16}$"
+
 _DESCRIPTIONS = {
     "writer": "Versions of installed packages, by name.",
     "topology": "Sizes of the saving job.",
     "sections": '["model"], or ["model", "optimizer"].',
-    "keys": "Every tensor, by key; in a table's header those whose first element its rank writes.",
-    "tables": "The chunk tables, one a saving rank.",
+    "save": "What tells this save from all others; its index files have it, too.",
+    "suffix": "What the names of its payload and index files end with.",
+    "families": "Families that split keys, name/version, each with the first of these keys.",
+    "slots": "Names of the optimizer's slots.",
+    "hyperparameters": "Each set once, as typed values, by its checksum.",
+    "keys": "How many keys there are.",
+    "states": "Modules with FP8 state, each counted by every rank that has some.",
+    "index": "The index files, one a group of ranks.",
     "values": "Typed value: non-tensor state.",
     "extra_state": "Typed value: FP8 scaling state of modules.",
-    "files": "Other files, with their size and checksum; in a table's header its rank's payload files.",
+    "files": "Other files, with their size and checksum.",
     "size": "Bytes.",
     "dtype": "torch's name of a dtype.",
     "shape": "Global shape.",
     "kind": "sharded: shaped like its parameter. tensor: a 0-d tensor. int, float, bool: a Python number.",
     "family": "name/version of the family that split the parameter.",
     "unpadded_rows": "Rows of dimension 0 that are tokens; the rest pads the vocabulary.",
-    "coordinates": "The writing rank's place.",
-    "stateless": "Optimizer names that have elements here but no state.",
-    "chunks": "Number of rows that follow.",
-    "rank": "The writing rank.",
+    "axes": "Names of coordinates.",
+    "entries": "The different descriptions of keys.",
+    "dimensions": "Of the boxes of rows.",
+    "ranks": "How many ranks it is of.",
+    "names": "How many names there are: of parameters, and of modules with FP8 state.",
+    "numbers": "How many keys have one number.",
+    "rows": "How many rows there are.",
+    "texts": "Bytes of keys and names.",
+    "record": "Bytes of the record.",
+    "chunks": "How many rows and numbers there are.",
+    "rank": "Who leads the group.",
 }
 
 
@@ -44,17 +59,18 @@ def schemas() -> dict[str, Schema]:
     """Each schema by file name."""
     return {
         "manifest.schema.json": _of_model(Manifest, "manifest.json, the head of a checkpoint."),
-        "chunk_table_header.schema.json": _of_model(TableHeader, "First line of a chunk table."),
-        "chunk_row.schema.json": {"$schema": DIALECT, **ROW.json_schema()},
+        "index_header.schema.json": _of_model(IndexHeader, "The header of an index file."),
+        "index_record.schema.json": _of_model(RankOwn, "The record of a rank's own index file."),
     }
 
 
-def _of_model(model: type[Manifest | TableHeader], description: str) -> Schema:
+def _of_model(model: type[Manifest | IndexHeader | RankOwn], description: str) -> Schema:
     body = model.model_json_schema(mode="validation")
     _complete(body)
     if model is Manifest:
         body["required"].append("checksum")
         body["properties"]["checksum"].pop("default")
+        body["properties"]["hyperparameters"]["additionalProperties"] = False
         body["properties"]["version"]["prefixItems"][0] = {"const": VERSION[0], "title": "major"}
     return {"$schema": DIALECT, **body, "description": description}
 

@@ -34,14 +34,14 @@ def save() -> Canvas:
     _lanes(canvas, "A save", "time runs to the right; no collective anywhere")
     for top in _LANES:
         canvas.box(92, top, 112, 60, "plan\nfrom metadata")
-        canvas.box(272, top, 172, 60, "write\nown chunks and table")
+        canvas.box(272, top, 172, 60, "write\nown chunks and index")
         canvas.arrow((204, top + 30), (215, top + 30))
         canvas.arrow((259, top + 30), (271, top + 30))
         canvas.arrow((444, top + 30), (456, top + 30))
         canvas.arrow((742, top + 30), (753, top + 30))
         canvas.box(754, top, 90, 60, "train on", ("#ffffff", GREY[1]))
     canvas.bar(216, 62, 42, 220, "meeting 1: do the plans\nwrite each element once?")
-    canvas.bar(457, 62, 42, 220, "meeting 2: has every\nrank written?")
+    canvas.bar(457, 62, 42, 220, "meeting 2: has every rank\nwritten? merge the index")
     canvas.box(512, 62, 186, 60, "check, write the head\nrename, then tracker")
     canvas.arrow((500, 92), (511, 92))
     for number, line in enumerate(
@@ -52,7 +52,9 @@ def save() -> Canvas:
     canvas.arrow((699, 92), (710, 92))
     canvas.text(18, 322, "on disk", strong=True)
     canvas.arrow((358, 282), (358, 303))
-    canvas.box(272, 304, 374, 52, ".staging-iter_0000020-…\n__R_0.distcp, chunks_R.jsonl, manifest.json", GREY)
+    canvas.box(
+        272, 304, 374, 52, ".staging-iter_0000020-…\n__*.distcp, rank_*.index, group_*.index, manifest.json", GREY
+    )
     canvas.box(92, 366, 554, 36, "iter_0000010: a resume finds it until the tracker names the new one", GREEN)
     canvas.arrow((646, 330), (657, 330))
     canvas.arrow((686, 122), (686, 303))
@@ -79,7 +81,7 @@ def load() -> Canvas:
     canvas.bar(390, 62, 42, 220, "meeting 1: is every key\nasked for?")
     canvas.bar(592, 62, 42, 220, "meeting 2: has every\nrank filled?")
     canvas.text(18, 322, "on disk", strong=True)
-    canvas.box(92, 304, 490, 36, "iter_0000020: head and tables, then each chunk that a rank needs", GREEN)
+    canvas.box(92, 304, 490, 36, "iter_0000020: head and index, then each chunk that a rank needs", GREEN)
     canvas.arrow((300, 303), (300, 283))
     canvas.arrow((512, 303), (512, 283))
     canvas.text(18, 368, "memory", strong=True)

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from mbridge_fsdp_ckpt.agree.meeting import HOSTS, Meeting, lost
+from mbridge_fsdp_ckpt.agree.protocol import Node
 from mbridge_fsdp_ckpt.agree.signs import STORE_ERRORS, Signs
 from mbridge_fsdp_ckpt.agree.wire import Combining, Judging, combined, judged, nothing, to_wire
 from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError
@@ -59,6 +60,11 @@ class Agreement:
 
     def __post_init__(self) -> None:
         self._signs = Signs(self.store, self.name, self.time_limit, self.storage_limit, self.world_size)
+
+    @property
+    def leads(self) -> int | None:
+        """This rank, if it leads a group, where the messages of the group meet: each rank is in one; see `protocol`."""
+        return self.rank if Node(self.rank, self.world_size).leads else None
 
     def begin(self, purpose: str) -> None:
         """Before the first meeting: what this rank is about to do, and where.

@@ -48,6 +48,11 @@ class Node:
     arity: int = ARITY
 
     @property
+    def leads(self) -> bool:
+        """Whether it gathers a branch of the tree for the root, or is the root: who leads a group of ranks."""
+        return self.rank == 0 or (self.rank <= self.arity and bool(self.children))
+
+    @property
     def children(self) -> range:
         """The ranks whose messages this one gathers."""
         return children_of(self.rank, self.size, self.arity)

@@ -1,30 +1,39 @@
 """Auditing a checkpoint: all that is wrong with it, where a load stops at the first.
 
-    manifest -> each table: checksum, rows -> each payload file, read once: its own checksum and those of its records
-             -> each listed extra file     -> over all tables: keys, and that chunks tile every key
+    manifest -> each group's index: checksum, rows, whether it is what its ranks' own index files make
+             -> each rank: its own index file; its payload, read once: its own checksum and those of its records
+             -> each listed extra file
+             -> over all: keys, and that chunks tile every key
 
-Each thread holds one table's rows and one block of one file; of the tiling only sums are kept (`TilingSketch`).
+Each thread holds one group's rows and one block of one file; of the tiling only sums are kept (`TilingSketch`).
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Event
 
+from mbridge_fsdp_ckpt.care.contradictions import contradictions, undecodable, unlike_copies
 from mbridge_fsdp_ckpt.care.findings import Finding, Subject, Tiling
 from mbridge_fsdp_ckpt.errors import CheckpointError, DamagedCheckpointError
+from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
-from mbridge_fsdp_ckpt.storage.checksums import Hasher, checksum
+from mbridge_fsdp_ckpt.storage.checksums import Hasher, as_text, checksum
 from mbridge_fsdp_ckpt.storage.entries import FileEntry
 from mbridge_fsdp_ckpt.storage.files import blocks, check_file, hold, size_of
+from mbridge_fsdp_ckpt.storage.format.columns import box_of, chunk_of
+from mbridge_fsdp_ckpt.storage.format.directory import Directory
+from mbridge_fsdp_ckpt.storage.format.index import IndexFile
 from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
-from mbridge_fsdp_ckpt.storage.format.names import MANIFEST_NAME
-from mbridge_fsdp_ckpt.storage.format.schema import TableEntry
-from mbridge_fsdp_ckpt.storage.format.table import Chunk, read_table, read_table_header
+from mbridge_fsdp_ckpt.storage.format.names import MANIFEST_NAME, Files
+from mbridge_fsdp_ckpt.storage.format.rows import Chunk
+from mbridge_fsdp_ckpt.storage.format.schema import IndexEntry
+from mbridge_fsdp_ckpt.storage.format.values import decode
+from mbridge_fsdp_ckpt.storage.ranges import OpenFiles
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 _NO_BYTES = checksum(b"")
@@ -36,7 +45,6 @@ class _Part:
 
     tiling: Tiling
     findings: list[Finding] = field(default_factory=list)
-    keys: Mapping[str, KeyEntry] = field(default_factory=dict)
     checked: Counter[str] = field(default_factory=Counter)
     unread: str = ""
 
@@ -66,42 +74,57 @@ class Audit:
         self._content, self._workers, self._progress = content, workers, progress
         self._stopped = Event()
         self.manifest = read_manifest(directory)
+        self._files = Files(self.manifest.save, self.manifest.suffix)
+        self.keys: Mapping[str, KeyEntry] = {}
         self.checked: Counter[str] = Counter()
         self.unread: list[str] = []
 
     def total_bytes(self) -> int:
-        """Bytes that `findings` is going to read, as far as the tables' heads can be read."""
-        total = sum(table.size for table in self.manifest.tables)
-        if not self._content:
-            return total
-        total += sum(file.size for file in self.manifest.files)
-        for table in self.manifest.tables:
-            try:
-                header = read_table_header(check_file(self._directory, table))
-            except (CheckpointError, OSError):
-                continue  # a finding, later
-            total += sum(file.size for file in header.files)
+        """Bytes that `findings` is going to read, as far as the index can be read."""
+        total = sum(entry.size for entry in self.manifest.index)
+        if self._content:
+            total += sum(file.size for file in self.manifest.files)
+            total += sum(int(group.ranks["size"].sum()) for group, _ in self._groups())
         return total
 
     def findings(self) -> Iterator[Finding]:
         """All that is wrong, file by file; afterwards `checked` and `unread` say what was looked at."""
-        tiling = Tiling(self.manifest.keys)
-        declared: Counter[str] = Counter()
-        others: dict[str, KeyEntry] = {}
+        for expected, found in undecodable(self.manifest):
+            yield Finding("manifest", MANIFEST_NAME, expected, found)
+        damaged: list[Finding] = []
+        groups = list(self._groups(damaged.append))
+        yield from damaged
+        self.unread += [finding.file for finding in damaged]
+        index = Directory([group for group, _ in groups])
+        try:
+            self.keys = index.entries()
+        except CheckpointError as error:
+            yield Finding("index", _name(error.key), error.expected, error.found)
+            self.unread.append(_name(error.key))
+            return
+        tiling = Tiling(self.keys)
         tasks = [partial(self._extra, entry) for entry in self.manifest.files]
-        tables = [partial(self._table, entry) for entry in self.manifest.tables]
-        for part in self._in_order([*tasks, *tables]):
+        tasks += [partial(self._group, group, entry) for group, entry in groups]
+        tasks += [partial(self._rank, index, group, place) for group, _ in groups for place in range(len(group.ranks))]
+        for part in self._in_order(tasks):
             yield from part.findings
             self.unread += [part.unread] if part.unread else []
             tiling.merge(part.tiling)
             self.checked.update(part.checked)
-            for key, entry in part.keys.items():
-                declared[key] += 1
-                if self.manifest.keys.get(key) != entry:
-                    others[key] = entry
         if not self.unread:
-            yield from self._key_findings(declared, others)
+            yield from self._key_findings(index)
             yield from tiling.findings()
+
+    def _groups(self, tell: Callable[[Finding], None] = lambda finding: None) -> Iterator[tuple[IndexFile, IndexEntry]]:
+        """The groups' index files that can be opened; `tell` gets what is wrong with the others."""
+        for entry in self.manifest.index:
+            try:
+                path = check_file(self._directory, entry)
+                yield IndexFile(path, entry.size, self._files, OpenFiles()), entry
+            except CheckpointError as error:
+                tell(Finding("index", entry.name, error.expected, error.found))
+            except OSError as error:
+                tell(Finding("index", entry.name, "a file that can be read", str(error)))
 
     def _in_order(self, tasks: Iterable[Callable[[], _Part]]) -> Iterator[_Part]:
         pending: deque[Future[_Part]] = deque()
@@ -119,38 +142,74 @@ class Audit:
                     future.cancel()
 
     def _extra(self, entry: FileEntry) -> _Part:
-        part = _Part(Tiling(self.manifest.keys))
+        part = _Part(Tiling({}))
         self._file(entry, [], part, "file")
         return part
 
-    def _table(self, entry: TableEntry) -> _Part:
-        part = _Part(Tiling(self.manifest.keys), unread=entry.name)
-        rows: dict[int, list[Chunk]] = defaultdict(list)
-        if not self._file(entry, [], part, "table", read=True):
+    def _group(self, group: IndexFile, entry: IndexEntry) -> _Part:
+        """A group's index: what was written, and what its ranks' own make."""
+        part = _Part(Tiling(self.keys), unread=entry.name)
+        if not self._file(entry, [], part, "index", read=True):
             return part
-        path = self._directory / entry.name
         try:
-            header = read_table_header(path)
-            for chunk in read_table(path, self.manifest.keys):
-                part.tiling.add(chunk.key, chunk.box)
-                if isinstance(chunk, Chunk):
-                    rows[chunk.file].append(chunk)
+            for place, rows in group.sharded_rows():
+                key, dimensions = group.text_of_key(place), len(group.entry(place).shape)
+                for row in rows:
+                    part.tiling.add(key, box_of(row, dimensions))
+            for place, _ in group.ranks_of_numbers():
+                part.tiling.add(group.text_of_key(place), Box((), ()))
         except CheckpointError as error:
-            part.findings.append(Finding("table", entry.name, error.expected, error.found))
+            part.findings.append(Finding("index", entry.name, error.expected, error.found))
             return part
-        if header.rank != entry.rank:
-            part.findings.append(Finding("table", entry.name, f"rank {entry.rank}", f"rank {header.rank}"))
-        part.unread, part.keys = "", header.keys
-        for index, file in enumerate(header.files):
-            self._file(file, rows[index], part, "file")
-        part.checked["chunks"] += header.chunks
+        part.unread = ""
+        part.checked["chunks"] += group.header.rows + group.header.numbers
+        unlike = contradictions(group, self.manifest, self._own)
+        part.findings += [Finding("index", entry.name, expected, found) for expected, found in unlike]
         return part
+
+    def _own(self, rank: int) -> IndexFile:
+        path = self._directory / self._files.of_rank(rank)
+        size = size_of(path) if path.is_file() else 0
+        check_file(self._directory, FileEntry(name=path.name, size=size, checksum=""))
+        return IndexFile(path, size, self._files, OpenFiles())
+
+    def _rank(self, index: Directory, group: IndexFile, place: int) -> _Part:
+        """What a rank wrote: its own index file, and its payload by the group's index."""
+        part = _Part(Tiling({}))
+        rank, size, digest = (int(number) for number in group.ranks[place])
+        name = self._files.of_rank(rank)
+        part.checked["indexes"] += name != group.path.name
+        chunks: list[Chunk] = []
+        try:
+            own = self._own(rank)
+            record = own.record()
+            for values in (record.values, record.extra_state):
+                decode(values)
+            chunks = _chunks(own)
+            if own.ranks.tolist() != [group.ranks[place].tolist()]:
+                part.findings.append(Finding("index", name, f"that of rank {rank}", "another"))
+            part.findings += [Finding("index", name, *unlike) for unlike in unlike_copies(own, index)]
+        except CheckpointError as error:
+            part.findings.append(Finding("index", name, error.expected, error.found))
+        except OSError as error:
+            part.findings.append(Finding("index", name, "a file that can be read", str(error)))
+        if size:
+            entry = FileEntry(name=self._files.payload(rank), size=size, checksum=as_text(digest))
+            self._file(entry, chunks or self._chunks_of(group, place), part, "file")
+        return part
+
+    def _chunks_of(self, group: IndexFile, rank: int) -> list[Chunk]:
+        """A rank's chunks by its group's index, as far as that can be read."""
+        try:
+            return _chunks(group, rank)
+        except CheckpointError:
+            return []  # a finding of the group
 
     def _file(
         self, entry: FileEntry, chunks: Sequence[Chunk], part: _Part, subject: Subject, *, read: bool = False
     ) -> bool:
         """Check a file and the records in it; True where the file as a whole is what was written."""
-        part.checked[f"{subject}s"] += 1
+        part.checked["indexes" if subject == "index" else f"{subject}s"] += 1
         before = len(part.findings)
         size = self._size(entry, part, subject)
         present = [chunk for chunk in chunks if size is not None and chunk.record.end <= size]
@@ -167,7 +226,7 @@ class Audit:
         if size == entry.size and digest != entry.checksum:
             part.findings.append(Finding(subject, entry.name, entry.checksum, digest))
         for chunk, record in zip(present, records, strict=True):
-            if record != chunk.checksum:
+            if record != as_text(chunk.checksum):
                 part.findings.append(_of_chunk(entry.name, chunk, record))
         return len(part.findings) == before
 
@@ -212,17 +271,25 @@ class Audit:
             raise CancelledError
         self._progress(count)
 
-    def _key_findings(self, declared: Mapping[str, int], others: Mapping[str, KeyEntry]) -> Iterator[Finding]:
-        keys = self.manifest.keys
-        for key in sorted(keys.keys() | declared.keys()):
-            said = declared.get(key, 0)
-            if said != 1:
-                yield Finding("keys", MANIFEST_NAME, "one table to declare it", f"{said}", key)
-            if key in others:
-                listed = str(keys[key]) if key in keys else "a key that the manifest lists"
-                yield Finding("keys", MANIFEST_NAME, listed, str(others[key]), key)
+    def _key_findings(self, index: Directory) -> Iterator[Finding]:
+        if len(self.keys) != self.manifest.keys:
+            yield Finding("keys", MANIFEST_NAME, f"{self.manifest.keys} keys", f"{len(self.keys)}")
+        for key, writers in index.without_one_origin():
+            yield Finding("keys", MANIFEST_NAME, "one rank to have written its first element", f"{writers}", key)
+
+
+def _chunks(file: IndexFile, rank: int = 0) -> list[Chunk]:
+    found: list[Chunk] = []
+    for place, rows in file.sharded_rows():
+        key, dimensions = file.text_of_key(place), len(file.entry(place).shape)
+        found += [chunk_of(key, row, dimensions) for row in rows[rows["rank"] == rank]]
+    return found
+
+
+def _name(key: str | None) -> str:
+    return (key or MANIFEST_NAME).rpartition("/")[2]
 
 
 def _of_chunk(file: str, chunk: Chunk, found: str) -> Finding:
     span = chunk.record.offset, chunk.record.end
-    return Finding("chunk", file, chunk.checksum, found, chunk.key, chunk.box, span)
+    return Finding("chunk", file, as_text(chunk.checksum), found, chunk.key, chunk.box, span)

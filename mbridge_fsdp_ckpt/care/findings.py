@@ -14,7 +14,7 @@ from mbridge_fsdp_ckpt.plan.tiling import PRIME, TilingSketch
 from mbridge_fsdp_ckpt.storage.format.names import MANIFEST_NAME
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource
 
-Subject = Literal["manifest", "table", "file", "chunk", "tiling", "keys"]
+Subject = Literal["manifest", "index", "file", "chunk", "tiling", "keys"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,10 @@ from mbridge_fsdp_ckpt.care.repair import Plan, Step
 from mbridge_fsdp_ckpt.errors import ConfigurationError, DamagedCheckpointError
 from mbridge_fsdp_ckpt.storage.checksums import checksum
 from mbridge_fsdp_ckpt.storage.commit.retention import reading
-from mbridge_fsdp_ckpt.storage.files import check_content, replace_file, what_is_there
+from mbridge_fsdp_ckpt.storage.files import replace_file, what_is_there
 from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
-from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, MANIFEST_NAME, suffix_of
+from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, MANIFEST_NAME
+from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
 from mbridge_fsdp_ckpt.storage.format.schema import Manifest
 from mbridge_fsdp_ckpt.storage.format.values import decode
 from mbridge_fsdp_ckpt.storage.stock.writer import write_dcp_view
@@ -23,7 +24,7 @@ def plan_view(directory: AnyPath) -> Plan:
 
     Raises:
         ConfigurationError: The checkpoint is not of this format.
-        CheckpointError: Its head or a table is damaged.
+        CheckpointError: Its head or its index is damaged.
     """
     head = _missing_view(directory)
     target = directory / DCP_METADATA
@@ -34,7 +35,7 @@ def plan_view(directory: AnyPath) -> Plan:
         with reading(directory):
             _write_view(directory, head)
 
-    return Plan(steps=[Step("write", target, "stock's view, made from the manifest and the tables", take)])
+    return Plan(steps=[Step("write", target, "stock's view, made from the manifest and the index", take)])
 
 
 def _missing_view(directory: AnyPath) -> Manifest | None:
@@ -42,7 +43,7 @@ def _missing_view(directory: AnyPath) -> Manifest | None:
 
     Raises:
         ConfigurationError: It is not of this format.
-        CheckpointError: Its head or a table is damaged.
+        CheckpointError: Its head or its index is damaged.
     """
     if not (directory / MANIFEST_NAME).exists():
         raise ConfigurationError(
@@ -60,12 +61,10 @@ def _write_view(directory: AnyPath, head: Manifest) -> list[AnyPath]:
     It is made aside first, so that the checkpoint never has half of one.
 
     Raises:
-        DamagedCheckpointError: A table is damaged, or the manifest lists a view of other content.
+        DamagedCheckpointError: The index is damaged, or the manifest lists a view of other content.
     """
-    tables = [check_content(directory, entry) for entry in head.tables]
-    suffix = suffix_of(tables[0].name) if tables else ""
     with tempfile.TemporaryDirectory() as folder:
-        write_dcp_view(Path(folder), head.keys, tables, decode(head.values), suffix)
+        write_dcp_view(Path(folder), SafeSource(directory, manifest=head), decode(head.values))
         made = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
     listed = {entry.name: entry.checksum for entry in head.files}
     for name, data in made.items():

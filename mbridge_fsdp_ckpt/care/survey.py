@@ -1,4 +1,4 @@
-"""What `inspect` knows of a checkpoint: read from its head and its tables, table by table, never from payload."""
+"""What `inspect` knows of a checkpoint: read from its head and its index, file by file, never from payload."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ from mbridge_fsdp_ckpt.care.balance import Balance, RankShare, balance
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
 from mbridge_fsdp_ckpt.plan.keys import MODEL_PREFIX, KeyEntry, Section
-from mbridge_fsdp_ckpt.storage.files import check_content
-from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
+from mbridge_fsdp_ckpt.storage.format.columns import box_of
 from mbridge_fsdp_ckpt.storage.format.names import (
     DCP_METADATA,
     FORMAT_NAME,
     MANIFEST_NAME,
     rank_of_payload,
 )
-from mbridge_fsdp_ckpt.storage.format.schema import Manifest
-from mbridge_fsdp_ckpt.storage.format.table import Chunk, read_table, read_table_header
+from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
 from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
@@ -81,7 +79,8 @@ def survey(directory: AnyPath) -> Survey:
     """
     stock_view = (directory / DCP_METADATA).exists()
     if (directory / MANIFEST_NAME).exists():
-        head = read_manifest(directory)
+        source = SafeSource(directory)
+        head = source.manifest
         return Survey(
             directory=str(directory),
             format=FORMAT_NAME,
@@ -89,7 +88,7 @@ def survey(directory: AnyPath) -> Survey:
             writer=dict(head.writer),
             topology=dict(head.topology),
             sections=head.sections,
-            keys=dict(head.keys),
+            keys=dict(source.head.keys),
             stock_view=stock_view,
         )
     stock = open_checkpoint(directory).head
@@ -97,10 +96,10 @@ def survey(directory: AnyPath) -> Survey:
 
 
 def visit_chunks(directory: AnyPath, found: Survey, visit: Visit = lambda key, rank, box: None) -> None:
-    """Read all tables, one at a time; fills in the survey's ranks.
+    """Read the whole index, one file at a time; fills in the survey's ranks.
 
     Raises:
-        CheckpointError: A table is damaged.
+        CheckpointError: It is damaged.
     """
     chunks = _safe_chunks if found.format == FORMAT_NAME else _stock_chunks
     files: dict[int, set[str]] = {}
@@ -116,13 +115,17 @@ def visit_chunks(directory: AnyPath, found: Survey, visit: Visit = lambda key, r
 
 
 def _safe_chunks(directory: AnyPath, found: Survey) -> Iterator[tuple[str, int, Box, str]]:
-    head: Manifest = read_manifest(directory)
-    for entry in head.tables:
-        path = check_content(directory, entry)
-        header = read_table_header(path)
-        found.ranks.setdefault(header.rank, RankShare())
-        for row in read_table(path, head.keys):
-            yield row.key, header.rank, row.box, header.files[row.file].name if isinstance(row, Chunk) else ""
+    source = SafeSource(directory)
+    for group in source.index_files():
+        ranks = group.ranks["rank"].tolist()
+        for rank in ranks:
+            found.ranks.setdefault(rank, RankShare())
+        for place, rows in group.sharded_rows():
+            key, dimensions = group.text_of_key(place), len(group.entry(place).shape)
+            for row in rows:
+                yield key, ranks[row["rank"]], box_of(row, dimensions), source.files.payload(ranks[row["rank"]])
+        for place, rank in group.ranks_of_numbers():
+            yield group.text_of_key(place), ranks[rank], Box((), ()), ""
 
 
 def _stock_chunks(directory: AnyPath, found: Survey) -> Iterator[tuple[str, int, Box, str]]:

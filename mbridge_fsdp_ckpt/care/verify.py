@@ -82,12 +82,12 @@ def _audit(directory: AnyPath, report: Report, how: _How) -> Iterator[Finding]:
     audit = Audit(directory, content=not how.header, workers=how.workers, progress=how.progress)
     how.begin(audit)
     yield from audit.findings()
-    report.checked = {"keys": len(audit.manifest.keys), **audit.checked}
+    report.checked = {"keys": len(audit.keys), **audit.checked}
     if how.header:
         report.notes.append("payload was not read (--header)")
     if audit.unread:
         report.notes.append(
-            f"not checked: payload, keys and tiling that damaged tables describe ({', '.join(audit.unread)})"
+            f"not checked: payload, keys and tiling that damaged index files describe ({', '.join(audit.unread)})"
         )
     listed = {file.name for file in audit.manifest.files}
     if (directory / DCP_METADATA).exists() and DCP_METADATA not in listed:

@@ -58,12 +58,12 @@ def reshard(
     source: Source,
     destination: Destination,
     ranks: Annotated[int, typer.Option(min=1, help="How many payload files there are to be.")],
-    merge_tables: Annotated[
+    merge_ranks: Annotated[
         bool,
         typer.Option(
-            "--merge-tables",
+            "--merge-ranks",
             help="Keep the random-number states of one rank for each (pipeline, tensor) place, as stock does, "
-            "instead of a small table for every rank that saved.",
+            "instead of a small index file for every rank that saved.",
         ),
     ] = False,
     as_json: AsJson = False,
@@ -75,7 +75,7 @@ def reshard(
     from mbridge_fsdp_ckpt.convert import on_disk
 
     with progress_bar() as bar:
-        report = on_disk.reshard(source, destination, bar, ranks=ranks, merge_tables=merge_tables)
+        report = on_disk.reshard(source, destination, bar, ranks=ranks, merge_ranks=merge_ranks)
     _show(report, as_json)
 
 

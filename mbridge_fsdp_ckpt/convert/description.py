@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+
+import numpy as np
 
 from mbridge_fsdp_ckpt.errors import ManifestError
 from mbridge_fsdp_ckpt.plan.boxes import whole
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry, Section
 from mbridge_fsdp_ckpt.plan.tiling import tiling_defect
 from mbridge_fsdp_ckpt.storage.files import Json
+from mbridge_fsdp_ckpt.storage.format.columns import STATE, STATELESS
 from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
-from mbridge_fsdp_ckpt.storage.format.schema import ParameterGroup
+from mbridge_fsdp_ckpt.storage.format.schema import RankOwn
+from mbridge_fsdp_ckpt.storage.format.values import hash_of
 from mbridge_fsdp_ckpt.storage.source import StoredChunk
 from mbridge_fsdp_ckpt.versions import writer_versions
 
@@ -22,11 +24,31 @@ _PLACE = ("pipeline", "tensor")
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What one saving rank said of itself; values as the table has them."""
+    """What one saving rank said of itself; values as its index file has them."""
 
     coordinates: dict[str, int]
-    values: Any = None
-    extra_state: Any = None
+    own: RankOwn = field(default_factory=RankOwn)
+    states: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """Optimizer parameters with their hyperparameters; the first word on a name counts.
+
+    Args:
+        sets: By parameter, the checksum of its hyperparameters.
+        hyperparameters: By checksum, the hyperparameters, encoded.
+    """
+
+    sets: dict[str, int] = field(default_factory=dict)
+    hyperparameters: dict[int, dict[str, Json]] = field(default_factory=dict)
+
+    def add(self, names: Iterable[str], hyperparameters: dict[str, Json]) -> None:
+        """Add parameters with their encoded hyperparameters."""
+        hashed = hash_of(dict(hyperparameters))
+        self.hyperparameters[hashed] = hyperparameters
+        for name in names:
+            self.sets.setdefault(name, hashed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +60,8 @@ class Description:
         sections: What was saved.
         topology: The saving job's sizes.
         values: Non-tensor state, as the manifest has it.
-        records: What ranks said of themselves, each with the number of the table that is to have it.
-        groups: Hyperparameters, and the parameters that they are for.
+        records: What ranks said of themselves, each with the number of the rank that is to have it.
+        parameters: Optimizer parameters, and their hyperparameters.
         stateless: Optimizer parameters without state.
         writer: Versions of packages that wrote it.
         notes: What does not come along, in words.
@@ -50,7 +72,7 @@ class Description:
     topology: dict[str, int | str]
     values: Json
     records: Mapping[int, Record]
-    groups: tuple[ParameterGroup, ...] = ()
+    parameters: Parameters = field(default_factory=Parameters)
     stateless: tuple[str, ...] = ()
     writer: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -58,20 +80,20 @@ class Description:
 
 def describe(source: SafeSource) -> Description:
     """A checkpoint of this format."""
-    head = source.manifest
-    records, groups, stateless = {}, Groups(), dict[str, None]()
-    for header in source.headers:
-        records[header.rank] = Record(header.coordinates, header.values, header.extra_state)
-        stateless |= dict.fromkeys(header.stateless)
-        for group in header.parameter_groups:
-            groups.add(group.parameters, group.hyperparameters)
+    head, stateless = source.manifest, dict[str, None]()
+    records: dict[int, Record] = {}
+    for rank, index in source.own_indexes():
+        places = index.names["kind"] == STATELESS
+        stateless |= dict.fromkeys(index.text_of_name(int(place)) for place in np.flatnonzero(places))
+        states = tuple(index.text_of_name(int(place)) for place in np.flatnonzero(index.names["kind"] == STATE))
+        records[rank] = Record(index.coordinates_of(), index.record(), states)
     return Description(
-        keys=head.keys,
+        keys=source.head.keys,
         sections=head.sections,
         topology=dict(head.topology),
         values=head.values,
-        records=dict(sorted(records.items())),
-        groups=groups.result(),
+        records=records,
+        parameters=Parameters(source.parameters(), {int(h, 16): values for h, values in head.hyperparameters.items()}),
         stateless=tuple(stateless),
         writer={**head.writer, **writer_versions(training=False)},
     )
@@ -83,7 +105,7 @@ def with_few_records(description: Description) -> Description:
     places: set[tuple[int | None, ...]] = set()
     for record in description.records.values():
         place = tuple(record.coordinates.get(axis) for axis in _PLACE)
-        if place not in places or record.extra_state is not None:
+        if place not in places or record.own.extra_state is not None:
             kept.append(record)
         places.add(place)
     left_out = len(description.records) - len(kept)
@@ -109,27 +131,3 @@ def covering(key: str, entry: KeyEntry, chunks: Iterable[StoredChunk]) -> list[S
             key=key,
         )
     return held
-
-
-class Groups:
-    """Collects hyperparameters: parameters with the same ones become one group; the first word on a name counts."""
-
-    def __init__(self) -> None:
-        self._members: dict[str, list[str]] = {}
-        self._known: set[str] = set()
-
-    def add(self, parameters: Iterable[str], hyperparameters: Mapping[str, Any]) -> None:
-        """Add parameters with their encoded hyperparameters."""
-        members = self._members.setdefault(json.dumps(hyperparameters), [])
-        for name in parameters:
-            if name not in self._known:
-                self._known.add(name)
-                members.append(name)
-
-    def result(self) -> tuple[ParameterGroup, ...]:
-        """The groups that have parameters."""
-        return tuple(
-            ParameterGroup(parameters=tuple(members), hyperparameters=json.loads(hyperparameters))
-            for hyperparameters, members in self._members.items()
-            if members
-        )

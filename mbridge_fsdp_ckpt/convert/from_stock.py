@@ -14,9 +14,10 @@ import torch
 
 from mbridge_fsdp_ckpt.bridge.names import MAX_TRAIN_STATE_BYTES, PROGRESS, TRAIN_STATE
 from mbridge_fsdp_ckpt.bridge.run_config import RunConfig
-from mbridge_fsdp_ckpt.convert.description import Description, Groups, Record
+from mbridge_fsdp_ckpt.convert.description import Description, Parameters, Record
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, UnsupportedStateError, brief
 from mbridge_fsdp_ckpt.storage.files import is_plain_file, read_bounded
+from mbridge_fsdp_ckpt.storage.format.schema import RankOwn
 from mbridge_fsdp_ckpt.storage.format.values import encode
 from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
 from mbridge_fsdp_ckpt.storage.stock.unpickler import REMEDY
@@ -30,7 +31,7 @@ _GROUP_META = "param_to_group_meta"
 def describe_stock(source: DcpSource) -> Description:
     """A checkpoint that Bridge wrote alone.
 
-    The table of rank i gets the random-number states of the i-th (pipeline, tensor) place.
+    The index file of rank i gets the random-number states of the i-th (pipeline, tensor) place.
 
     Raises:
         UnsupportedStateError: An optimizer slot is a pickle.
@@ -38,14 +39,14 @@ def describe_stock(source: DcpSource) -> Description:
     """
     _refuse_pickled_slots(source)
     values, unread = _values(source)
-    groups = Groups()
+    parameters = Parameters()
     hyperparameters = _hyperparameters(source)
     for name, found in hyperparameters.items():
         where = f"{_OPTIMIZER}.{_GROUP_META}.{name}"
-        groups.add([name], {key: encode(value, f"{where}.{key}") for key, value in found.items()})
+        parameters.add([name], {key: encode(value, f"{where}.{key}") for key, value in found.items()})
     places = sorted(source.ranks(), key=lambda record: (record.coordinates["pipeline"], record.coordinates["tensor"]))
     records = {
-        index: Record({"rank": index, **place.coordinates}, encode(place.values, _RANDOM))
+        index: Record({"rank": index, **place.coordinates}, RankOwn(values=encode(place.values, _RANDOM)))
         for index, place in enumerate(places)
     }
     lost = [*unread, *_lost(source, hyperparameters)]
@@ -55,7 +56,7 @@ def describe_stock(source: DcpSource) -> Description:
         topology=topology_of(source.head.directory, [*records.values()]),
         values=encode(values, "values"),
         records=records,
-        groups=groups.result(),
+        parameters=parameters,
         writer=writer_versions(training=False),
         notes=_note(lost),
     )

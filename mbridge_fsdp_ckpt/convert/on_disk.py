@@ -91,7 +91,7 @@ def from_torch_dist(source: str, destination: str, progress: Progress, *, trust_
     return job.report
 
 
-def reshard(source: str, destination: str, progress: Progress, *, ranks: int, merge_tables: bool) -> Report:
+def reshard(source: str, destination: str, progress: Progress, *, ranks: int, merge_ranks: bool) -> Report:
     """Rewrite a checkpoint as if so many ranks had saved it: few large files out of many, or the reverse.
 
     Every tensor is split evenly along its first dimension. Reads both formats, writes fsdp_dtensor_safe.
@@ -101,7 +101,7 @@ def reshard(source: str, destination: str, progress: Progress, *, ranks: int, me
         destination: The iteration directory to be made.
         progress: Who watches.
         ranks: How many payload files there are to be.
-        merge_tables: Keep the random-number states of one rank for each (pipeline, tensor) place.
+        merge_ranks: Keep the random-number states of one rank for each (pipeline, tensor) place.
 
     Raises:
         CheckpointError: The source cannot be read, or there is a destination.  Nothing is left of what was begun.
@@ -111,7 +111,7 @@ def reshard(source: str, destination: str, progress: Progress, *, ranks: int, me
         return even_shares(key, entry.shape, dtype_from_name(entry.dtype).itemsize, ranks)
 
     def written(job: AnyJob, description: Description) -> Report:
-        write_safe(job, with_few_records(description) if merge_tables else description, evenly, range(ranks))
+        write_safe(job, with_few_records(description) if merge_ranks else description, evenly, range(ranks))
         return job.report
 
     again = "The checkpoint was replaced meanwhile: start again."

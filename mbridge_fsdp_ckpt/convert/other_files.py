@@ -14,7 +14,7 @@ from mbridge_fsdp_ckpt.storage.store import AnyPath, store_of
 
 
 def other_files(directory: AnyPath) -> list[str]:
-    """The files of a checkpoint that are neither payload nor head nor tables, by their names in it.
+    """The files of a checkpoint that are neither payload nor head nor index files, by their names in it.
 
     Raises:
         DamagedCheckpointError: One is a link, or no file; or has a name that the format does not allow.

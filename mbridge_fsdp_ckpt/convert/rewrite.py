@@ -2,15 +2,14 @@
 
     source  chunk by chunk, each verified as it is read      one key after another, rows in order
     blocks  cut out of them                                  at most one in memory
-    target  payload of up to `_OPEN_FILES` writers at a time, then their tables, then the head
+    target  payload of up to `_OPEN_FILES` writers at a time, then their index, then the head
 
 Memory: one chunk of the source, one block of the target, up to `KEPT_BYTES` of chunks that the next block needs too,
-and what the head and the tables of the writers at hand say of the chunks.
+and what the head and the index of the writers at hand say of the chunks.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import batched
@@ -21,18 +20,17 @@ import torch
 
 from mbridge_fsdp_ckpt.convert.description import Description, Record, covering
 from mbridge_fsdp_ckpt.errors import InternalError
-from mbridge_fsdp_ckpt.plan.boxes import Box
+from mbridge_fsdp_ckpt.plan.boxes import Box, whole
 from mbridge_fsdp_ckpt.plan.dtypes import bits, dtype_from_name
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
-from mbridge_fsdp_ckpt.storage.checksums import checksum
 from mbridge_fsdp_ckpt.storage.commit import removal
 from mbridge_fsdp_ckpt.storage.commit.content import Commit
-from mbridge_fsdp_ckpt.storage.files import write_file
 from mbridge_fsdp_ckpt.storage.finishing import finish, head
-from mbridge_fsdp_ckpt.storage.format.names import payload_name, table_name
-from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter, scalar_of
-from mbridge_fsdp_ckpt.storage.format.schema import TableEntry, TableHeader
-from mbridge_fsdp_ckpt.storage.format.table import Row, table_bytes
+from mbridge_fsdp_ckpt.storage.format.names import Files, payload_name, token
+from mbridge_fsdp_ckpt.storage.format.own_index import RankIndex
+from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter, number_of
+from mbridge_fsdp_ckpt.storage.format.rows import Row
+from mbridge_fsdp_ckpt.storage.format.told import Told, count_keys, together, write_group_index, write_own_index
 from mbridge_fsdp_ckpt.storage.format.values import decode
 from mbridge_fsdp_ckpt.storage.source import StoredChunk
 from mbridge_fsdp_ckpt.storage.store import AnyPath
@@ -63,9 +61,9 @@ class Rewriting:
 
     Args:
         source: Where tensors come from.
-        description: What the checkpoint says besides tensors; its records have a table each.
+        description: What the checkpoint says besides tensors; its records have an index file each.
         shares: How tensors are cut.
-        writers: Ranks that may get blocks; each has a table.
+        writers: Ranks that may get blocks; each has an index file.
         batches: All keys, in groups whose chunks may be known at a time.
         add_files: Puts further files into a directory.
         stock_view: Whether to write stock's view of so many chunks.
@@ -96,12 +94,11 @@ class _Writer:
     def add(self, key: str, entry: KeyEntry, elements: torch.Tensor, box: Box) -> None:
         """Write a block."""
         if not entry.is_sharded:
-            self.rows.append(scalar_of(key, elements))
+            self.rows.append(number_of(key, elements))
         else:
             self.payload = self.payload or PayloadWriter(self.path)
             self.rows.append(self.payload.add(key, elements, box))
-        if not any(box.offset):
-            self.keys[key] = entry
+        self.keys[key] = entry
 
 
 def rewrite(commit: Commit, work: Rewriting) -> int:
@@ -111,23 +108,22 @@ def rewrite(commit: Commit, work: Rewriting) -> int:
         DamagedCheckpointError, ManifestError: The source is damaged.  Nothing was committed.
         OSError: The storage refused.
     """
-    tables, files, chunks = [], 0, 0
+    told, payloads, files = [], 0, Files(token(), commit.suffix)
     ranks = sorted({*work.writers, *work.description.records})
     for group in batched(ranks, _OPEN_FILES):
-        written = _write_payload(commit, work, group)
-        for rank in group:
-            header = _header(work.description, rank, is_first=rank == ranks[0])
-            tables.append(_write_table(commit, header, written.get(rank)))
-        files += sum(writer.payload is not None for writer in written.values())
-        chunks += sum(len(writer.rows) for writer in written.values())
-    _finish(commit, work, tables, chunks)
-    return files
+        written = _write_payload(commit, work, group, ranks[0])
+        own = [_write_index(commit, files, work.description, rank, written.get(rank), ranks[0]) for rank in group]
+        told.append(write_group_index(commit.directory, files, group[0], together(own)))
+        payloads += sum(writer.payload is not None for writer in written.values())
+    _finish(commit, work, files, together(told))
+    return payloads
 
 
-def _write_payload(commit: Commit, work: Rewriting, group: Sequence[int]) -> dict[int, _Writer]:
+def _write_payload(commit: Commit, work: Rewriting, group: Sequence[int], first: int) -> dict[int, _Writer]:
     """The blocks of some writers, key by key: every chunk of the source that they need is read once."""
     writers: dict[int, _Writer] = {}
-    wanted = set(group).intersection(work.writers)
+    empty_by = min(work.writers, default=first)  # tensors without elements are no blocks, but have a key
+    wanted = set(group).intersection([*work.writers, empty_by])
     try:
         for batch in work.batches if wanted else ():
             chunks = work.source.chunks(batch)
@@ -135,7 +131,8 @@ def _write_payload(commit: Commit, work: Rewriting, group: Sequence[int]) -> dic
                 entry = work.description.keys[key]
                 tiling = covering(key, entry, chunks.pop(key))
                 reader = _Blocks(work.source, entry, tiling)
-                for rank, box in work.shares(key, entry, tiling):
+                shares = work.shares(key, entry, tiling) if tiling else [(empty_by, whole(entry.shape))]
+                for rank, box in shares:
                     if rank not in wanted:
                         continue
                     if rank not in writers:
@@ -205,45 +202,37 @@ def _rows(box: Box) -> tuple[int, int]:
     return (box.offset[0], box.end[0]) if box.size else (0, 1)
 
 
-def _header(description: Description, rank: int, *, is_first: bool) -> TableHeader:
-    """What a rank's table says besides its chunks; the first has what belongs to no rank."""
+def _write_index(
+    commit: Commit, files: Files, description: Description, rank: int, writer: _Writer | None, first: int
+) -> Told:
+    """Write a rank's index file; the first one's has what belongs to no rank."""
     record = description.records.get(rank, Record({"rank": rank}))
-    empty = {key: entry for key, entry in description.keys.items() if not math.prod(entry.shape)}
-    return TableHeader(
+    parameters, writer = description.parameters, writer or _Writer(commit.directory)
+    said = RankIndex(
         rank=rank,
         coordinates=record.coordinates,
-        files=(),
-        keys=empty if is_first else {},
-        parameter_groups=description.groups if is_first else (),
-        stateless=description.stateless if is_first else (),
-        values=record.values,
-        extra_state=record.extra_state,
-        chunks=0,
+        payload=writer.payload.close() if writer.payload is not None else None,
+        keys=writer.keys,
+        parameters=parameters.sets if rank == first else {},
+        stateless=description.stateless if rank == first else (),
+        states=record.states,
+        own=record.own,
     )
+    hyperparameters = parameters.hyperparameters if rank == first else {}
+    return write_own_index(commit.directory, files, said, writer.rows, hyperparameters)
 
 
-def _write_table(commit: Commit, header: TableHeader, writer: _Writer | None) -> TableEntry:
-    rows = writer.rows if writer is not None else []
-    if writer is not None:
-        files = (writer.payload.close(),) if writer.payload is not None else ()
-        update = {"files": files, "keys": {**header.keys, **writer.keys}, "chunks": len(rows)}
-        header = header.model_copy(update=update)
-    name, data = table_name(header.rank, commit.suffix), table_bytes(header, rows)
-    write_file(commit.directory / name, data)
-    return TableEntry(rank=header.rank, name=name, size=len(data), checksum=checksum(data))
-
-
-def _finish(commit: Commit, work: Rewriting, tables: Sequence[TableEntry], chunks: int) -> None:
+def _finish(commit: Commit, work: Rewriting, files: Files, told: Told) -> None:
     said = work.description
     manifest = head(
         writer=said.writer,
         topology=said.topology,
         sections=said.sections,
-        keys=said.keys,
-        tables=tables,
+        files=files,
+        told=told,
+        keys=count_keys(commit.directory, files, told),
         values=said.values,
     )
-    names = {build(entry.rank, commit.suffix) for entry in tables for build in (payload_name, table_name)}
-    view_of = decode(said.values) or {} if work.stock_view(chunks) else None
-    replaced = finish(commit, manifest, names, view_of=view_of, add_files=work.add_files, last_call=work.last_call)
+    view_of = decode(said.values) or {} if work.stock_view(told["chunks"]) else None
+    replaced = finish(commit, manifest, view_of=view_of, add_files=work.add_files, last_call=work.last_call)
     removal.delete_later(replaced)

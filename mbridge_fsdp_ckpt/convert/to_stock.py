@@ -13,6 +13,7 @@ from typing import Any
 from mbridge_fsdp_ckpt.bridge.names import PROGRESS, TRAIN_STATE
 from mbridge_fsdp_ckpt.convert.description import covering
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
+from mbridge_fsdp_ckpt.storage.checksums import as_text
 from mbridge_fsdp_ckpt.storage.commit import removal
 from mbridge_fsdp_ckpt.storage.commit.content import Commit
 from mbridge_fsdp_ckpt.storage.commit.rename import put_in_place
@@ -26,8 +27,13 @@ _RANDOM = "rng_state"
 
 
 def payload_files(source: SafeSource) -> list[FileEntry]:
-    """The payload files of a checkpoint, as its tables have them."""
-    return [file for header in source.headers for file in header.files]
+    """The payload files of a checkpoint, as its index has them."""
+    ranks = [rank.tolist() for group in source.index.groups for rank in group.ranks]
+    return [
+        FileEntry(name=source.files.payload(rank), size=size, checksum=as_text(number))
+        for rank, size, number in sorted(ranks)
+        if size
+    ]
 
 
 def write_stock(
@@ -55,16 +61,16 @@ def write_stock(
         OSError: The storage refused.
     """
     staging = target.parent / commit.directory.name
-    head = source.manifest
-    chunks = source.chunks(head.keys)
-    for key, entry in head.keys.items():
+    keys = source.head.keys
+    chunks = source.chunks(keys)
+    for key, entry in keys.items():
         covering(key, entry, chunks.pop(key))
     for file in files:
         copy_file(check_file(source.head.directory, file), staging / file.name, file, progress)
     add_files(staging)
     beside = (staging / TRAIN_STATE).exists()  # where stock keeps what this format has among its values
     values = {name: value for name, value in source.head.values.items() if name != PROGRESS or not beside}
-    write_dcp_view(staging, head.keys, [source.head.directory / entry.name for entry in head.tables], values)
+    write_dcp_view(staging, source, values)
     _flush(staging)
     last_call()
     removal.delete_later(put_in_place(staging, target))
@@ -83,12 +89,13 @@ def not_in_stock(source: SafeSource) -> Iterator[str]:
     """What stock has no place for, in words."""
     kept: dict[tuple[int | None, int | None], Any] = {}
     lost, scaling, others = 0, False, set[str]()
-    for header in source.headers:
-        values = header.values if isinstance(header.values, dict) else {}
+    for _, index in source.own_indexes():
+        own, coordinates = index.record(), index.coordinates_of()
+        values = own.values if isinstance(own.values, dict) else {}
         random = values.get(_RANDOM)
-        place = header.coordinates.get("pipeline"), header.coordinates.get("tensor")
+        place = coordinates.get("pipeline"), coordinates.get("tensor")
         lost += random is not None and kept.setdefault(place, random) != random
-        scaling = scaling or header.extra_state is not None
+        scaling = scaling or own.extra_state is not None
         others |= values.keys() - {_RANDOM}
     if lost:
         ranks = "1 rank" if lost == 1 else f"{lost} ranks"

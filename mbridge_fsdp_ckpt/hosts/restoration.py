@@ -129,9 +129,6 @@ def _states_at_place(loaded: Any, groups: Any) -> list[Any] | None:
     sizes = (("tensor", groups.tp.size()), ("pipeline", groups.pp.size()))
     if any(loaded.topology.get(name, size) != size for name, size in sizes):
         return None
-    records = ([loaded.own] if loaded.own is not None else []) + list(loaded.records)
-    for record in records:
-        states = (record.values or {}).get("rng_state", {}).get(place)
-        if states:
-            return list(states)
-    return None
+    record = loaded.nearest
+    states = (record.values or {}).get("rng_state", {}).get(place) if record is not None else None
+    return list(states) if states else None

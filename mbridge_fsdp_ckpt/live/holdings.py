@@ -46,7 +46,7 @@ class Holding:
     Args:
         key: Key on disk.
         entry: The key's global description.
-        piece: The block; for a scalar, the one that declares the key.
+        piece: The block; for a scalar, the one that declares the key, if this rank has that one.
         flat: The flattened local shard that the piece's source indexes, or the scalar.
         plan: The parameter it belongs to.
     """
@@ -61,6 +61,11 @@ class Holding:
     def is_scalar(self) -> bool:
         """Whether the tensor is one number of the parameter."""
         return self.entry.kind != "sharded"
+
+    @property
+    def declares(self) -> bool:
+        """Whether it counts for the plan: every shard has the parameter's numbers, one declares them."""
+        return self.piece.is_origin or not self.is_scalar
 
     @property
     def box(self) -> Box:
@@ -123,8 +128,13 @@ class OptimizerPart:
 
     def group_names(self) -> Iterator[tuple[Hyperparameters, list[str]]]:
         """Hyperparameters and optimizer names, a group."""
+        for hyperparameters, plans in self.group_plans():
+            yield hyperparameters, [plan.layout.optimizer_name for plan in plans]
+
+    def group_plans(self) -> Iterator[tuple[Hyperparameters, list[ParameterPlan]]]:
+        """Hyperparameters and plans, a group."""
         for group in self.adapter.groups():
-            yield group.hyperparameters, [self.plans[id(p)].layout.optimizer_name for p in group.parameters]
+            yield group.hyperparameters, [self.plans[id(parameter)] for parameter in group.parameters]
 
 
 def optimizer_parts(optimizer: Any, planned: list[Planned]) -> list[OptimizerPart]:
@@ -174,9 +184,9 @@ def _slot_blocks(plan: ParameterPlan, name: str, slot: Slot, vocabulary_size: in
         yield from _blocks(plan, key_of, dtype, slot.tensor, vocabulary_size)
         return
     entry = KeyEntry(dtype=dtype, shape=(), kind=slot.kind, family=_family(plan))
-    for piece in plan.pieces:
-        if piece.is_origin:  # exactly one shard, which has state
-            yield Holding(key_of(piece.component), entry, piece, slot.tensor, plan)
+    by_component = {piece.component: piece for piece in sorted(plan.pieces, key=lambda piece: piece.is_origin)}
+    for component, piece in by_component.items():
+        yield Holding(key_of(component), entry, piece, slot.tensor, plan)
 
 
 def _blocks(

@@ -1,10 +1,12 @@
 """Whether somebody asks for every key of a checkpoint: what ranks bring to a load's meetings, and how it is judged.
 
-First sums, by buckets of keys.  Where these do not add up, the keys themselves, a bounded number at a time.
+First sums, by buckets of keys: each rank adds the keys that it asks for, and takes off its share of those that the
+checkpoint has.  Where these do not add up, the keys themselves, a bounded number at a time.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import TypedDict
 
@@ -14,6 +16,7 @@ from mbridge_fsdp_ckpt.loading.match import NAMED, listed
 from mbridge_fsdp_ckpt.loading.opened import Opened
 from mbridge_fsdp_ckpt.plan.keys import MODEL_PREFIX, STATE_PREFIX
 from mbridge_fsdp_ckpt.plan.pieces import ParameterPlan, Piece
+from mbridge_fsdp_ckpt.plan.tiling import PRIME
 
 _IDENTITIES = 8
 _KEYS_AT_ONCE, _BYTES_AT_ONCE = 8192, 3 << 20  # of one meeting
@@ -22,34 +25,68 @@ _KEYS_AT_ONCE, _BYTES_AT_ONCE = 8192, 3 << 20  # of one meeting
 class Asked(TypedDict):
     """A rank's message for the verification, or several ranks': a sketch of the keys asked for, of which checkpoints.
 
-    `replicas` is how many a block has at most.
+    Args:
+        checkpoints: What tells them from all others.
+        asked: The sketch.
+        slots: Zero in sum, if whoever holds some of a parameter found the same slots of it.
+        replicas: How many a block has at most.
+        skipped: The first keys that are missing, and may be, or that nobody is to ask for.
     """
 
     checkpoints: list[str]
     asked: list[int]
+    slots: int
     replicas: int
+    skipped: list[str]
 
 
 class KeysJudged(TypedDict):
-    """The buckets in which keys do not add up, as many at a time as one meeting takes; keys nobody is to ask for."""
+    """What a load's first meeting found.
+
+    Args:
+        disputed: The buckets in which keys do not add up, as many at a time as one meeting takes.
+        slots_differ: Whether some ranks found other slots of a parameter than others.
+        skipped: See `Asked`.
+    """
 
     disputed: list[list[int]]
-    unread: list[str]
+    slots_differ: bool
+    skipped: list[str]
 
 
-type AskedByName = dict[str, tuple[str, bool]]
-"""By key, for which replicas somebody asked, as the bits of a number, and whether for one of them twice."""
+type AskedByName = dict[str, tuple[str, bool, bool]]
+"""By key: for which replicas somebody asked, as the bits of a number, whether for one twice, whether it is there."""
 
 
 def announce(opened: Opened) -> Asked:
     """The bounded message for the verification."""
     declared = _declared(opened)
-    shares = ((key, sketches.key_word(key) * sketches.share_of_one(piece.replica)) for key, piece in declared)
+    shares = [(key, sketches.key_word(key) * sketches.share_of_one(piece.replica)) for key, piece in declared]
+    shares += [(key, -sketches.key_word(key)) for key in _offered(opened)]
+    unread = (key for key in opened.offered if opened.settings.may_be_unexpected(key))
     return {
         "checkpoints": [opened.source.head.identity],
         "asked": sketches.in_buckets(shares),
+        "slots": _slots_word(opened),
         "replicas": max((piece.replica.count for _, piece in declared), default=1),
+        "skipped": sorted({*unread, *opened.skipped})[:NAMED],
     }
+
+
+def _slots_word(opened: Opened) -> int:
+    """Each holder adds a word for a parameter's slots as often as it has elements; who has the first takes all off."""
+    total = 0
+    plans = (plan for part in opened.parts for _, plan in part.parameters()) if opened.with_state else ()
+    for plan in plans:
+        if plan.layout.is_copy or not plan.pieces:
+            continue
+        slots = sorted({slot for piece in plan.pieces for slot in opened.slots[plan.state_name(piece.component)]})
+        word = sketches.key_word(" ".join((plan.layout.optimizer_name, *slots)))
+        volume = sum(math.prod(component.global_shape) for component in plan.components)
+        for piece in plan.pieces:
+            first = piece.is_origin and piece.component == plan.components[0]
+            total += word * sketches.share_of_one(piece.replica) * (piece.box.volume - first * volume)
+    return total % PRIME
 
 
 def combine(messages: list[Asked]) -> Asked:
@@ -57,7 +94,9 @@ def combine(messages: list[Asked]) -> Asked:
     return {
         "checkpoints": sorted({one for message in messages for one in message["checkpoints"]})[:_IDENTITIES],
         "asked": sketches.added(message["asked"] for message in messages),
+        "slots": sum(message["slots"] for message in messages) % PRIME,
         "replicas": max(message["replicas"] for message in messages),
+        "skipped": sorted({key for message in messages for key in message["skipped"]})[:NAMED],
     }
 
 
@@ -89,11 +128,9 @@ def judge(opened: Opened, asked: Asked) -> KeysJudged:
             found=f"{len(identities)} different ones: {', '.join(identities)}",
             remedy="Is the directory on a file system that all hosts share, and settled?",
         )
-    keys = opened.source.head.keys
-    offered = sketches.in_buckets((key, -sketches.key_word(key)) for key in _offered(opened))
-    bad = list(sketches.add([asked["asked"], offered]))
-    unread = sorted(key for key in keys if opened.settings.may_be_unexpected(key))[:NAMED]
-    return {"disputed": list(at_a_time(bad, len(keys), asked["replicas"])), "unread": unread}
+    bad = list(sketches.remainders_of(asked["asked"]))
+    groups = at_a_time(bad, len(opened.source.head.keys), asked["replicas"])
+    return {"disputed": list(groups), "slots_differ": asked["slots"] != 0, "skipped": asked["skipped"]}
 
 
 def at_a_time(buckets: Sequence[int], keys: int, replicas: int) -> Iterator[list[int]]:
@@ -111,41 +148,42 @@ def at_a_time(buckets: Sequence[int], keys: int, replicas: int) -> Iterator[list
 
 
 def _offered(opened: Opened) -> list[str]:
-    """Keys of the checkpoint that somebody has to ask for."""
-    keys, include = opened.source.head.keys, opened.include or (lambda key: True)
+    """Of this rank's share of the checkpoint's keys, those that somebody has to ask for."""
+    keys, include = opened.offered, opened.include or (lambda key: True)
     model = [key for key in keys if key.startswith(MODEL_PREFIX) and include(key.removeprefix(MODEL_PREFIX))]
     state = [key for key in keys if key.startswith(STATE_PREFIX)] if opened.with_state else []
     return [key for key in model + state if not opened.settings.may_be_unexpected(key)]
 
 
 def by_name(opened: Opened, buckets: Sequence[int]) -> AskedByName:
-    """Keys that this rank asked for, in buckets that did not add up."""
+    """Keys that this rank asked for, and its share of those that are there, in buckets that did not add up."""
     wanted = set(buckets)
     own = [(key, 1 << piece.replica.index) for key, piece in _declared(opened) if sketches.bucket_of(key) in wanted]
-    return combine_named([{key: (f"{bit:x}", False)} for key, bit in own])
+    there = [key for key in _offered(opened) if sketches.bucket_of(key) in wanted]
+    asked: list[AskedByName] = [{key: (f"{bit:x}", False, False)} for key, bit in own]
+    return combine_named([*asked, *({key: ("0", False, True)} for key in there)])
 
 
 def combine_named(messages: list[AskedByName]) -> AskedByName:
     """What several ranks asked for, as one message."""
-    asked: dict[str, tuple[int, bool]] = {}
+    asked: dict[str, tuple[int, bool, bool]] = {}
     for message in messages:
-        for key, (replicas, twice) in message.items():
-            bits, (known, was_twice) = int(replicas, 16), asked.get(key, (0, False))
-            asked[key] = known | bits, was_twice or twice or bool(known & bits)
-    return {key: (f"{bits:x}", twice) for key, (bits, twice) in sorted(asked.items())}
+        for key, (replicas, twice, there) in message.items():
+            bits, (known, was_twice, was_there) = int(replicas, 16), asked.get(key, (0, False, False))
+            asked[key] = known | bits, was_twice or twice or bool(known & bits), was_there or there
+    return {key: (f"{bits:x}", twice, there) for key, (bits, twice, there) in sorted(asked.items())}
 
 
-def judge_named(opened: Opened, buckets: Sequence[int], asked: AskedByName) -> None:
+def judge_named(asked: AskedByName) -> None:
     """Only where the keys do not add up: name those that nobody asks for.  Some ranks alone may ask for one."""
-    wanted = set(buckets)
-    unexpected = [key for key in _offered(opened) if sketches.bucket_of(key) in wanted and key not in asked]
+    unexpected = [key for key, (replicas, _, there) in asked.items() if there and not int(replicas, 16)]
     if unexpected:
         raise KeyMismatchError(
             expected="every key of the checkpoint to have a place in the model",
             found=f"{len(unexpected)} unexpected: {listed(unexpected)}",
             remedy="Load a checkpoint of the same model, or name keys to leave unread in allow_unexpected.",
         )
-    several = [key for key, (_, twice) in asked.items() if twice]
+    several = [key for key, (_, twice, _) in asked.items() if twice]
     if several:
         raise PlanDisagreementError(
             expected="one rank to hold the first element of a replica",

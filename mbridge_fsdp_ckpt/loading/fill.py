@@ -110,19 +110,22 @@ class _Allocated:
 
 def _allocate(opened: Opened, part: OptimizerPart, targets: Targets) -> Iterator[_Allocated]:
     for parameter, plan in part.parameters():
-        first = plan.components[0]
-        entries = opened.slots.get(plan.state_name(first), {})
+        if not plan.pieces:
+            yield _Allocated(part, parameter, plan, {}, None)
+            continue
+        held = plan.pieces[0].component
+        entries = opened.slots.get(plan.state_name(held), {})
         specs = {slot: SlotSpec(entry.kind, dtype_from_name(entry.dtype)) for slot, entry in entries.items()}
-        slots = part.adapter.allocate(parameter, specs) if plan.pieces else {}
+        slots = part.adapter.allocate(parameter, specs)
         for name, slot in slots.items():
             if slot.kind == "sharded":
                 _add_targets(targets, plan, partial(plan.slot_key, slot=name), slot.tensor, opened.asked)
             else:
-                targets[plan.slot_key(first, name)].append(scalar(slot.tensor))
+                targets[plan.slot_key(held, name)].append(scalar(slot.tensor))
         step = None
-        if STEP in specs and plan.pieces:
+        if STEP in specs:
             step = torch.zeros((), dtype=torch.float64)
-            targets[plan.slot_key(first, STEP)].append(scalar(step))
+            targets[plan.slot_key(held, STEP)].append(scalar(step))
         yield _Allocated(part, parameter, plan, slots, step)
 
 

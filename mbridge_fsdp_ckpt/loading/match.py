@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections import defaultdict
-from collections.abc import Iterable
-from functools import cached_property
+from collections.abc import Collection, Iterable
 
 import torch
 
@@ -13,20 +12,28 @@ from mbridge_fsdp_ckpt.errors import KeyMismatchError, ManifestError
 from mbridge_fsdp_ckpt.live.holdings import Planned
 from mbridge_fsdp_ckpt.plan.boxes import Box, Shape, whole
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
-from mbridge_fsdp_ckpt.plan.keys import STATE_PREFIX, KeyEntry, Kind, name_and_slot
+from mbridge_fsdp_ckpt.plan.keys import STATE_PREFIX, KeyEntry, Kind
 from mbridge_fsdp_ckpt.plan.pieces import Component, ParameterPlan
 from mbridge_fsdp_ckpt.plan.tiling import tiling_defect
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource, StoredChunk
 
 NAMED = 20  # names that an error lists
+_KEYS_COMPARED = 50_000  # with one that is missing
 
 
 class Match:
-    """Collects what this rank needs and what does not fit, to name it all in one error."""
+    """Collects what this rank needs and what does not fit, to name it all in one error.
 
-    def __init__(self, source: CheckpointSource, settings: Settings) -> None:
-        self._source, self._settings = source, settings
+    Args:
+        source: The checkpoint.
+        settings: See `Settings`.
+        everything: Whether to look at components of which this rank holds nothing, too, as an error does that names all
+            that is missing.  Each element is held by some rank.
+    """
+
+    def __init__(self, source: CheckpointSource, settings: Settings, *, everything: bool) -> None:
+        self._source, self._settings, self._everything = source, settings, everything
         self.needed: dict[str, list[Box]] = defaultdict(list)
         self.asked: set[str] = set()
         self.skipped: list[str] = []
@@ -35,26 +42,30 @@ class Match:
 
     def weights(self, item: Planned) -> None:
         """The weight's components."""
-        for component in item.plan.components:
+        for component in self._components(item.plan):
             key = item.plan.model_key(component)
             self._key(key, component.global_shape, item.tensor.dtype, "sharded", item.plan, component)
 
-    def slots(self, plan: ParameterPlan, slots: dict[str, dict[str, KeyEntry]]) -> None:
-        """All slots that the checkpoint has of a parameter; every component must have the same."""
-        name = plan.layout.optimizer_name
-        found = [slots.get(plan.state_name(component), {}) for component in plan.components]
-        kinds = {slot: entry for component in found for slot, entry in component.items()}
-        if not kinds and plan.pieces and name not in self._stateless:
+    def _components(self, plan: ParameterPlan) -> Collection[Component]:
+        return plan.components if self._everything else dict.fromkeys(piece.component for piece in plan.pieces)
+
+    def slots(self, plan: ParameterPlan) -> dict[str, dict[str, KeyEntry]]:
+        """All slots that the checkpoint has of a parameter; every component must have the same.
+
+        Returns:
+            The slots of each component, by its name in the optimizer's state.
+        """
+        names = [plan.state_name(component) for component in self._components(plan)]
+        found = {name: self._source.slots(name) for name in names}
+        kinds = {slot: entry for component in found.values() for slot, entry in component.items()}
+        if not kinds and plan.pieces and not self._source.stateless([name := plan.layout.optimizer_name]):
             self._absent(f"{STATE_PREFIX}{name}.*")
         for slot, entry in kinds.items():
-            for component in plan.components:
+            for component in self._components(plan):
                 shape = component.global_shape if entry.kind == "sharded" else ()
                 dtype = dtype_from_name(entry.dtype)
                 self._key(plan.slot_key(component, slot), shape, dtype, entry.kind, plan, component)
-
-    @cached_property
-    def _stateless(self) -> frozenset[str]:
-        return frozenset(name for record in self._source.ranks() for name in record.stateless)
+        return found
 
     def section(self, name: str) -> None:
         """A whole section that must be there."""
@@ -99,8 +110,17 @@ class Match:
         saved, here = entry.unpadded_rows, self._settings.vocabulary_size
         return f"{text} (tokens without padding: {saved or 'unknown'} there, {here or 'unknown'} in vocabulary_size)"
 
+    def _known(self) -> Iterable[str]:
+        """Keys of the checkpoint, to find the nearest of; of a large one there are too many."""
+        return self._source.head.keys if len(self._source.head.keys) < _KEYS_COMPARED else ()
+
     def _absent(self, key: str) -> None:
         (self.skipped if self._settings.may_be_missing(key) else self._missing).append(key)
+
+    @property
+    def fits(self) -> bool:
+        """Whether nothing was missing or unlike, not even what may be."""
+        return not (self._missing or self._unlike or self.skipped)
 
     def finish(self) -> None:
         """Raise one error over everything that did not fit."""
@@ -108,7 +128,7 @@ class Match:
             return
         found = []
         if self._missing:
-            found.append(f"{len(self._missing)} missing: {listed(self._missing, self._source.head.keys)}")
+            found.append(f"{len(self._missing)} missing: {listed(self._missing, self._known())}")
         if self._unlike:
             found.append(f"{len(self._unlike)} unlike: {listed(self._unlike)}")
         raise KeyMismatchError(
@@ -129,19 +149,9 @@ def listed(names: list[str], known: Iterable[str] = ()) -> str:
     pool = list(known)
     shown: list[str] = []
     for name in sorted(names)[:NAMED]:
-        near = difflib.get_close_matches(name, pool, 1, 0.8) if len(shown) < 3 and len(pool) < 50_000 else []
+        near = difflib.get_close_matches(name, pool, 1, 0.8) if len(shown) < 3 else []
         shown.append(name + (f" (nearest: {near[0]})" if near else ""))
     return ", ".join(shown) + (f", and {len(names) - NAMED} more" if len(names) > NAMED else "")
-
-
-def slots_by_name(source: CheckpointSource) -> dict[str, dict[str, KeyEntry]]:
-    """Saved slots by optimizer name with component suffix."""
-    found: dict[str, dict[str, KeyEntry]] = defaultdict(dict)
-    for key, entry in source.head.keys.items():
-        if slot_key := name_and_slot(key):
-            name, slot = slot_key
-            found[name][slot] = entry
-    return found
 
 
 def check_coverage(needed: dict[str, list[Box]], chunks: dict[str, list[StoredChunk]]) -> None:

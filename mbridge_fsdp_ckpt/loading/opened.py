@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from mbridge_fsdp_ckpt.agree.agreement import Agreement
-from mbridge_fsdp_ckpt.errors import ConfigurationError
+from mbridge_fsdp_ckpt.errors import ConfigurationError, FamilyError
 from mbridge_fsdp_ckpt.families import default_registry
 from mbridge_fsdp_ckpt.live.fp8.owners import restorations
 from mbridge_fsdp_ckpt.live.fp8.state import Restoration
@@ -17,12 +17,13 @@ from mbridge_fsdp_ckpt.live.holdings import KeyFilter, OptimizerPart, Planned, o
 from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module
 from mbridge_fsdp_ckpt.live.optimizer.base import Hyperparameters
 from mbridge_fsdp_ckpt.live.topology import coordinates
-from mbridge_fsdp_ckpt.loading.match import Match, check_coverage, slots_by_name
+from mbridge_fsdp_ckpt.loading.match import Match, check_coverage
 from mbridge_fsdp_ckpt.loading.renaming import under_new_names
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.commit.methods import recover
+from mbridge_fsdp_ckpt.storage.files import malformed
 from mbridge_fsdp_ckpt.storage.opening import check_other_files, open_checkpoint
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource, RankRecord, StoredChunk, sizes_of
 from mbridge_fsdp_ckpt.storage.store import AnyPath
@@ -56,6 +57,7 @@ class Opened:
         chunks: Where each needed key lies.
         needed: The blocks of each key that this rank needs.
         asked: Keys that have a place in this model.
+        offered: Of the checkpoint's keys, those that this rank sees to it that somebody asks for.
     """
 
     source: CheckpointSource
@@ -71,6 +73,7 @@ class Opened:
     slots: dict[str, dict[str, KeyEntry]] = field(default_factory=dict)
     scaling: list[Restoration] = field(default_factory=list)
     asked: set[str] = field(default_factory=set)
+    offered: Sequence[str] = ()
     skipped: list[str] = field(default_factory=list)
 
     @property
@@ -88,7 +91,7 @@ def open_and_match(directory: AnyPath, wanted: Wanted, settings: Settings, agree
     """
     require("save and load")
     recover(directory)
-    source = open_checkpoint(directory)
+    source = open_checkpoint(directory, near=[agreement.rank])
     _check_families(source, settings)
     module, include = find_fsdp_module(wanted.model), wanted.include
     everything = plan_model(module)
@@ -96,34 +99,66 @@ def open_and_match(directory: AnyPath, wanted: Wanted, settings: Settings, agree
     planned = [p for p in everything if include is None or include(p.plan.layout.key)]
     parts = optimizer_parts(wanted.optimizer, everything) if wanted.optimizer is not None else []
     opened = Opened(source, settings, module, include, planned, parts, wanted.with_state and bool(parts))
-    match = Match(source, settings)
-    for item in planned:
-        match.weights(item)
+    match = _match(opened, everything=False)
+    if not match.fits:
+        match = _match(opened, everything=True)
     if opened.with_state:
-        opened.slots = slots_by_name(source)
-        match.section("optimizer")
-        plans = [plan for part in parts for _, plan in part.parameters()]
-        for plan in plans:
-            match.slots(plan, opened.slots)
+        plans = (plan for part in parts for _, plan in part.parameters())
         opened.hyperparameters = source.hyperparameters(plan.layout.optimizer_name for plan in plans)
         _check_groups(opened)
     match.finish()
-    opened.scaling = restorations(module, ((rank.coordinates, rank.extra_state) for rank in source.ranks()))
+    opened.scaling = restorations(module, source.states)
     opened.asked, opened.skipped = match.asked, match.skipped
-    opened.needed, opened.chunks = match.needed, source.chunks(sorted(match.needed))
+    opened.offered = source.share(agreement.rank, agreement.world_size)
+    opened.needed, opened.chunks = match.needed, source.chunks(sorted(match.needed), match.needed)
     check_coverage(opened.needed, opened.chunks)
     if agreement.rank == 0:
         check_other_files(source.head, content=opened.verified, progress=agreement.beat)
     return opened
 
 
+def _match(opened: Opened, *, everything: bool) -> Match:
+    match = Match(opened.source, opened.settings, everything=everything)
+    for item in opened.planned:
+        match.weights(item)
+    if opened.with_state:
+        match.section("optimizer")
+        opened.slots = {}
+        for part in opened.parts:
+            for _, plan in part.parameters():
+                opened.slots |= match.slots(plan)
+    return match
+
+
+def look_again(opened: Opened) -> None:
+    """Where ranks do not find the same slots of a parameter: look at all of them, in the index of all ranks.
+
+    Raises:
+        KeyMismatchError: Components of a parameter have different slots.
+        ManifestError: This rank's own index file has others than the index of all.
+    """
+    found, opened.source = opened.slots, open_checkpoint(opened.source.head.directory)
+    opened.source = under_new_names(opened.source, [item.plan for item in opened.planned])
+    _match(opened, everything=True).finish()
+    for name, slots in found.items():
+        if slots.keys() != opened.slots[name].keys():
+            raise malformed(
+                opened.source.head.directory,
+                f"{', '.join(opened.slots[name])} of {name} in the index file of this rank, as in the others",
+                ", ".join(slots),
+            )
+
+
 def _check_families(source: CheckpointSource, settings: Settings) -> None:
-    split = {
-        entry.family: key
-        for key, entry in source.head.keys.items()
-        if entry.family is not None and not settings.may_be_unexpected(key)
-    }
-    default_registry().check_installed(split)
+    try:
+        default_registry().check_installed(source.head.families)
+    except FamilyError:
+        split = {
+            entry.family: key
+            for key, entry in source.head.keys.items()
+            if entry.family is not None and not settings.may_be_unexpected(key)
+        }
+        default_registry().check_installed(split)
 
 
 def _check_groups(opened: Opened) -> None:
@@ -152,16 +187,9 @@ def _same(one: object, other: object) -> bool:
     return bool(one == other)
 
 
-def records_of(opened: Opened) -> tuple[RankRecord | None, tuple[RankRecord, ...]]:
-    """The record saved at this rank's coordinates, and those of its (pipeline, tensor) place."""
-    place = coordinates()
-    near = tuple(
-        record
-        for record in opened.source.ranks()
-        if all(record.coordinates.get(axis) == place.get(axis) for axis in ("pipeline", "tensor"))
-    )
-    exact = [record for record in near if dict(record.coordinates) == place]
-    return (exact[0] if exact else None), near
+def records_of(opened: Opened) -> tuple[RankRecord | None, RankRecord | None]:
+    """The record saved at this rank's coordinates, and one of its (pipeline, tensor) place."""
+    return opened.source.near(coordinates())
 
 
 def topology_of(source: CheckpointSource) -> Mapping[str, int | str]:

@@ -51,8 +51,13 @@ class KeyEntry(Entry):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether it lies in payload files; the number of another kind stands in a table."""
+        """Whether it lies in payload files; the number of another kind stands in the index."""
         return self.kind == "sharded"
+
+
+def slot_key(name: str, slot: str) -> str:
+    """Key on disk of an optimizer slot, by its component's name in the optimizer's state."""
+    return f"{STATE_PREFIX}{name}.{slot}"
 
 
 def name_and_slot(key: str) -> tuple[str, str] | None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from mbridge_fsdp_ckpt.families.declaration import Claim, Segment
 from mbridge_fsdp_ckpt.plan.boxes import Box, FlatRange, Shape, boxes_of, whole
-from mbridge_fsdp_ckpt.plan.keys import MODEL_PREFIX, STATE_PREFIX
+from mbridge_fsdp_ckpt.plan.keys import MODEL_PREFIX, slot_key
 from mbridge_fsdp_ckpt.plan.layout import Axis, ParameterLayout
 
 
@@ -96,13 +96,18 @@ class ParameterPlan:
     components: tuple[Component, ...]
     pieces: tuple[Piece, ...]
 
+    @property
+    def writes_first(self) -> bool:
+        """Whether this rank writes the parameter's first element: over all ranks, one does."""
+        return any(piece.writes and piece.is_origin and piece.component == self.components[0] for piece in self.pieces)
+
     def model_key(self, component: Component) -> str:
         """Key on disk of the weight."""
         return f"{MODEL_PREFIX}{component.name_of(self.layout.key)}"
 
     def slot_key(self, component: Component, slot: str) -> str:
         """Key on disk of an optimizer slot."""
-        return f"{STATE_PREFIX}{self.state_name(component)}.{slot}"
+        return slot_key(self.state_name(component), slot)
 
     def state_name(self, component: Component) -> str:
         """Name in the optimizer's state."""

@@ -64,6 +64,8 @@ def tiling_defect(target: Box, boxes: Iterable[Box]) -> str:
     makes up a checkpoint can know.
     """
     parts = [part for box in boxes if (part := target.intersect(box)) is not None]
+    if parts == [target]:
+        return ""
     sketch = TilingSketch.of(_SALT, target.end)
     if sum(map(sketch.of_box, parts)) % PRIME == sketch.of_box(target):
         return ""

@@ -14,7 +14,7 @@ from mbridge_fsdp_ckpt.agree.rows import Rows
 from mbridge_fsdp_ckpt.agree.sketches import BlockRow
 from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError, ReplicaMismatchError, describe_unexpected
 from mbridge_fsdp_ckpt.live.topology import topology
-from mbridge_fsdp_ckpt.plan.keys import KeyEntry, Section
+from mbridge_fsdp_ckpt.plan.keys import Section
 from mbridge_fsdp_ckpt.saving import replicas
 from mbridge_fsdp_ckpt.saving.replicas import CopyRow
 from mbridge_fsdp_ckpt.saving.snapshot import Announced
@@ -22,10 +22,9 @@ from mbridge_fsdp_ckpt.saving.writer import Place, Written
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.commit import methods, removal
 from mbridge_fsdp_ckpt.storage.commit.content import Commit
-from mbridge_fsdp_ckpt.storage.files import check_file
 from mbridge_fsdp_ckpt.storage.finishing import finish, head
-from mbridge_fsdp_ckpt.storage.format.schema import TableEntry
-from mbridge_fsdp_ckpt.storage.format.table import read_table_header
+from mbridge_fsdp_ckpt.storage.format.names import Files, token
+from mbridge_fsdp_ckpt.storage.format.told import Told, count_keys, together
 from mbridge_fsdp_ckpt.storage.format.values import encode
 from mbridge_fsdp_ckpt.storage.stock.writer import say_view_left_out
 from mbridge_fsdp_ckpt.storage.store import AnyPath
@@ -56,7 +55,8 @@ class Job:
     _sections: tuple[Section, ...] = field(default=())
     _strategy: str = field(default="")
     _remainders: dict[int, int] = field(default_factory=dict)
-    _tables: list[TableEntry] = field(default_factory=list)
+    _files: Files = field(default_factory=lambda: Files(""))
+    _told: Told = field(default_factory=lambda: together([]))
 
     def judge_plans(self, announced: Announced) -> PlansJudged:
         """First meeting: do the plans tile every tensor?  Makes the staging directory if so."""
@@ -81,11 +81,12 @@ class Job:
         methods.recover(self.target)
         removal.delete_later(methods.condemn_leftovers(self.target, self.settings.commit))
         self._commit = methods.begin(self.target, self.settings.commit)
-        return {"directory": str(self._commit.directory), "suffix": self._commit.suffix}
+        self._files = Files(token(), self._commit.suffix)
+        return {"directory": str(self._commit.directory), "save": self._files.save, "suffix": self._files.suffix}
 
     def judge_written(self, written: Written) -> list[int]:
         """Second meeting: commit what all ranks wrote, unless there are buckets in which copies do not add up."""
-        self._tables = sorted(map(TableEntry.model_validate, written["tables"]), key=lambda entry: entry.rank)
+        self._told = written["told"]
         self._remainders = sketches.remainders_of(written["replicas"])
         if not self._remainders:
             self._finish()
@@ -103,34 +104,24 @@ class Job:
     def _finish(self) -> None:
         """Check what all ranks wrote, write the head, commit."""
         assert self._commit is not None
-        directory, tables = self._commit.directory, self._tables
-        keys: dict[str, KeyEntry] = {}
-        declared_by: dict[str, int] = {}
-        flushed, chunks = {entry.name for entry in tables}, 0
-        for entry in tables:
-            header = read_table_header(check_file(directory, entry))
-            for file in header.files:
-                check_file(directory, file)
-                flushed.add(file.name)
-            sketches.declare(declared_by, header.rank, header.keys)
-            keys.update(header.keys)
-            chunks += header.chunks
-            self.agreement.beat()
+        told = self._told
+        keys = count_keys(self._commit.directory, self._files, told)
         manifest = head(
             writer=writer_versions(training=True),
             topology={**topology(), "strategy": self._strategy},
             sections=self._sections,
+            files=self._files,
+            told=told,
             keys=keys,
-            tables=tables,
             values=encode(dict(self.values), "values"),
         )
+        chunks = told["chunks"]
         with_view = self.settings.writes_dcp_metadata(chunks)
         if not with_view and self.settings.dcp_metadata == "auto":
             say_view_left_out(chunks)
         self._replaced = finish(
             self._commit,
             manifest,
-            flushed,
             view_of=self.values if with_view else None,
             add_files=self.add_files,
             progress=self.agreement.beat,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 from mbridge_fsdp_ckpt.agree import sketches
 from mbridge_fsdp_ckpt.agree.rows import Rows
@@ -13,19 +13,21 @@ from mbridge_fsdp_ckpt.live.fp8.owners import own_states
 from mbridge_fsdp_ckpt.live.holdings import (
     Holding,
     KeyFilter,
+    OptimizerPart,
     model_holdings,
     optimizer_holdings,
     optimizer_parts,
     plan_model,
 )
 from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module
-from mbridge_fsdp_ckpt.live.optimizer.base import Hyperparameters
 from mbridge_fsdp_ckpt.live.topology import coordinates, sharding_strategy
 from mbridge_fsdp_ckpt.plan.keys import Section
 from mbridge_fsdp_ckpt.saving import replicas
 from mbridge_fsdp_ckpt.saving.replicas import Copy, CopyRow
-from mbridge_fsdp_ckpt.storage.format.schema import ParameterGroup, TableHeader
-from mbridge_fsdp_ckpt.storage.format.values import encode
+from mbridge_fsdp_ckpt.storage.files import Json
+from mbridge_fsdp_ckpt.storage.format.own_index import RankIndex
+from mbridge_fsdp_ckpt.storage.format.schema import RankOwn
+from mbridge_fsdp_ckpt.storage.format.values import encode, hash_of
 from mbridge_fsdp_ckpt.versions import require
 
 
@@ -35,16 +37,20 @@ class Prepared:
 
     Args:
         holdings: Its blocks, those that other ranks write among them.
+        numbers: The numbers of all parameters that it holds a part of, whichever rank declares them.
         sketch: What the others learn of these.
-        header: What its table says besides chunks, keys and files.
+        said: What its index file says besides keys and files.
+        hyperparameters: Of its parameters, encoded, by checksum.
         sections: What is saved.
         strategy: How Megatron-FSDP shards the model.
         copies: What it saw, while writing, of blocks that others hold, too.
     """
 
     holdings: list[Holding]
+    numbers: list[Holding]
     sketch: list[int]
-    header: TableHeader
+    said: RankIndex
+    hyperparameters: dict[int, dict[str, Json]]
     sections: tuple[Section, ...]
     strategy: str
     copies: list[Copy] = field(default_factory=list)
@@ -77,25 +83,41 @@ def plan_save(
     parts = optimizer_parts(optimizer, planned) if optimizer is not None else []
     slots, stateless = optimizer_holdings(parts, vocabulary_size)
     place = coordinates()
-    header = TableHeader(
+    states = own_states(module)
+    parameters, copies, hyperparameters = _hyperparameters(parts)
+    said = RankIndex(
         rank=place["rank"],
         coordinates=place,
-        files=(),
+        payload=None,
         keys={},
-        parameter_groups=tuple(_encode_group(*group) for part in parts for group in part.group_names()),
-        stateless=tuple(stateless),
-        values=encode(dict(rank_values or {}), "rank_values"),
-        extra_state=encode(own_states(module), "extra_state"),
-        chunks=0,
+        parameters=parameters,
+        copies=copies,
+        stateless=stateless,
+        states=sorted({name for kind in (states or {}).values() for name in kind}),
+        own=RankOwn(values=encode(dict(rank_values or {}), "rank_values"), extra_state=encode(states, "extra_state")),
     )
-    holdings += slots
+    holdings += [holding for holding in slots if holding.declares]
+    numbers = [holding for holding in slots if holding.is_scalar]
     sections: tuple[Section, ...] = ("model", "optimizer") if parts else ("model",)
-    return Prepared(holdings, sketches.sketch(map(Block.of, holdings)), header, sections, sharding_strategy(module))
+    sketch = sketches.sketch(map(Block.of, holdings))
+    return Prepared(holdings, numbers, sketch, said, hyperparameters, sections, sharding_strategy(module))
 
 
-def _encode_group(hyperparameters: Hyperparameters, names: list[str]) -> ParameterGroup:
-    encoded = encode(hyperparameters, "optimizer.param_to_group_meta")
-    return ParameterGroup.model_validate({"parameters": names, "hyperparameters": encoded})
+def _hyperparameters(
+    parts: Iterable[OptimizerPart],
+) -> tuple[dict[str, int], dict[str, int], dict[int, dict[str, Json]]]:
+    """Checksums of the hyperparameters of parameters that this rank tells of, of all others, and of each, encoded."""
+    parameters: dict[str, int] = {}
+    copies: dict[str, int] = {}
+    known: dict[int, dict[str, Json]] = {}
+    for part in parts:
+        for values, plans in part.group_plans():
+            encoded = cast("dict[str, Json]", encode(dict(values), "optimizer.param_to_group_meta"))
+            hashed = hash_of(encoded)
+            known[hashed] = encoded
+            for plan in plans:
+                (parameters if plan.writes_first else copies)[plan.layout.optimizer_name] = hashed
+    return parameters, copies, known
 
 
 def announce(prepared: Prepared) -> Announced:

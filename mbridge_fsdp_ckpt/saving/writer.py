@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TypedDict
 
 import torch
@@ -12,34 +13,38 @@ from mbridge_fsdp_ckpt.agree.agreement import Agreement
 from mbridge_fsdp_ckpt.live.holdings import Holding
 from mbridge_fsdp_ckpt.saving import replicas
 from mbridge_fsdp_ckpt.saving.snapshot import Prepared
-from mbridge_fsdp_ckpt.storage.checksums import checksum
 from mbridge_fsdp_ckpt.storage.commit import lease
-from mbridge_fsdp_ckpt.storage.files import write_file
-from mbridge_fsdp_ckpt.storage.format.names import payload_name, table_name
-from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter, scalar_of
-from mbridge_fsdp_ckpt.storage.format.schema import TableEntry
-from mbridge_fsdp_ckpt.storage.format.table import Row, table_bytes
+from mbridge_fsdp_ckpt.storage.format.names import Files
+from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter, number_of
+from mbridge_fsdp_ckpt.storage.format.rows import Number, Row
+from mbridge_fsdp_ckpt.storage.format.told import Told, together, write_group_index, write_own_index
 from mbridge_fsdp_ckpt.storage.store import as_path, is_local
 
 _log = logging.getLogger(__name__)
 
 
 class Place(TypedDict):
-    """Where all ranks write, and what their names end with."""
+    """Where all ranks write, and what their files are called: see `Files`."""
 
     directory: str
+    save: str
     suffix: str
 
 
 class Written(TypedDict):
-    """A rank's message for the commit: its table's entry, and a sketch of the hashes of copies; or several ranks'."""
+    """A rank's message for the commit, or several ranks': of their index, and a sketch of the hashes of copies."""
 
-    tables: list[dict[str, str | int]]
+    told: Told
     replicas: list[int]
 
 
+def files_of(place: Place) -> Files:
+    """What files are called at a place."""
+    return Files(place["save"], place["suffix"])
+
+
 def write(prepared: Prepared, place: Place, agreement: Agreement, choice: str = "warn") -> Written:
-    """Write this rank's chunks and its table, and hash what others hold, too.
+    """Write this rank's chunks and its index file, and hash what others hold, too.
 
     Args:
         prepared: What to write.
@@ -53,40 +58,50 @@ def write(prepared: Prepared, place: Place, agreement: Agreement, choice: str = 
     Raises:
         OSError: The storage refused.
     """
-    staging, rank, suffix = as_path(place["directory"]), agreement.rank, place["suffix"]
+    staging, files = as_path(place["directory"]), files_of(place)
     if is_local(staging):
         agreement.on_beat = lease.renewing(staging)
     own = [holding for holding in prepared.holdings if holding.piece.writes]
-    keys = {holding.key: holding.entry for holding in own if holding.piece.is_origin}
-    rows: list[Row] = [scalar_of(item.key, _hashed(prepared, item, choice)) for item in own if item.is_scalar]
-    files = []
-    if len(rows) < len(own):
-        payload = PayloadWriter(staging / payload_name(rank, suffix), progress=agreement.beat)
+    keys = {holding.key: holding.entry for holding in (*own, *prepared.numbers)}
+    rows: list[Row] = [_number(prepared, item, choice) for item in prepared.numbers]
+    file = None
+    if not all(holding.is_scalar for holding in own):
+        payload = PayloadWriter(staging / files.payload(agreement.rank), progress=agreement.beat)
         try:
             for holding in own:
                 if not holding.is_scalar:
                     rows.append(payload.add(holding.key, _hashed(prepared, holding, choice), holding.box))
                     agreement.beat()
-            files.append(payload.close())
+            file = payload.close()
         finally:
             payload.abort()
     for holding in prepared.holdings:
-        if not holding.piece.writes:
+        if not (holding.piece.writes or holding.is_scalar):
             _hashed(prepared, holding, choice)
             agreement.beat()
-    update = {"rank": rank, "files": tuple(files), "keys": keys, "chunks": len(rows)}
-    name, data = table_name(rank, suffix), table_bytes(prepared.header.model_copy(update=update), rows)
-    write_file(staging / name, data)
-    entry = TableEntry(rank=rank, name=name, size=len(data), checksum=checksum(data))
-    return {"tables": [entry.model_dump()], "replicas": replicas.sketch(prepared.copies)}
+    said = replace(prepared.said, rank=agreement.rank, payload=file, keys=keys)
+    told = write_own_index(staging, files, said, rows, prepared.hyperparameters)
+    return {"told": told, "replicas": replicas.sketch(prepared.copies)}
 
 
-def combine(messages: list[Written]) -> Written:
-    """What several ranks wrote, as one message."""
-    return {
-        "tables": [table for message in messages for table in message["tables"]],
-        "replicas": sketches.added(message["replicas"] for message in messages),
-    }
+def _number(prepared: Prepared, holding: Holding, choice: str) -> Number:
+    """A number that counts, or a copy of it, for this rank's own index alone."""
+    elements = _hashed(prepared, holding, choice) if holding.declares else holding.elements()
+    return number_of(holding.key, elements, counts=holding.declares and holding.piece.writes)
+
+
+def combine(place: Place, leader: int | None, messages: list[Written]) -> Written:
+    """What several ranks wrote, as one message; who leads their group merges their index files.
+
+    Args:
+        place: Where they wrote.
+        leader: This rank, if it leads a group.
+        messages: Theirs.
+    """
+    told = together(message["told"] for message in messages)
+    if leader is not None:
+        told = write_group_index(as_path(place["directory"]), files_of(place), leader, told)
+    return {"told": told, "replicas": sketches.added(message["replicas"] for message in messages)}
 
 
 def _hashed(prepared: Prepared, holding: Holding, choice: str) -> torch.Tensor:
@@ -98,10 +113,15 @@ def _hashed(prepared: Prepared, holding: Holding, choice: str) -> torch.Tensor:
     return elements
 
 
-def take_back(place: Place, rank: int) -> None:
-    """Remove what this rank wrote for a save that failed: rank 0 may have tidied up before this rank was through."""
-    directory, suffix = as_path(place["directory"]), place["suffix"]
-    for name in (payload_name(rank, suffix), table_name(rank, suffix)):
+def take_back(place: Place, agreement: Agreement) -> None:
+    """Remove what this rank wrote for a save that failed, unless it may stand after all.
+
+    Rank 0 may have tidied up before this rank was through.
+    """
+    if agreement.was_sealed():
+        return
+    rank, directory, files = agreement.rank, as_path(place["directory"]), files_of(place)
+    for name in (files.payload(rank), files.of_rank(rank), files.of_group(rank)):
         try:
             (directory / name).unlink(missing_ok=True)
         except OSError as error:

@@ -1,1 +1,1 @@
-"""The directory on disk: manifest, chunk tables, payload, staging and commit, reader.  See docs/format.md."""
+"""The directory on disk: manifest, index files, payload, staging and commit, reader.  See docs/format.md."""

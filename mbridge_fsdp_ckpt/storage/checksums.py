@@ -22,6 +22,10 @@ class Hasher:
         """Add bytes."""
         self._state.update(data)
 
+    def number(self) -> int:
+        """The digest, 64 bits."""
+        return int(self._state.intdigest())
+
     def result(self) -> str:
         """Algorithm and digest, as the manifest has it."""
         return _PREFIX + self._state.hexdigest()
@@ -30,6 +34,20 @@ class Hasher:
 def digest(data: Buffer) -> int:
     """Hash of bytes as a number of 64 bits."""
     return int(xxhash.xxh3_64_intdigest(data))
+
+
+def as_text(number: int) -> str:
+    """A digest as the manifest has it."""
+    return f"{_PREFIX}{number:016x}"
+
+
+def as_number(text: str) -> int:
+    """A digest of the manifest's as a number.
+
+    Raises:
+        ValueError: It is none.
+    """
+    return int(text.removeprefix(_PREFIX), 16)
 
 
 def checksum(data: Buffer) -> str:

@@ -49,6 +49,6 @@ class FileEntry(Entry):
 
 
 class ExtraEntry(FileEntry):
-    """A file beside payload and tables; it may lie in a folder of the checkpoint."""
+    """A file beside payload and index files; it may lie in a folder of the checkpoint."""
 
     name: RelativeName

@@ -54,8 +54,9 @@ def check_file(directory: AnyPath, entry: FileEntry, listed_in: str = "") -> Any
     path, as_listed = directory / entry.name, f", as {listed_in} has it" if listed_in else ""
     linked = _has_link(directory, entry.name)
     if linked or not path.is_file():
+        of_size = f" of {entry.size} bytes" if entry.size else ""  # 0 also where nobody knows it
         raise DamagedCheckpointError(
-            expected=f"file {entry.name} of {entry.size} bytes{as_listed}",
+            expected=f"file {entry.name}{of_size}{as_listed}",
             found="a symbolic link" if linked else "no such file",
             remedy="Use another checkpoint; its files must not be moved or linked.",
             key=str(path),

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mbridge_fsdp_ckpt.plan.keys import KeyEntry, Section
+from mbridge_fsdp_ckpt.plan.keys import Section
 from mbridge_fsdp_ckpt.storage.commit.content import Commit, Content
 from mbridge_fsdp_ckpt.storage.entries import ExtraEntry
 from mbridge_fsdp_ckpt.storage.files import Json
 from mbridge_fsdp_ckpt.storage.format.manifest import manifest_bytes
-from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME
-from mbridge_fsdp_ckpt.storage.format.schema import VERSION, Manifest, TableEntry
+from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, Files
+from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
+from mbridge_fsdp_ckpt.storage.format.schema import VERSION, IndexEntry, Manifest
+from mbridge_fsdp_ckpt.storage.format.told import Told
 from mbridge_fsdp_ckpt.storage.stock.writer import write_dcp_view
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
@@ -22,19 +24,27 @@ def head(
     writer: dict[str, str],
     topology: dict[str, int | str],
     sections: tuple[Section, ...],
-    keys: Mapping[str, KeyEntry],
-    tables: Iterable[TableEntry],
+    files: Files,
+    told: Told,
+    keys: int,
     values: Json,
 ) -> Manifest:
     """The head of a checkpoint of this version, but for the files that are put beside its tensors."""
     return Manifest(
         format=FORMAT_NAME,
         version=VERSION,
+        save=files.save,
+        suffix=files.suffix,
         writer=writer,
         topology=topology,
         sections=sections,
-        keys=dict(sorted(keys.items())),
-        tables=tuple(tables),
+        families=dict(sorted(told["families"].items())),
+        slots=tuple(sorted(told["slots"])),
+        hyperparameters=dict(sorted(told["hyperparameters"].items())),
+        keys=keys,
+        chunks=told["chunks"],
+        states=told["states"],
+        index=tuple(IndexEntry.model_validate(entry) for entry in told["index"]),
         values=values,
     )
 
@@ -42,7 +52,6 @@ def head(
 def finish(
     commit: Commit,
     manifest: Manifest,
-    flushed: Iterable[str],
     *,
     view_of: Mapping[str, Any] | None,
     add_files: Callable[[Path], None] | None,
@@ -52,9 +61,8 @@ def finish(
     """Commit what was written; returns what nobody needs any more, to be deleted.
 
     Args:
-        commit: Where payload and tables lie.
+        commit: Where payload and index lie.
         manifest: From `head`.
-        flushed: Names of files that are on disk already.
         view_of: The values that stock's view is to have; None writes no view.
         add_files: See `Content`.
         progress: See `Content`.
@@ -68,8 +76,7 @@ def finish(
         return manifest_bytes(manifest.model_copy(update={"files": files}))
 
     def write_view(place: AnyPath) -> None:
-        paths = [place / entry.name for entry in manifest.tables]
-        write_dcp_view(place, manifest.keys, paths, view_of or {}, commit.suffix, progress)
+        write_dcp_view(place, SafeSource(place, manifest=manifest), view_of or {}, progress)
 
-    view = None if view_of is None else write_view
-    return commit.finish(Content(with_files, frozenset(flushed), add_files, view, progress, last_call))
+    view, files = None if view_of is None else write_view, Files(manifest.save, manifest.suffix)
+    return commit.finish(Content(with_files, files.are_of_ranks, add_files, view, progress, last_call))

@@ -28,7 +28,7 @@ class ObjectStore:
         """See `store.Store`."""
 
     def hold(self) -> UPath:
-        """See `store.Store`; payload and tables have names of their own in each save."""
+        """See `store.Store`; payload and index files have names of their own in each save."""
         return self.path
 
     def touch(self) -> None:

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from mbridge_fsdp_ckpt.errors import ConfigurationError, DamagedCheckpointError, NotACheckpointError
 from mbridge_fsdp_ckpt.storage.files import check_content, check_file, hold, what_is_there
-from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, FORMAT_NAME, MANIFEST_NAME, STOCK_FORMAT, TABLES
+from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, FORMAT_NAME, INDEXES, MANIFEST_NAME, STOCK_FORMAT
 from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource, Head
 from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 
-def open_checkpoint(directory: AnyPath) -> CheckpointSource:
+def open_checkpoint(directory: AnyPath, near: Sequence[int] = ()) -> CheckpointSource:
     """Open an iteration directory of this format, or of stock `fsdp_dtensor`.
+
+    Args:
+        directory: The directory.
+        near: See `SafeSource`.
 
     Raises:
         NotACheckpointError: It is neither.
         ManifestError, UnsupportedVersionError, DamagedCheckpointError: See the readers.
     """
     directory = hold(directory)
-    return SafeSource(directory) if _format_of(directory) == FORMAT_NAME else DcpSource(directory)
+    return SafeSource(directory, near) if _format_of(directory) == FORMAT_NAME else DcpSource(directory)
 
 
 def open_safe(directory: AnyPath, *, remedy: str) -> SafeSource:
@@ -82,10 +86,10 @@ def _format_of(directory: AnyPath) -> str:
 
 def _check_written_by_stock(directory: AnyPath) -> None:
     """A lost manifest must not turn a checkpoint with checksums into one without."""
-    tables = sorted(path.name for path in directory.glob(TABLES))
-    if tables:
+    found = sorted(path.name for path in directory.glob(INDEXES))
+    if found:
         raise DamagedCheckpointError(
-            expected=f"{MANIFEST_NAME} beside the chunk tables {', '.join(tables[:3])}",
+            expected=f"{MANIFEST_NAME} beside the index files {', '.join(found[:3])}",
             found="no such file",
             remedy="The save that wrote them did not end, or the manifest was deleted: use another checkpoint.",
             key=str(directory / MANIFEST_NAME),
@@ -93,7 +97,7 @@ def _check_written_by_stock(directory: AnyPath) -> None:
 
 
 def check_other_files(head: Head, *, content: bool, progress: Callable[[], None] = lambda: None) -> None:
-    """Check the files beside payload and tables, as far as the format lists them.
+    """Check the files beside payload and index, as far as the format lists them.
 
     Args:
         head: Of an opened checkpoint.

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
 from mbridge_fsdp_ckpt.plan.boxes import Box
-from mbridge_fsdp_ckpt.plan.keys import KeyEntry, Section
+from mbridge_fsdp_ckpt.plan.keys import KeyEntry, Section, slot_key
 from mbridge_fsdp_ckpt.storage.entries import ExtraEntry
 from mbridge_fsdp_ckpt.storage.ranges import ByteRange, Scratch
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
-_TABLES_SIZE = 1 << 26  # bytes of chunk tables known at a time; in memory a chunk takes twice what its row does
+AT_PLACE = ("pipeline", "tensor")
+"""The axes along which ranks have the same keys, and may share what is a rank's own."""
+
+_CHUNKS_KNOWN = 250_000  # at a time: some 130 MB
 _NO_BYTES = ByteRange(0, 0)
 
 
@@ -29,7 +32,7 @@ class StoredChunk:
         record: The bytes that are read and verified as one: the raw elements, and what a pickler wrote around them.
         checksum: Of the record; empty where the format has none.
         elements_at: Where in the record the raw elements begin, if they can be read without unpickling it.
-        data: The raw elements, where the table has them: there is no record.
+        data: The raw elements, where the index has them: there is no record.
     """
 
     key: str
@@ -70,8 +73,9 @@ class Head:
         keys: Every tensor of model and optimizer.
         values: Non-tensor state that belongs to no rank.
         topology: The saving job's sizes; empty where only its ranks' places tell them, see `sizes_of`.
-        files: Files beside payload and tables, with their checksums; stock lists none.
-        tables_size: Bytes of chunk tables, all of which a call of `chunks` goes through; 0 where it goes through none.
+        files: Files beside payload and index files, with their checksums; stock lists none.
+        families: Those that split keys, `name/version`, each with one of the keys.
+        chunks: How many there are over all keys; 0 where all are known in memory.
     """
 
     directory: AnyPath
@@ -82,7 +86,8 @@ class Head:
     values: Mapping[str, Any]
     topology: Mapping[str, int | str] = field(default_factory=dict)
     files: tuple[ExtraEntry, ...] = ()
-    tables_size: int = 0
+    families: Mapping[str, str] = field(default_factory=dict)
+    chunks: int = 0
 
 
 class CheckpointSource(Protocol):
@@ -97,18 +102,21 @@ class CheckpointSource(Protocol):
     def head(self) -> Head:
         """What it says of itself as a whole."""
 
-    def chunks(self, keys: Iterable[str]) -> dict[str, list[StoredChunk]]:
+    def chunks(
+        self, keys: Iterable[str], needed: Mapping[str, Sequence[Box]] | None = None
+    ) -> dict[str, list[StoredChunk]]:
         """Where keys lie.
 
         Args:
             keys: Keys of the head.
+            needed: What is needed of each; None means all of it.
 
         Returns:
-            For each key its chunks, in no order; every box is inside its key, every file is there at its full size.
-            Whether the boxes cover the key is not checked.
+            For each key its chunks that have something needed, perhaps others, in no order; every box is inside its
+            key, every file is there at its full size.  Whether the boxes cover what is needed is not checked.
 
         Raises:
-            ManifestError: The tables contradict the head, or themselves.
+            ManifestError: The index contradicts the head, or itself.
             DamagedCheckpointError: A file of a key that was asked for is missing, or of another size.
         """
 
@@ -139,8 +147,29 @@ class CheckpointSource(Protocol):
             names: The parameters that are of interest, by the optimizer's name; None means all.
         """
 
+    def slots(self, name: str) -> dict[str, KeyEntry]:
+        """The slots of one component, by its name in the optimizer's state, with their descriptions."""
+
+    def stateless(self, names: Iterable[str]) -> set[str]:
+        """Those of some optimizer parameters that were saved without state."""
+
+    def share(self, index: int, count: int) -> Sequence[str]:
+        """One of `count` shares of all keys, which together have each key once."""
+
     def ranks(self) -> Iterator[RankRecord]:
         """What each saving rank said of itself; of stock, one record for each (pipeline, tensor) place."""
+
+    def near(self, place: Mapping[str, int]) -> tuple[RankRecord | None, RankRecord | None]:
+        """The record of the rank that saved at a place, and that of one at the same place along `AT_PLACE`; or None."""
+
+    def states(self, modules: Iterable[str]) -> Iterator[RankRecord]:
+        """The records of all ranks that have FP8 state of some modules."""
+
+
+def slots_in(find: Callable[[str], KeyEntry | None], name: str, slots: Iterable[str]) -> dict[str, KeyEntry]:
+    """See `CheckpointSource.slots`: of some slots, those whose keys are found."""
+    found = ((slot, find(slot_key(name, slot))) for slot in slots)
+    return {slot: entry for slot, entry in found if entry is not None}
 
 
 def sizes_of(places: Iterable[Mapping[str, int]]) -> dict[str, int | str]:
@@ -151,7 +180,7 @@ def sizes_of(places: Iterable[Mapping[str, int]]) -> dict[str, int | str]:
 
 
 def batches(keys: list[str], *sources: CheckpointSource) -> Iterator[list[str]]:
-    """Keys in groups whose chunks fit into memory: each group is one pass over all tables of each source."""
-    size = max(source.head.tables_size for source in sources)
-    count = max(1, len(keys) * _TABLES_SIZE // max(size, 1))
+    """Keys in groups whose chunks fit into memory."""
+    chunks = max(source.head.chunks for source in sources)
+    count = max(1, len(keys) * _CHUNKS_KNOWN // max(chunks, 1))
     yield from (keys[start : start + count] for start in range(0, len(keys), count))

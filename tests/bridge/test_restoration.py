@@ -56,7 +56,7 @@ def restore_from(change: dict[str, Any]) -> dict[str, Any]:
     changed = good | change
     states = {name: value for name, value in changed.items() if value is not None}
     record = SimpleNamespace(values={"rng_state": {"(0, 0)": [states]}})
-    loaded = SimpleNamespace(topology={}, own=record, records=())
+    loaded = SimpleNamespace(topology={}, nearest=record)
     group = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
     groups = SimpleNamespace(pp=group, tp=group, dp=group)
     error = ""

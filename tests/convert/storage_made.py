@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
-import json
+import math
 import pickle
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,9 +20,8 @@ from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.storage.files import file_checksum
 from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME
 from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter
-from mbridge_fsdp_ckpt.storage.format.schema import VERSION, Manifest, TableEntry, TableHeader
-from mbridge_fsdp_ckpt.storage.format.table import table_bytes
-from tests.unit.handmade import write_manifest
+from mbridge_fsdp_ckpt.storage.format.schema import VERSION, IndexEntry, Manifest
+from tests.unit import handmade, index_bytes
 
 Choose = Callable[[int], int]
 """A number below another."""
@@ -57,61 +57,118 @@ def save_tiled(directory: Path, tensors: dict[str, torch.Tensor], ranks: int, de
     keys = {
         key: KeyEntry(dtype=str(t.dtype).removeprefix("torch."), shape=tuple(t.shape)) for key, t in tensors.items()
     }
-    entries = []
-    for rank, blocks in held.items():
-        writer = PayloadWriter(directory / f"__{rank}_0.distcp")
-        chunks = [writer.add(k, tensors[k][_index(box)].reshape(-1), box) for k, box in blocks]
-        header = TableHeader(
-            rank=rank,
-            coordinates={"rank": rank, "pipeline": 0, "tensor": rank % 2},
-            files=(writer.close(),),
-            keys={key: keys[key] for key, box in blocks if not any(box.offset)},
-            values={"rank": rank},
-            chunks=len(chunks),
-        )
-        path = directory / f"chunks_{rank:05d}.jsonl"
-        path.write_bytes(table_bytes(header, chunks))
-        entries.append(TableEntry(name=path.name, size=path.stat().st_size, checksum=file_checksum(path), rank=rank))
+    entries = [entry.model_dump(mode="json") for entry in keys.values()]
+    parts = [_save_rank(directory, rank, blocks, tensors, entries) for rank, blocks in held.items()]
+    group = directory / handmade.GROUP
+    group.write_bytes(index_bytes.encode(handmade.grouped(parts)))
+    entry = IndexEntry(name=group.name, size=group.stat().st_size, checksum=file_checksum(group), rank=0)
     head = Manifest(
         format=FORMAT_NAME,
         version=VERSION,
+        save=handmade.SAVE,
         writer={},
         topology={"world": ranks, "tensor": 2},
         sections=("model",),
-        keys=keys,
-        tables=tuple(entries),
+        keys=len(keys),
+        chunks=sum(map(len, held.values())),
+        index=(entry,),
         values={"iteration": 10},
     )
-    write_manifest(directory / "manifest.json", head)
+    handmade.write_manifest(directory / "manifest.json", head)
     return directory
+
+
+def _save_rank(
+    directory: Path,
+    rank: int,
+    blocks: list[tuple[str, Box]],
+    tensors: dict[str, torch.Tensor],
+    entries: list[dict[str, Any]],
+) -> dict[str, Any]:
+    """One rank's payload and index file; returns the index, taken apart."""
+    writer = PayloadWriter(directory / f"__{rank}_0.distcp")
+    keys: dict[str, dict[str, Any]] = {}
+    dimensions = max([1, *(tensor.dim() for tensor in tensors.values())])
+
+    def padded(numbers: tuple[int, ...]) -> list[int]:
+        return [*numbers, *[0] * (dimensions - len(numbers))]
+
+    for key, box in blocks:
+        chunk = writer.add(key, tensors[key][_index(box)].reshape(-1), box)
+        row: dict[str, Any] = {"lead": chunk.lead, "offset": chunk.record.offset, "length": chunk.record.length}
+        row |= {"checksum": chunk.checksum, "start": padded(box.offset), "extent": padded(box.size)}
+        keys.setdefault(key, {"key": key, "entry": list(tensors).index(key), "rows": []})["rows"].append(row)
+    payload = writer.close()
+    found = index_bytes.own(
+        rank,
+        save=handmade.SAVE,
+        coordinates={"rank": rank, "pipeline": 0, "tensor": rank % 2},
+        payload=(payload.size, int(payload.checksum.rpartition(":")[2], 16)),
+        entries=entries,
+        keys=list(keys.values()),
+        names=[],
+        record={"values": {"rank": rank}},
+    )
+    found["header"]["dimensions"] = dimensions
+    (directory / handmade.index(rank)).write_bytes(index_bytes.encode(found))
+    return found
 
 
 def _index(box: Box) -> tuple[slice, ...]:
     return tuple(slice(o, o + s) for o, s in zip(box.offset, box.size, strict=True))
 
 
-def raw_rows(directory: Path) -> Iterator[tuple[int, list[Any], bytes]]:
-    """Every row of every table with its rank and the raw bytes it points at: by JSON and offsets alone."""
-    head = json.loads((directory / "manifest.json").read_text())
-    for table in head["tables"]:
-        header, *rows = [json.loads(line) for line in (directory / table["name"]).read_text().splitlines()]
-        for row in rows:
-            payload = (directory / header["files"][row[1]]["name"]).read_bytes()
-            yield table["rank"], row, payload[row[2] : row[2] + row[3]]
+class RawRow(NamedTuple):
+    """A block, by the rules of docs/format.md alone."""
+
+    rank: int
+    key: str
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    data: bytes
+
+
+def _own_indexes(directory: Path) -> Iterator[dict[str, Any]]:
+    return (index_bytes.decode(path.read_bytes()) for path in sorted(directory.glob("rank_*.index")))
+
+
+def _keys(file: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """The keys of an index file, each with its place and its description."""
+    ends = [0, *(key["text"] for key in file["keys"])]
+    for (first, last), key in zip(pairwise(ends), file["keys"], strict=True):
+        yield file["texts"][first:last].decode(), key, file["header"]["entries"][key["entry"]]
+
+
+def raw_rows(directory: Path) -> Iterator[RawRow]:
+    """Every row of every rank's own index file with the raw bytes it points at, and every number."""
+    for file in _own_indexes(directory):
+        rank = file["ranks"][0]["rank"]
+        path = directory / handmade.payload(rank)
+        payload = path.read_bytes() if path.exists() else b""
+        for key, place, entry in _keys(file):
+            span = slice(place["first"], place["first"] + place["count"])
+            for number in file["numbers"][span] if entry["kind"] != "sharded" else ():
+                yield RawRow(rank, key, (), (), number["data"][: number["bytes"]])
+            for row in file["rows"][span] if entry["kind"] == "sharded" else ():
+                dimensions = len(entry["shape"])
+                offset, size = tuple(row["start"][:dimensions]), tuple(row["extent"][:dimensions])
+                begin = row["offset"] + row["lead"]
+                yield RawRow(rank, key, offset, size, payload[begin : begin + _bytes(size, entry)])
+
+
+def _bytes(size: tuple[int, ...], entry: dict[str, Any]) -> int:
+    return math.prod(size) * _NUMPY[entry["dtype"]].itemsize
 
 
 def raw_arrays(directory: Path) -> dict[str, Any]:
     """Every tensor put together from those bytes; each element exactly once."""
-    keys = json.loads((directory / "manifest.json").read_text())["keys"]
-    found, times = {}, {}
-    for key, entry in keys.items():
-        found[key] = np.zeros(entry["shape"], _NUMPY[entry["dtype"]])
-        times[key] = np.zeros(entry["shape"], int)
-    for _, row, data in raw_rows(directory):
-        key, offset, size = row[0], row[4], row[5]
-        index = tuple(slice(o, o + s) for o, s in zip(offset, size, strict=True))
-        found[key][index] = np.frombuffer(data, _NUMPY[keys[key]["dtype"]]).reshape(size)
-        times[key][index] += 1
+    keys = {key: entry for file in _own_indexes(directory) for key, _, entry in _keys(file)}
+    found = {key: np.zeros(entry["shape"], _NUMPY[entry["dtype"]]) for key, entry in keys.items()}
+    times = {key: np.zeros(entry["shape"], int) for key, entry in keys.items()}
+    for row in raw_rows(directory):
+        index = tuple(slice(o, o + s) for o, s in zip(row.offset, row.size, strict=True))
+        found[row.key][index] = np.frombuffer(row.data, found[row.key].dtype).reshape(row.size)
+        times[row.key][index] += 1
     assert all((count == 1).all() for count in times.values()), "an element lies in none or in two blocks"
     return found
 

@@ -31,7 +31,7 @@ from tests.convert import storage_made as made
 from tests.convert.storage_cli import call, data, left, refusal
 from tests.convert.storage_runs import TRACKER, Trained, copied, goes_on_as, resumed
 from tests.core import oracle
-from tests.unit import handmade, test_cli
+from tests.unit import handmade, index_bytes, test_cli
 
 SHAPES = st.lists(st.integers(0, 12), max_size=3).map(tuple)
 
@@ -141,7 +141,7 @@ def test_any_tiling_becomes_an_even_one(
         for key, tensor in tensors.items()
         for writer, box in even_shares(key, tuple(tensor.shape), tensor.element_size(), writers)
     }
-    got = {(rank, row[0], tuple(row[4]), tuple(row[5])) for rank, row, _ in made.raw_rows(after)}
+    got = {(row.rank, row.key, row.offset, row.size) for row in made.raw_rows(after)}
     assert got == expected
     assert list(Audit(after).findings()) == []
     assert found["files"] == len({writer for writer, *_ in expected}) == len(list(after.glob("__*_0.distcp")))
@@ -162,9 +162,11 @@ def root(tmp_path: Path) -> Path:
 def records(directory: Path) -> list[Any]:
     """What every saving rank said of itself."""
     found = []
-    for path in sorted(directory.glob("chunks_*.jsonl")):
-        header = json.loads(path.read_text().splitlines()[0])
-        found.append((header["rank"], header["coordinates"], header["values"], header["extra_state"]))
+    for path in sorted(directory.glob("rank_*.index")):
+        file = index_bytes.decode(path.read_bytes())
+        coordinates = dict(zip(file["header"]["axes"], file["coordinates"][0], strict=True))
+        own = {"extra_state": None} | json.loads(file["record"])
+        found.append((file["ranks"][0]["rank"], coordinates, own["values"], own["extra_state"]))
     return found
 
 
@@ -183,12 +185,12 @@ def test_what_ranks_said_of_themselves_is_kept(root: Path, ranks: int) -> None:
     assert test_cli.data("verify", after)["intact"]
 
 
-def test_tables_can_be_merged(tmp_path: Path) -> None:
+def test_records_can_be_merged(tmp_path: Path) -> None:
     """Of four saving ranks, two have the same (pipeline, tensor) place each."""
     tensors = {"model.weight": torch.arange(40.0).reshape(20, 2)}
     made.save_tiled(tmp_path / "iter_0000010", tensors, 4, 3, lambda below: below // 2)
     kept = data("reshard", tmp_path / "iter_0000010", tmp_path / "a" / "iter_0000010", "--ranks", 1)
-    merged = data("reshard", tmp_path / "iter_0000010", tmp_path / "b" / "iter_0000010", "--ranks", 1, "--merge-tables")
+    merged = data("reshard", tmp_path / "iter_0000010", tmp_path / "b" / "iter_0000010", "--ranks", 1, "--merge-ranks")
     assert kept["notes"] == []
     assert "of 2 saving ranks is left out" in merged["notes"][0]
     assert [values for _, _, values, _ in records(tmp_path / "a" / "iter_0000010")] == [{"rank": n} for n in range(4)]
@@ -272,7 +274,7 @@ def test_what_came_to_be_meanwhile_is_not_replaced(root: Path, monkeypatch: pyte
 
 
 def damaged(directory: Path, what: str) -> None:
-    payload, table = directory / handmade.payload(1), directory / handmade.table(1)
+    payload = directory / handmade.payload(1)
     match what:
         case "a bit":
             made.flip(payload, payload.stat().st_size // 3)
@@ -280,13 +282,15 @@ def damaged(directory: Path, what: str) -> None:
             payload.write_bytes(payload.read_bytes()[:-1])
         case "no payload":
             payload.unlink()
-        case "table":
-            made.flip(table, 40)
+        case "index of a rank":
+            made.flip(directory / handmade.index(1), 40)
+        case "index of the group":
+            made.flip(directory / handmade.GROUP, 40)
         case "manifest":
             made.flip(directory / "manifest.json", 300)
         case "a hole":
             handmade.write_head(directory, [handmade.make_rank(directory / "..", 0)])
-            for name in (handmade.payload(0), handmade.table(0)):
+            for name in (handmade.payload(0), handmade.index(0)):
                 (directory / ".." / name).unlink()
         case "a link":
             (directory / "notes.txt").symlink_to("/etc/hostname")
@@ -298,7 +302,8 @@ def damaged(directory: Path, what: str) -> None:
         ("a bit", "DamagedCheckpointError"),
         ("truncated", "DamagedCheckpointError"),
         ("no payload", "DamagedCheckpointError"),
-        ("table", "DamagedCheckpointError"),
+        ("index of a rank", "ManifestError"),
+        ("index of the group", "ManifestError"),
         ("manifest", "ManifestError"),
         ("a hole", "ManifestError"),
         ("a link", "DamagedCheckpointError"),
@@ -401,7 +406,7 @@ def test_training_goes_on_from_it_bit_for_bit(
 
 @pytest.mark.bridge
 def test_it_loads_in_another_layout(safe_run: Trained, bridge_ranks: RankPool, tmp_path: Path) -> None:
-    data("reshard", safe_run.middle, tmp_path / "iter_0000002", "--ranks", 3, "--merge-tables")
+    data("reshard", safe_run.middle, tmp_path / "iter_0000002", "--ranks", 3, "--merge-ranks")
     again = safe_run.run.on(directory=str(tmp_path), iterations=3, save_every=3, tensor=2, expert=2)
     [first, *_] = bridge_ranks.run(train, again, ranks=4)
     assert first["loaded"] == oracle.on_disk(safe_run.middle)
@@ -420,10 +425,10 @@ def test_stock_checkpoints_can_be_resharded(stock_run: Trained, bridge_ranks: Ra
 @pytest.mark.bridge
 def test_a_bit_of_a_real_checkpoint_is_missed_by_nobody(safe_run: Trained, tmp_path: Path) -> None:
     damaged_copy = copied(safe_run.middle, tmp_path)
-    for name, position in made.positions(damaged_copy, ["__1_0.distcp", "run_config.yaml", "chunks_00001.jsonl"]):
+    for name, position in made.positions(damaged_copy, ["__1_0.distcp", "run_config.yaml", "rank_00001.index"]):
         made.flip(damaged_copy / name, position)
         said = refusal("reshard", damaged_copy, tmp_path / "new" / "iter_0000002", "--ranks", 2)
-        assert said.startswith("DamagedCheckpointError: ")
+        assert said.startswith("ManifestError: " if name.endswith(".index") else "DamagedCheckpointError: ")
         assert name in said
         made.flip(damaged_copy / name, position)
     assert left(tmp_path) == ["iter_0000002"]

@@ -16,16 +16,14 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from mbridge_fsdp_ckpt.bridge.run_config import RunConfig
 from mbridge_fsdp_ckpt.convert import to_stock
-from mbridge_fsdp_ckpt.storage.files import file_checksum
 from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
-from mbridge_fsdp_ckpt.storage.format.schema import TableEntry
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
 from tests.bridge.training import train
 from tests.convert import storage_made as made
 from tests.convert.storage_cli import call, data, left, refusal
 from tests.convert.storage_runs import SAFE, STOCK, STRICT, TRACKER, Trained, copied, goes_on_as, resumed
 from tests.core import oracle
-from tests.unit import handmade, test_cli
+from tests.unit import handmade, index_bytes, test_cli
 
 PURE = {".metadata", "run_config.yaml", "train_state.pt"}
 
@@ -68,7 +66,7 @@ def test_every_block_stays_with_its_rank(stock_run: Trained, tmp_path: Path) -> 
         for index, place in stored.items()
         if index.offset is not None and index.fqn.startswith(("model.", "optimizer.state."))
     }
-    after = {(row[0], tuple(row[4]), str(rank)) for rank, row, _ in made.raw_rows(tmp_path / "iter_0000004")}
+    after = {(row.key, row.offset, str(row.rank)) for row in made.raw_rows(tmp_path / "iter_0000004")}
     assert after == before
     tensors = oracle.tensors_on_disk(stock_run.root / "iter_0000004")
     arrays = made.raw_arrays(tmp_path / "iter_0000004")
@@ -227,26 +225,21 @@ def test_only_the_formats_name_is_changed() -> None:
 
 def test_it_says_what_stock_has_no_place_for(safe: Path, tmp_path: Path) -> None:
     """The two ranks made by hand are two places; a third has other random numbers at the first one's."""
-    table = safe / handmade.table(1)
     assert data("to-stock", safe, tmp_path / "a")["notes"] == []
-    header, *rows = table.read_text().splitlines()
-    other = json.loads(header)
-    other["coordinates"]["tensor"] = 0
-    other["values"]["rng_state"]["(0, 0)"] = other["values"]["rng_state"].pop("(0, 1)")
-    other["values"]["mine"] = 1
-    other["extra_state"] = {"states": {}, "open_rows": {}}
-    table.write_text("\n".join([json.dumps(other), *rows]) + "\n")
-    entries = [TableEntry(**_entry(safe / handmade.table(rank)), rank=rank) for rank in (0, 1)]
-    handmade.write_head(safe, entries)
+    parts = [index_bytes.decode((safe / handmade.index(rank)).read_bytes()) for rank in (0, 1)]
+    parts[1]["coordinates"][0][parts[1]["header"]["axes"].index("tensor")] = 0
+    own = json.loads(parts[1]["record"])
+    own["values"]["rng_state"]["(0, 0)"] = own["values"]["rng_state"].pop("(0, 1)")
+    own["values"]["mine"] = 1
+    own["extra_state"] = {"states": {}, "open_rows": {}}
+    parts[1]["record"] = json.dumps(own).encode()
+    (safe / handmade.index(1)).write_bytes(index_bytes.encode(parts[1]))
+    handmade.write_head(safe, parts)
     assert data("to-stock", safe, tmp_path / "b")["notes"] == [
         "random-number states of 1 rank are left out: stock keeps one for each (pipeline, tensor) place",
         "FP8 scaling state is left out: stock starts it afresh",
         "ranks' own values are left out: mine",
     ]
-
-
-def _entry(path: Path) -> dict[str, Any]:
-    return {"name": path.name, "size": path.stat().st_size, "checksum": file_checksum(path)}
 
 
 # --- what is refused ---
@@ -332,11 +325,18 @@ def test_damage_is_named_and_leaves_nothing(direction: str, what: str, tmp_path:
     assert left(tmp_path) == ["old"]
 
 
-@pytest.mark.parametrize("name", ["__1_0.distcp", "chunks_00000.jsonl"])
-def test_a_flipped_bit_never_reaches_stock(name: str, safe: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("__1_0.distcp", "DamagedCheckpointError"),
+        ("rank_00000.index", "ManifestError"),
+        ("group_00000.index", "ManifestError"),
+    ],
+)
+def test_a_flipped_bit_never_reaches_stock(name: str, error: str, safe: Path, tmp_path: Path) -> None:
     for file, position in made.positions(safe, [name]):
         made.flip(safe / file, position)
-    assert refusal("to-stock", safe, tmp_path / "new").startswith("DamagedCheckpointError: ")
+    assert refusal("to-stock", safe, tmp_path / "new").startswith(f"{error}: ")
     assert left(tmp_path) == ["old"]
 
 

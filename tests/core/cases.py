@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.hosts import corrections
 from mbridge_fsdp_ckpt.live.megatron_fsdp import local_shard
+from mbridge_fsdp_ckpt.storage.format.columns import PREAMBLE
+from mbridge_fsdp_ckpt.storage.ranges import Bytes, OpenFiles
+from mbridge_fsdp_ckpt.storage.shared import PREFIX
+from mbridge_fsdp_ckpt.storage.store import AnyPath
 from mbridge_fsdp_ckpt.testing.collectives import count_collectives
 from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
 from mbridge_fsdp_ckpt.testing.models import Recipe, Trainable, build
@@ -47,6 +52,23 @@ def load_and_save(directory: str, again: str, recipe: Recipe, more_steps: int = 
         mbridge_fsdp_ckpt.save(again, model=trainable.model, optimizer=trainable.optimizer, values=dict(loaded.values))
     losses = [trainable.step(number) for number in range(2, 2 + more_steps)]
     return {"live": found, "losses": losses, "end": oracle.live(trainable)}
+
+
+def load_counting(directory: str, recipe: Recipe) -> dict[str, Any]:
+    """Load: groups' index files whose heads, or rows, this rank read from storage, and what it still shares."""
+    trainable, plain = prepared(recipe, seed=999), OpenFiles.read
+    heads: list[str] = []
+    rows: list[str] = []
+
+    def read(self: OpenFiles, path: AnyPath, offset: int, length: int, *further: Any) -> Bytes:
+        if path.name.startswith("group_") and length > PREAMBLE.size:
+            (rows if offset else heads).append(path.name)
+        return plain(self, path, offset, length, *further)
+
+    with patch.object(OpenFiles, "read", read):
+        mbridge_fsdp_ckpt.load(directory, model=trainable.model, optimizer=trainable.optimizer)
+    shared = [line for line in Path("/proc/self/maps").read_text().splitlines() if PREFIX in line]
+    return {"live": oracle.live(trainable), "heads": heads, "rows": rows, "shared": shared}
 
 
 def names_in(directory: str | Path) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
 from tests.core import accepting, cases
+from tests.unit import handmade, index_bytes
 
 
 @pytest.fixture
@@ -65,18 +66,27 @@ def test_a_load_reads_again_what_it_could_not_keep(saved: tuple[Path, Any], mega
         assert all(result["live"] == saved[1] for result in results)
         read[name] = [result["read"] for result in results]
     for rank, (header, kept, twice, some) in enumerate(zip(*read.values(), strict=True)):
-        table = (saved[0] / f"chunks_{rank:05}.jsonl").read_text().splitlines()[1:]
-        weights = sum(row[-1] for row in map(json.loads, table) if row[0].startswith("model."))
+        weights = _bytes_of_weights(saved[0] / f"rank_{rank:05}.index")
         assert header == kept
         assert twice == header + weights
         assert twice - 20_000 <= some < twice - 10_000
 
 
+def _bytes_of_weights(path: Path) -> int:
+    """Of a rank's records."""
+    file = index_bytes.decode(path.read_bytes())
+    ends = [0, *(key["text"] for key in file["keys"])]
+    keys = zip(file["keys"], pairwise(ends), strict=True)
+    weights = [key for key, (first, last) in keys if file["texts"][first:last].startswith(b"model.")]
+    spans = [file["rows"][key["first"] : key["first"] + key["count"]] for key in weights]
+    return sum(row["length"] for rows in spans for row in rows)
+
+
 @pytest.mark.parametrize("verify", ["full", "header"])
-@pytest.mark.parametrize("damage", ["flipped", "truncated", "missing", "table flipped", "manifest flipped"])
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "missing", "index flipped", "manifest flipped"])
 def test_how_much_is_seen(damage: str, verify: str, saved: tuple[Path, Any], megatron_ranks: RankPool) -> None:
     directory, live = saved
-    what = {"table": "chunks_00001.jsonl", "manifest": "manifest.json"}.get(damage.split()[0], "__1_0.distcp")
+    what = {"index": "rank_00001.index", "manifest": "manifest.json"}.get(damage.split()[0], "__1_0.distcp")
     path = directory / what
     content = bytearray(path.read_bytes())
     if damage == "missing":
@@ -92,3 +102,19 @@ def test_how_much_is_seen(damage: str, verify: str, saved: tuple[Path, Any], meg
         assert results[0]["live"] != live
     else:
         assert all(what in result["error"] and result["unchanged"] for result in results)
+
+
+def test_ranks_that_find_other_slots_of_a_parameter_fail_and_change_nothing(
+    saved: tuple[Path, Any], megatron_ranks: RankPool
+) -> None:
+    """One rank's own index lacks a slot of all its parameters: alone it has no way to know."""
+    path = saved[0] / "rank_00001.index"
+    part = index_bytes.decode(path.read_bytes())
+    slots = [text.decode() for text in handmade.texts_of(part) if text.endswith(b".exp_avg_sq")]
+    for key in slots:
+        handmade.take_out(part, key)
+    path.write_bytes(index_bytes.encode(part))
+    results = megatron_ranks.run(accepting.load_verifying, str(saved[0]), "full", ranks=2)
+    assert len({result["error"] for result in results}) == 1
+    assert "in the index file of this rank, as in the others" in results[0]["error"]
+    assert all(result["unchanged"] for result in results)

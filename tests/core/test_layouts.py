@@ -122,12 +122,29 @@ def test_every_sharding_strategy(name: str, megatron_ranks: RankPool, tmp_path: 
     assert oracle.on_disk(tmp_path / "second") == oracle.on_disk(first)
 
 
+@pytest.mark.parametrize("layout", [{}, {"expert": 2}, {"offload": 0.5}], ids=str)
+def test_the_same_layout_reads_what_its_ranks_wrote(
+    layout: dict[str, Any], megatron_ranks: RankPool, tmp_path: Path
+) -> None:
+    """A shard has nothing of some parameters, and numbers of all others, whichever rank has their first element."""
+    recipe = QWEN.on(**layout)
+    saved = megatron_ranks.run(cases.train_and_save, str(tmp_path / "c"), recipe, ranks=4)[0]["live"]
+    loaded = megatron_ranks.run(cases.load_counting, str(tmp_path / "c"), recipe, ranks=4)
+    assert [rank["heads"] for rank in loaded] == [["group_00000.index"], [], [], []], (
+        "of keys that somebody must ask for"
+    )
+    assert not any(rank["rows"] for rank in loaded)
+    assert loaded[0]["live"] == saved
+
+
 def test_biases_of_gated_layers(megatron_ranks: RankPool, tmp_path: Path) -> None:
     saved = megatron_ranks.run(cases.train_and_save, str(tmp_path / "c"), DENSE.on(tensor=2), ranks=4)[0]
     assert "model.module.decoder.layers.0.mlp.linear_fc1.bias_w" in saved["live"]
     for ranks in (1, 2, 4):
-        loaded = megatron_ranks.run(cases.load_and_save, str(tmp_path / "c"), "", DENSE, ranks=ranks)[0]
-        assert loaded["live"] == saved["live"]
+        loaded = megatron_ranks.run(cases.load_counting, str(tmp_path / "c"), DENSE, ranks=ranks)
+        assert loaded[0]["live"] == saved["live"]
+        assert [name for rank in loaded for name in rank["heads"]] == ["group_00000.index"], "read once a host"
+        assert not any(rank["shared"] for rank in loaded), "let go of with the load"
 
 
 @pytest.mark.parametrize(("saved_with", "loaded_with"), [("offload 1.0", "offload 0.5"), ("offload 0.5", "torch Adam")])

@@ -115,7 +115,11 @@ def test_save_overwrite_and_load(root: str, environment: dict[str, str], megatro
 
 @pytest.mark.parametrize(
     "call",
-    ["saving.writer:write_file", "storage.commit.marker:replace_file", "storage.format.payload:PayloadWriter.close"],
+    [
+        "storage.format.told:write_file",
+        "storage.commit.marker:replace_file",
+        "storage.format.payload:PayloadWriter.close",
+    ],
 )
 def test_a_save_that_fails_leaves_the_older_one(
     call: str, environment: dict[str, str], megatron_ranks: RankPool
@@ -154,9 +158,9 @@ def test_what_has_no_manifest_is_no_checkpoint(environment: dict[str, str], mega
     assert not dead.complete
     with pytest.raises(Exception, match="iter_0000001"):
         megatron_ranks.run(load, f"{root}/iter_0000001", environment, ranks=2)
-    assert len(methods.leftovers(as_path(root))) == 5  # two tables, two payloads, the stock view's values
+    assert len(methods.leftovers(as_path(root))) == 6  # three index files, two payloads, the stock view's values
     megatron_ranks.run(train_and_save, f"{root}/iter_0000002", environment, 1, ranks=2)
-    assert len(methods.leftovers(as_path(root))) == 5, "those may belong to another job"
+    assert len(methods.leftovers(as_path(root))) == 6, "those may belong to another job"
     megatron_ranks.run(train_and_save, f"{root}/iter_0000001", environment, 1, ranks=2)
     assert methods.leftovers(as_path(root)) == []
     assert len(names(f"{root}/iter_0000001")) == len(names(f"{root}/iter_0000002"))

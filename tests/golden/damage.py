@@ -12,7 +12,7 @@ from tests.soak import forge
 Damage = tuple[str, Callable[[Path], Any], type[CheckpointError]]
 """Of which checkpoint, what is done, what a reader says."""
 
-PAYLOAD, TABLE = "__0_0.distcp", "chunks_00000.jsonl"
+PAYLOAD, INDEX = "__0_0.distcp", "rank_00000.index"
 
 
 def _change(name: str, change: Callable[[bytearray], bytes | bytearray]) -> Callable[[Path], Any]:
@@ -37,10 +37,9 @@ def _newer(body: dict[str, Any]) -> None:
     body["version"] = [body["version"][0] + 1, 0]
 
 
-def _drop_a_chunk(lines: list[Any]) -> None:
-    """The header counts one row less, and every checksum is right."""
-    lines.pop()
-    lines[0]["chunks"] -= 1
+def _leave_a_hole(file: forge.Index) -> None:
+    """A row is of one element less along its first dimension, and every checksum is right."""
+    file["rows"][0]["extent"][0] -= 1
 
 
 DAMAGES: dict[str, dict[str, Damage]] = {
@@ -48,10 +47,10 @@ DAMAGES: dict[str, dict[str, Damage]] = {
         "payload_bit_flipped": ("weights_1_rank", _change(PAYLOAD, _flip), DamagedCheckpointError),
         "payload_truncated": ("weights_1_rank", _change(PAYLOAD, _half), DamagedCheckpointError),
         "payload_missing": ("weights_1_rank", _delete(PAYLOAD), DamagedCheckpointError),
-        "table_truncated": ("weights_1_rank", _change(TABLE, _half), DamagedCheckpointError),
+        "index_truncated": ("weights_1_rank", _change(INDEX, _half), DamagedCheckpointError),
         "manifest_missing": ("fused_adam_2_ranks", _delete("manifest.json"), DamagedCheckpointError),
         "newer_major_version": ("weights_1_rank", forge.edit_manifest(_newer), UnsupportedVersionError),
-        "chunk_missing": ("weights_1_rank", forge.edit_table(_drop_a_chunk), ManifestError),
+        "elements_missing": ("weights_1_rank", forge.edit_index(_leave_a_hole, INDEX), ManifestError),
     },
     "stock": {
         "payload_truncated": ("torch_adam_1_rank", _change(PAYLOAD, _half), DamagedCheckpointError),

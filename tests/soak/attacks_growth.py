@@ -18,7 +18,7 @@ from tests.soak.hostile import SIDE, Attack, by_name
 
 def attacks() -> Iterator[tuple[str, Attack]]:
     """All of them, by name."""
-    return by_name({"pickles that grow": growth(), "tracker": trackers()})
+    return by_name({"pickles that grow": growth(), "tracker": trackers()}, stock=True)
 
 
 def _nested(open_with: bytes, close_with: bytes, depth: int) -> bytes:

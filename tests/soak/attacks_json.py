@@ -9,10 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from tests.soak import forge
-from tests.soak.forge import MANIFEST, TABLE
+from tests.soak.forge import MANIFEST, OWN
+from tests.soak.hostile import VERIFIED
 
 Build = Callable[[Path], None]
 Made = Iterator[tuple[str, Build, str]]
@@ -41,10 +40,8 @@ def texts() -> Made:
     yield from _other_texts()
     yield "a gigabyte manifest", partial(_sparse, MANIFEST), ""
     yield "a manifest of 80 million lists", _many_lists, ""
-    yield "a gigabyte line in a table", _gigabyte_line, ""
     yield "a value of 100 MB", _long_value, "its size is bounded by the manifest's"
     yield "a key of 100 MB", _long_key, ""
-    yield "a row with a key of 50 MB", _long_row, ""
     yield (
         "lone surrogates",
         forge.edit_manifest(partial(forge.put, path=("values",), value={"\ud800": "\udfff"})),
@@ -59,8 +56,14 @@ def _nested_texts() -> Made:
             reason = {"unknown": "readers ignore unknown fields", "values": "lists, not too deep"}.get(field, "")
             reason = reason if depth < (200 if field == "values" else 3_000) else ""
             yield f"{field} nested {depth} deep", partial(raw_field, field, opening + closing), reason
-        row = forge.TABLE_ROW_PREFIX + opening + closing + "]"
-        yield f"a row nested {depth} deep", partial(_table_line, row.encode()), ""
+        nested = (opening + closing).encode()
+        header = partial(_with_field, "axes", nested)
+        yield f"group: axes nested {depth} deep", forge.edit_header(header), ""
+        reason = "readers ignore unknown fields" if depth < 3_000 else ""
+        unknown = partial(_with_field, "unknown", nested)
+        yield f"alone: a header nested {depth} deep", partial(_alone, forge.edit_header(unknown, OWN)), reason
+        record = forge.edit_index(partial(forge.put, path=("record",), value=b'{"values":' + nested + b"}"), OWN)
+        yield f"alone: a record nested {depth} deep", partial(_alone, record), "lists" if depth < 200 else VERIFIED
 
 
 def _other_texts() -> Made:
@@ -79,7 +82,37 @@ def _other_texts() -> Made:
         "zeros": bytes(1000),
     }.items():
         yield f"manifest is {what}", partial(raw, data), ""
-        yield f"a table is {what}", partial(forge.replace_table, data=data), ""
+        yield f"group: the file is {what}", partial(forge.replace_index, data=data), ""
+        yield f"own: the file is {what}", partial(forge.replace_index, data=data, name=OWN), ""
+        yield f"group: a header is {what}", forge.edit_header(partial(_instead, data)), ""
+        record = forge.edit_index(partial(forge.put, path=("record",), value=data), OWN)
+        reason = "no values" if what == "empty" else VERIFIED
+        yield f"alone: a record is {what}", partial(_alone, record), reason
+    for what, text in {"a field twice": b'"rows":1', "NaN": b'"more":NaN', "digits": b'"more":' + b"9" * 10**6}.items():
+        yield f"group: a header with {what}", forge.edit_header(partial(_with_text, text)), ""
+        record = forge.edit_index(
+            partial(forge.put, path=("record",), value=b'{"values":1,"values":1,' + text + b"}"), OWN
+        )
+        yield f"alone: a record with {what}", partial(_alone, record), VERIFIED
+
+
+def _with_field(field: str, text: bytes, header: dict[str, Any]) -> bytes:
+    """A header with a field's text."""
+    rest = json.dumps({name: value for name, value in header.items() if name != field})
+    return rest[:-1].encode() + b',"' + field.encode() + b'":' + text + b"}"
+
+
+def _instead(data: bytes, header: dict[str, Any]) -> bytes:
+    return data
+
+
+def _with_text(text: bytes, header: dict[str, Any]) -> bytes:
+    return json.dumps(header)[:-1].encode() + b"," + text + b"}"
+
+
+def _alone(build: Build, directory: Path) -> None:
+    forge.alone(directory)
+    build(directory)
 
 
 def _million_keys(directory: Path) -> None:
@@ -99,10 +132,6 @@ def _long_key(directory: Path) -> None:
     forge.edit_manifest(partial(forge.put, path=("keys",), value={"x" * 100_000_000: 5}))(directory)
 
 
-def _long_row(directory: Path) -> None:
-    forge.edit_row(0, "x" * 50_000_000)(directory)
-
-
 def raw_field(field: str, text: str, directory: Path) -> None:
     """A field of the manifest as text, with the checksum right where Python can compute it."""
     body = forge.read_manifest(directory)
@@ -114,26 +143,9 @@ def raw_field(field: str, text: str, directory: Path) -> None:
         (directory / MANIFEST).write_text(f'{{{rest},"{field}":{text}}}')
 
 
-def _table_line(line: bytes, directory: Path) -> None:
-    lines = (directory / TABLE).read_bytes().splitlines()
-    lines[1] = line
-    forge.replace_table(directory, b"\n".join(lines) + b"\n")
-
-
 def _sparse(name: str, directory: Path) -> None:
     with (directory / name).open("r+b") as file:
         file.truncate(1 << 30)
-
-
-def _gigabyte_line(directory: Path) -> None:
-    _sparse(TABLE, directory)
-    state = xxhash.xxh3_64()
-    with (directory / TABLE).open("rb") as file:
-        while block := file.read(1 << 22):
-            state.update(block)
-    body = forge.read_manifest(directory)
-    body["tables"][0].update(size=1 << 30, checksum=f"xxh3_64:{state.hexdigest()}")
-    forge.sign(directory, body)
 
 
 def typed_values() -> Made:
@@ -168,7 +180,16 @@ def typed_values() -> Made:
     for what, value in lies.items():
         reason = "as many bytes as recorded, and nothing that a load compares" if what == "a quantized tensor" else ""
         yield what, forge.edit_manifest(partial(forge.put, path=("values",), value={"x": value})), reason
-        yield f"{what}, of a rank", forge.edit_table(partial(forge.put, path=(0, "values"), value=value)), reason
+        record = json.dumps({"values": value}).encode()
+        own = forge.edit_index(partial(forge.put, path=("record",), value=record), OWN)
+        yield f"{what}, of a rank", partial(_alone, own), reason or VERIFIED
+        known = forge.edit_manifest(partial(_hyperparameters, value))
+        yield f"{what}, of an optimizer", known, reason
+
+
+def _hyperparameters(value: Any, body: dict[str, Any]) -> None:
+    for known in body["hyperparameters"].values():
+        known["lr"] = value
 
 
 def _nested(depth: int) -> Any:

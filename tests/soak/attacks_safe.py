@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import struct
 from collections.abc import Iterator
@@ -13,11 +12,12 @@ from typing import Any
 
 import torch
 
-from tests.soak import attacks_json, attacks_rows, forge
+from tests.soak import attacks_index, attacks_json, forge
+from tests.soak.attacks_index import everywhere, on
 from tests.soak.attacks_json import Build, Made
-from tests.soak.forge import MANIFEST, PAYLOAD, TABLE
-from tests.soak.hostile import CANARY, SIDE, Attack, by_name
-from tests.unit import handmade
+from tests.soak.forge import GROUP, MANIFEST, OWN, PAYLOAD, Index
+from tests.soak.hostile import CANARY, SIDE, SIGNED, VERIFIED, Attack, by_name
+from tests.unit import handmade, index_bytes
 
 NAMES: dict[str, str] = {
     "parent": f"../{SIDE}",
@@ -46,9 +46,7 @@ def attacks() -> Iterator[tuple[str, Attack]]:
         {
             "file names": names(),
             "links and special files": special_files(),
-            "numbers in rows": attacks_rows.numbers(),
-            "numbers in tables": attacks_rows.scalars(),
-            "boxes and shapes": boxes(),
+            **attacks_index.all_made(),
             "dtypes": dtypes(),
             "JSON": attacks_json.texts(),
             "typed values": attacks_json.typed_values(),
@@ -68,9 +66,17 @@ def names() -> Made:
     for what, name in NAMES.items():
         listed = entry(name)
         yield f"{what} in files", forge.edit_manifest(partial(forge.put, path=("files",), value=[listed])), ""
-        table = {**listed, "rank": 0}
-        yield f"{what} in tables", forge.edit_manifest(partial(forge.put, path=("tables", 0), value=table)), ""
-        yield f"{what} in a header", forge.edit_table(partial(forge.put, path=(0, "files", 0), value=listed)), ""
+        group = {**listed, "rank": 0}
+        yield f"{what} in index", forge.edit_manifest(partial(forge.put, path=("index", 0), value=group)), ""
+        yield f"{what} as suffix", partial(_as_token, "suffix", name), "there is none" if not name else ""
+        yield f"{what} as save", partial(_as_token, "save", name), ""
+
+
+def _as_token(field: str, text: str, directory: Path) -> None:
+    """The manifest and all index files agree."""
+    forge.edit_manifest(partial(forge.put, path=(field,), value=text))(directory)
+    for name in (GROUP, OWN, handmade.index(1)):
+        forge.edit_index(partial(forge.put, path=("header", field), value=text), name)(directory)
 
 
 def special_files() -> Made:
@@ -93,9 +99,10 @@ def special_files() -> Made:
         (directory / name).mkdir()
 
     for name, make in itertools.product(
-        (MANIFEST, TABLE, PAYLOAD, "extra", "sub/extra"), (linked, dangling, fifo, folder)
+        (MANIFEST, GROUP, OWN, PAYLOAD, "extra", "sub/extra"), (linked, dangling, fifo, folder)
     ):
-        yield f"{make.__name__} {name}", partial(after, with_extra_files, partial(make, name)), ""
+        target = {GROUP: "group: ", OWN: "own: "}.get(name, "")
+        yield f"{target}{make.__name__} {name}", partial(after, with_extra_files, partial(make, name)), ""
 
     def linked_folder(directory: Path) -> None:
         (directory / "sub").rename(directory.parent / "moved")
@@ -120,95 +127,69 @@ def with_extra_files(directory: Path) -> None:
     forge.sign(directory, body)
 
 
-def boxes() -> Made:
-    """Boxes that overlap, overflow or leave holes."""
-    for sizes in ([0, 3], [2, 0], [1 << 32, 1 << 32], [(1 << 63) - 1, 2], [2], [2, 3, 1], []):
-        yield f"size {sizes}", forge.edit_row(5, sizes), ""
-    for offset in ([1, 0], [3, 0], [(1 << 63) - 1, 0], [0], [0, 0, 0]):
-        yield f"offset {offset}", forge.edit_row(4, offset), ""
-    for shape in ([1 << 62, 1 << 62], [(1 << 63) - 1], [0], [0, 3], [4], [], [4, 3, 1], [1] * 100_000):
-        path = ("keys", handmade.WEIGHT, "shape")
-        yield f"shape {str(shape)[:40]}", forge.edit_manifest(partial(forge.put, path=path, value=shape)), ""
-    yield "one chunk twice", forge.edit_table(_one_more), ""
-    yield "one chunk less", forge.edit_table(_one_less), ""
-    zero = {"dtype": "float32", "shape": [0, 1 << 62]}
-    reason = "a tensor without elements has no chunks"
-    yield "no elements", forge.edit_manifest(partial(forge.put, path=("keys", "model.none"), value=zero)), reason
-
-
-def _one_more(lines: list[Any]) -> None:
-    lines.append(lines[1])
-    lines[0]["chunks"] += 1
-
-
-def _one_less(lines: list[Any]) -> None:
-    lines.pop()
-    lines[0]["chunks"] -= 1
-
-
 def dtypes() -> Made:
     """Names that are no dtype, and every dtype that there is."""
     for name in DTYPES:
-        path = ("keys", handmade.BIAS, "dtype")
-        yield f"named {name!r}", forge.edit_manifest(partial(forge.put, path=path, value=name)), ""
+        reason = SIGNED if name == "float" else ""  # torch has the name
+        yield from everywhere(f"named {name!r}", partial(forge.describe, key=handmade.WEIGHT, dtype=name), reason)
     reason = "a dtype of torch, whose elements are as long as recorded"
     for name, dtype in sorted(vars(torch).items()):
         if isinstance(dtype, torch.dtype):
-            yield f"torch.{name}", partial(_as_dtype, name, dtype.itemsize), reason
+            yield f"torch.{name}", on("alone", partial(_as_dtype, name, dtype.itemsize)), reason
 
 
-def _as_dtype(name: str, itemsize: int, directory: Path) -> None:
-    """The bias, 24 bytes in the second table, as another dtype."""
+def _as_dtype(name: str, itemsize: int, file: Index) -> None:
+    """The bias, of 24 bytes, as another dtype."""
     count = 24 // itemsize
-    lines = [json.loads(line) for line in (directory / handmade.table(1)).read_bytes().splitlines()]
-    row = next(line for line in lines[1:] if line[0] == handmade.BIAS)
-    row[3], row[5] = count * itemsize, [count]
-    forge.replace_table(directory, "".join(json.dumps(line) + "\n" for line in lines).encode(), 1)
-    body = forge.read_manifest(directory)
-    body["keys"][handmade.BIAS].update(dtype=name, shape=[count])
-    forge.sign(directory, body)
+    forge.rows_of(file, handmade.BIAS)[0]["extent"] = [count, 0]
+    forge.describe(file, handmade.BIAS, dtype=name, shape=[count])
 
 
 def structure() -> Made:
     """Files that contradict each other."""
 
     def twice(body: dict[str, Any]) -> None:
-        body["tables"].append(body["tables"][0])
+        body["index"].append(body["index"][0])
 
-    def one_rank(body: dict[str, Any]) -> None:
-        body["tables"][1]["rank"] = 0
+    def again(body: dict[str, Any]) -> None:
+        body["index"].append({**body["index"][0], "rank": 1})
 
-    def declare(lines: list[Any]) -> None:
-        lines[0]["keys"][handmade.BIAS] = {"dtype": "int64", "shape": [3]}
+    def also_own(directory: Path) -> None:
+        body = forge.read_manifest(directory)
+        body["index"].append({"name": OWN, "rank": 1, "size": 0, "checksum": ""})
+        forge.sign(directory, body)
+        forge.sign_index(directory, OWN, forge.checksum((directory / OWN).read_bytes()))
 
-    def same_file(lines: list[Any]) -> None:
-        lines[0]["files"].append(lines[0]["files"][0])
+    def field(*path: str | int, value: Any) -> Build:
+        return forge.edit_manifest(partial(forge.put, path=path, value=value))
 
-    yield "a table twice", forge.edit_manifest(twice), ""
-    yield "two tables of one rank", forge.edit_manifest(one_rank), ""
-    yield (
-        "a rank of 2**63-1",
-        forge.edit_manifest(partial(forge.put, path=("tables", 0, "rank"), value=(1 << 63) - 1)),
-        "",
-    )
-    yield (
-        "a key in two headers",
-        forge.edit_table(declare),
-        "the manifest's keys count, and the headers' are the writer's",
-    )
-    yield "a file twice in a header", forge.edit_table(same_file), "both names are the same plain file"
-    yield "no tables", forge.edit_manifest(partial(forge.put, path=("tables",), value=[])), ""
-    yield (
-        "five million names without state",
-        forge.edit_table(lambda lines: lines[0].update(stateless=["x"] * 5_000_000)),
-        "a list of names, bounded by the line",
-    )
-    yield "a newer major version", forge.edit_manifest(partial(forge.put, path=("version",), value=[2, 0])), ""
-    yield (
-        "a newer minor version",
-        forge.edit_manifest(partial(forge.put, path=("version",), value=[1, 9])),
-        ("minor versions add fields only"),
-    )
+    yield "an index twice", forge.edit_manifest(twice), ""
+    yield "an index twice, of two groups", forge.edit_manifest(again), ""
+    yield "a rank in two groups", also_own, VERIFIED
+    yield "a rank of 2**63-1", field("index", 0, "rank", value=(1 << 63) - 1), "only tells one group from another"
+    yield "no index", field("index", value=[]), VERIFIED
+    for what, name in {"another rank's file": handmade.index(1), "the group's file": GROUP}.items():
+        yield f"own: {what}", partial(_copied, name, OWN), ""
+    yield "group: a rank's file", partial(_copied, OWN, GROUP), ""
+    yield "own: no file", lambda directory: (directory / OWN).unlink(), ""
+    yield "group: no file", lambda directory: (directory / GROUP).unlink(), ""
+    yield "group: a record", forge.edit_index(partial(forge.put, path=("record",), value=b'{"values":1}')), SIGNED
+    yield "no hyperparameters", field("hyperparameters", value={}), ""
+    for name, true in {"keys": len(handmade.KEYS), "chunks": 6, "states": 0}.items():
+        reason = VERIFIED if name == "keys" else "it tells how much there is to do, no more"
+        for count in (0, true + 1, 1 << 31, (1 << 63) - 1):
+            yield f"{count} {name}", field(name, value=count), reason if count != true else "as many as there are"
+    for world in (0, 1, (1 << 63) - 1, "two"):
+        yield f"world {world}", field("topology", "world", value=world), "tells nobody where bytes are"
+    yield "a million slots", field("slots", value=["x"] * 1_000_000), "names, bounded by the manifest's size"
+    yield "no slots", field("slots", value=[]), "who can sign can leave out what there is"
+    yield "an unknown family", field("families", value={"x/1": "y"}), "keys say which families they need"
+    yield "a newer major version", field("version", value=[2, 0]), ""
+    yield "a newer minor version", field("version", value=[1, 9]), "minor versions add fields only"
+
+
+def _copied(source: str, name: str, directory: Path) -> None:
+    forge.replace_index(directory, (directory / source).read_bytes(), name)
 
 
 def code() -> Made:
@@ -216,16 +197,18 @@ def code() -> Made:
     evil = f"cos\nsystem\n(S'touch {CANARY}'\ntR.".encode()
 
     def in_a_record(directory: Path) -> None:
-        raw = struct.pack("<3q", 5, 6, 7)
-        data = raw + evil
-        path = directory / handmade.payload(1)
-        lines = [json.loads(line) for line in (directory / handmade.table(1)).read_bytes().splitlines()]
-        row = next(line for line in lines[1:] if line[0] == handmade.BIAS)
+        forge.alone(directory)
+        data = struct.pack("<3q", 5, 6, 7) + evil
+        path = directory / PAYLOAD
         start = path.stat().st_size
         path.write_bytes(path.read_bytes() + data)
-        row[2], row[6], row[7], row[8] = start, forge.checksum(data), start, len(data)
-        lines[0]["files"][0].update(size=start + len(data))
-        forge.replace_table(directory, "".join(json.dumps(line) + "\n" for line in lines).encode(), 1)
+
+        def point(file: Index) -> None:
+            row = {"offset": start, "length": len(data), "lead": 0, "checksum": index_bytes.hashed(data)}
+            forge.rows_of(file, handmade.BIAS)[0].update(row)
+            file["ranks"][0].update(size=start + len(data), checksum=index_bytes.hashed(path.read_bytes()))
+
+        forge.edit_index(point, OWN)(directory)
 
     def beside(directory: Path) -> None:
         (directory / ".metadata").write_bytes(evil)
@@ -236,10 +219,13 @@ def code() -> Made:
     yield "in a record", in_a_record, "elements are read where the row says, the record is not unpickled"
     yield "in .metadata beside a manifest", beside, "not read where there is a manifest"
     yield "as manifest", as_manifest, ""
+    yield "own: as index", lambda directory: forge.replace_index(directory, evil, OWN), ""
+    yield "group: as index", lambda directory: forge.replace_index(directory, evil), ""
 
 
 def untouched() -> Made:
     """What all attacks of this module begin with must be good."""
     yield "handmade", forge.edit_manifest(lambda body: None), "good"
     yield "with other files", with_extra_files, "good"
-    yield "with a table written again", forge.edit_table(lambda lines: None), "good"
+    for target in attacks_index.TARGETS:
+        yield f"with the index written again, {target}", on(target, lambda file: None), "good"

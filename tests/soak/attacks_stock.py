@@ -85,7 +85,7 @@ def attacks() -> Iterator[tuple[str, Attack]]:
     """All of them, by name."""
     yield from (
         (name, replace(attack, address_space=1 << 40))  # what is mapped and not touched costs nothing
-        for name, attack in by_name({"claims of a pickle": claims()})
+        for name, attack in by_name({"claims of a pickle": claims()}, stock=True)
     )
     yield from by_name(
         {
@@ -95,7 +95,8 @@ def attacks() -> Iterator[tuple[str, Attack]]:
             "stock file names": names(),
             "stock files": files(),
             "untouched": untouched(),
-        }
+        },
+        stock=True,
     )
 
 

@@ -1,16 +1,19 @@
-"""Every field of the manifest and of a table's header with a value of every wrong type: found by walking the models."""
+"""Every field of the manifest, and of an index file's header, with a value of every wrong type: found in the models."""
 
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
-from mbridge_fsdp_ckpt.storage.format.schema import Manifest, TableHeader
+from mbridge_fsdp_ckpt.storage.format.schema import IndexHeader, Manifest, RankOwn
 from tests.soak import forge
+from tests.soak.attacks_index import on, to
+from tests.soak.attacks_json import Build
 from tests.soak.attacks_safe import after, with_extra_files
 from tests.soak.hostile import Attack
 
@@ -49,18 +52,10 @@ HARMLESS: dict[str, str] = {
     "manifest.sections": "list",
     "manifest.files": "list",
     "manifest.values": ", ".join(WRONG),
-    **{f"manifest.keys.*.{field}": right for field, right in _KEY.items()},
-    "header.coordinates": "object",
-    "header.files.0.checksum": "text, no text, surrogate",  # for tools: a load goes by the records' checksums
-    "header.keys": "object",
-    "header.keys.*.shape": "list",  # the manifest's counts
-    **{f"header.keys.*.{field}": right for field, right in _KEY.items()},
-    "header.parameter_groups": "list",
-    "header.parameter_groups.0.parameters": "list",
-    "header.parameter_groups.0.hyperparameters": "object, object of null, typed value",
-    "header.stateless": "list",
-    "header.values": ", ".join(WRONG),
-    "header.extra_state": ", ".join(WRONG),
+    "header.axes": "list",
+    **{f"header.entries.0.{field}": right for field, right in _KEY.items()},
+    "record.values": ", ".join(WRONG),
+    "record.extra_state": ", ".join(WRONG),
 }
 """Field -> the values that are right for it, by docs/format.md, or that nothing goes by."""
 
@@ -91,17 +86,34 @@ def _put(body: Any, path: Path, value: Any) -> None:
 
 def attacks() -> Iterator[tuple[str, Attack]]:
     """All of them, by name."""
-    for title, model in (("manifest", Manifest), ("header", TableHeader)):
+    for title, model in (("manifest", Manifest), ("header", IndexHeader), ("record", RankOwn)):
         for path in fields(model):
             if path == ("checksum",):
                 continue  # whoever signs replaces it
             field = f"{title}.{'.'.join(map(str, path))}"
             for what, value in WRONG.items():
-                change = partial(_put, path=path, value=value)
-                in_header = partial(_put, path=(0, *path), value=value)
-                edit = forge.edit_manifest(change) if model is Manifest else forge.edit_table(in_header)
                 reason = "of the field's type" if what in HARMLESS.get(field, "").split(", ") else ""
                 yield (
                     f"types: {what} as {field}",
-                    Attack(f"types, {title}", partial(after, with_extra_files, edit), reason),
+                    Attack(f"types, {title}", partial(after, with_extra_files, _edit(title, path, value)), reason),
                 )
+
+
+def _edit(title: str, path: Path, value: Any) -> Build:
+    """One field has another value; of an index file, that of a single rank."""
+    if title == "manifest":
+        return forge.edit_manifest(partial(_put, path=path, value=value))
+    if title == "record":
+        return on("alone", partial(_in_record, path, value))
+    return partial(to, "alone", forge.edit_header(partial(_header, path, value), forge.OWN))
+
+
+def _header(path: Path, value: Any, header: dict[str, Any]) -> bytes:
+    _put(header, path, value)
+    return json.dumps(header).encode()
+
+
+def _in_record(path: Path, value: Any, file: forge.Index) -> None:
+    record = json.loads(file["record"])
+    _put(record, path, value)
+    file["record"] = json.dumps(record).encode()

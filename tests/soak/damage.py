@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import json
 import random
+import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from torch import distributed as dist
+
 import mbridge_fsdp_ckpt
+from mbridge_fsdp_ckpt.care.verify import verify
 from mbridge_fsdp_ckpt.errors import CheckpointError
 from mbridge_fsdp_ckpt.testing.models import Recipe
 from tests.core import cases, oracle
 
 MANIFEST = "manifest.json"
+WORD = struct.Struct("<Q")
 RECIPE = Recipe(layers=1)
 
 Files = Mapping[str, bytes]
@@ -64,15 +69,12 @@ def manifest_edited(data: bytes, rng: random.Random) -> bytes:
     return (json.dumps(body, indent=1) + "\n").encode()
 
 
-def row_edited(data: bytes, rng: random.Random) -> bytes:
-    """One number, name or checksum of one line of a table is another; the manifest's checksum of the table stays."""
-    lines = data.splitlines()
-    number = rng.randrange(len(lines))
-    row = json.loads(lines[number])
-    holder, key = rng.choice(list(_leaves(row)))
-    holder[key] = _edited(holder[key], rng)
-    lines[number] = json.dumps(row, separators=(",", ":")).encode()
-    return b"\n".join(lines) + b"\n"
+def index_edited(data: bytes, rng: random.Random) -> bytes:
+    """One number of an index file is another; all checksums stay."""
+    position = 8 * rng.randrange(len(data) // 8)
+    [number] = WORD.unpack_from(data, position)
+    other = (number + rng.choice([-1, 1, 8, 1 << 40])) % (1 << 64)
+    return data[:position] + WORD.pack(other) + data[position + WORD.size :]
 
 
 def _leaves(node: Any) -> Any:
@@ -99,15 +101,15 @@ SINGLE: dict[str, Callable[[bytes, random.Random], bytes]] = {
     "truncated": truncated,
     "bytes appended": appended,
     "manifest edited": manifest_edited,
-    "table row edited": row_edited,
+    "index edited": index_edited,
 }
-_SHARES = {"bit flipped": 4, "truncated": 2, "bytes appended": 2, "manifest edited": 6, "table row edited": 6}
+_SHARES = {"bit flipped": 4, "truncated": 2, "bytes appended": 2, "manifest edited": 6, "index edited": 6}
 
 
 def _fits(kind: str, name: str) -> bool:
     if kind == "manifest edited":
         return name == MANIFEST
-    return kind != "table row edited" or name.startswith("chunks_")
+    return kind != "index edited" or name.endswith(".index")
 
 
 def matrix(names: list[str], count: int) -> list[Case]:
@@ -200,36 +202,93 @@ class Seen:
     text: str
 
 
-def try_all(directory: str, other: str, to_try: list[Case]) -> tuple[list[Seen], dict[str, Any]]:
+RIGHT = "what was saved was loaded"
+
+
+@dataclass(slots=True)
+class Trial:
+    """A load of damaged copies, on every rank; rank 0 does and undoes the damage.
+
+    Args:
+        path: The checkpoint.
+        may_be_unread: Index files that such a load does not need.
+        live: What was saved.
+    """
+
+    path: Path
+    may_be_unread: tuple[str, ...]
+    live: dict[str, Any]
+    trainable: Any = field(default_factory=lambda: cases.prepared(RECIPE, steps=1, seed=7))
+
+    def tried(self, case: Case, pristine: Files, of_another_save: Files) -> Seen:
+        """What a load of the damaged checkpoint does, and `verify`."""
+        change = changed(case, pristine, of_another_save)
+        before = oracle.live(self.trainable)
+        self._write(change)
+        outcome, text = self._attempt(set(change))
+        after = oracle.live(self.trainable)
+        if outcome == RIGHT:
+            outcome = RIGHT if after == self.live else "missed: other tensors"
+            self.trainable = cases.prepared(RECIPE, steps=1, seed=7)
+        elif after != before and not outcome.startswith("missed"):
+            outcome = "missed: live tensors changed"
+        unseen = dist.get_rank() == 0 and not _found(self.path, set(change))
+        self._write({name: pristine[name] for name in change})
+        return Seen(case, "missed: verify" if unseen else outcome, text)
+
+    def _write(self, change: Changed) -> None:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            write(self.path, change)
+        dist.barrier()
+
+    def _attempt(self, damaged: set[str]) -> tuple[str, str]:
+        try:
+            load(self.path, self.trainable)
+        except CheckpointError as error:
+            named = any(name.rpartition("/")[2] in str(error) for name in damaged)
+            nameless = type(error).__name__ in ("RankFailedError", "InternalError", "LoadInterruptedError")
+            outcome = "missed: not a named error" if nameless else type(error).__name__
+            return (outcome if named else "missed: file not named"), str(error)
+        except Exception as error:  # a missed case is a result here, and the test fails for it
+            return "missed: another exception", f"{type(error).__name__}: {error}"
+        return (RIGHT if damaged <= set(self.may_be_unread) else "missed: loaded"), ""
+
+
+def load(path: Path, trainable: Any) -> None:
+    """As a run does."""
+    mbridge_fsdp_ckpt.load(str(path), model=trainable.model, optimizer=trainable.optimizer)
+
+
+def _found(path: Path, damaged: set[str]) -> bool:
+    """Whether `verify` names a damaged file, or refuses to look further than the head."""
+    try:
+        report = verify(path, header=False, workers=1, progress=Unwatched())
+    except CheckpointError as error:
+        return MANIFEST in damaged and str(path) in (error.key or "")
+    return any(finding.file in damaged for finding in report.damage)
+
+
+class Unwatched:
+    """Progress that nobody looks at."""
+
+    shown = False
+
+    def begin(self, what: str, total: int) -> None:
+        """Nobody looks."""
+
+    def advance(self, count: int) -> None:
+        """Nobody looks."""
+
+
+def try_all(
+    directory: str, other: str, to_try: list[Case], may_be_unread: tuple[str, ...], live: dict[str, Any]
+) -> tuple[list[Seen], dict[str, Any]]:
     """On every rank: each damage, then the undamaged checkpoint; returns what was seen, and what is live at the end."""
     path = Path(directory)
     pristine, of_another_save = contents(path), contents(Path(other))
-    trainable = cases.prepared(RECIPE, steps=1, seed=7)
-    found = []
-    before = oracle.live(trainable)
-    for case in to_try:
-        change = changed(case, pristine, of_another_save)
-        write(path, change)
-        outcome, text = _attempt(directory, trainable, set(change))
-        after = oracle.live(trainable)
-        if after != before and not outcome.startswith("missed"):
-            outcome = "missed: live tensors changed"
-        before = after
-        found.append(Seen(case, outcome, text))
-        write(path, {name: pristine[name] for name in change})
+    trial = Trial(path, may_be_unread, live)
+    found = [trial.tried(case, pristine, of_another_save) for case in to_try]
     assert contents(path) == pristine
-    mbridge_fsdp_ckpt.load(directory, model=trainable.model, optimizer=trainable.optimizer)
-    return found, oracle.live(trainable)
-
-
-def _attempt(directory: str, trainable: Any, damaged: set[str]) -> tuple[str, str]:
-    try:
-        mbridge_fsdp_ckpt.load(directory, model=trainable.model, optimizer=trainable.optimizer)
-    except CheckpointError as error:
-        named = any(name.rpartition("/")[2] in str(error) for name in damaged)
-        nameless = type(error).__name__ in ("RankFailedError", "InternalError", "LoadInterruptedError")
-        outcome = "missed: not a named error" if nameless else type(error).__name__
-        return (outcome if named else "missed: file not named"), str(error)
-    except Exception as error:  # a missed case is a result here, and the test fails for it
-        return "missed: another exception", f"{type(error).__name__}: {error}"
-    return "missed: loaded", ""
+    load(path, trial.trainable)
+    return found, oracle.live(trial.trainable)

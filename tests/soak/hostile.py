@@ -1,7 +1,10 @@
-"""Runs attacks on the reader, each in a process of its own, and measures what they achieve.
+"""Runs attacks on the readers, each in a process of its own, and measures what they achieve.
 
     parent: imports once --fork--> builds the attack, ends
-                         --fork--> limits itself, opens everything, reports error, opened files, canary, seconds, memory
+                         --fork--> limits itself; each reader: reports error, opened files, canary, seconds, memory
+
+The readers are a load in the layout of the save, one in another layout, one of a rank that there was not, tools, which
+open everything, and `verify`.
 
 python -m tests.soak.hostile FOLDER < names of cases     one JSON line a case
 """
@@ -16,25 +19,40 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mbridge_fsdp_ckpt.errors import CheckpointError
+import torch
+
+from mbridge_fsdp_ckpt.care.verify import verify
+from mbridge_fsdp_ckpt.errors import CheckpointError, KeyMismatchError
 from mbridge_fsdp_ckpt.hosts.root import find_checkpoint
 from mbridge_fsdp_ckpt.loading.match import check_coverage
-from mbridge_fsdp_ckpt.plan.boxes import whole
+from mbridge_fsdp_ckpt.plan.boxes import Box, whole
+from mbridge_fsdp_ckpt.storage.format.names import READING
 from mbridge_fsdp_ckpt.storage.opening import check_other_files, open_checkpoint
 from mbridge_fsdp_ckpt.storage.source import sizes_of
+from tests.soak.damage import Unwatched
 from tests.unit import handmade
 
 ADDRESS_SPACE = 3 << 29  # 1.5 GiB more than the imports had mapped
 MEMORY = 3 << 29  # resident, more than after the imports
-CPU_SECONDS = 10  # then the process is killed
+CPU_SECONDS = 10  # for each reader, then the process is killed
 WALL_SECONDS = 120  # for what waits without computing, on a busy machine
 CANARY = "canary"
 SIDE = "outside"
 """A file beside the checkpoint that must not be opened."""
+
+
+VERIFIED = "what was saved, or nothing, is loaded; `verify` finds it"
+FOUND = "who can sign can leave out what a load reads; `verify` finds it"
+SIGNED = "who can sign can write another checkpoint, and this is one"
+"""Why readers may accept an attack: the first two hold for loads alone, the first for none but the tensors saved."""
+
+TARGETS = {"own": ("same", "verify"), "group": ("more", "tools", "verify")}
+"""By what an attack's name begins with: the readers that must refuse it; the others do not read what was attacked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,58 +62,144 @@ class Attack:
     Args:
         kind: What the report counts it under.
         build: Given a good checkpoint's directory, makes it hostile.
-        harmless: Why the reader may accept it; empty where it must not.
+        harmless: Why readers may accept it; empty where they must not.
         address_space: What the reader may map.
+        refused_by: The readers that must refuse it.
     """
 
     kind: str
     build: Callable[[Path], None]
     harmless: str = ""
     address_space: int = ADDRESS_SPACE
+    refused_by: tuple[str, ...] = ("same", "other", "more", "tools", "verify")
+
+    @property
+    def must_refuse(self) -> tuple[str, ...]:
+        """The readers that must refuse it, whatever its reason.
+
+        What contradicts another file of the checkpoint is always found by `verify`.
+        """
+        if not self.harmless:
+            return self.refused_by
+        return ("verify",) if self.harmless in (VERIFIED, FOUND) or self.refused_by in TARGETS.values() else ()
 
 
-def by_name(kinds: Mapping[str, Iterable[tuple[str, Callable[[Path], None], str]]]) -> Iterator[tuple[str, Attack]]:
-    """Attacks of several kinds: each a name, what makes a good checkpoint hostile, and why it may be accepted."""
+def by_name(
+    kinds: Mapping[str, Iterable[tuple[str, Callable[[Path], None], str]]], stock: bool = False
+) -> Iterator[tuple[str, Attack]]:
+    """Attacks of several kinds: each a name, what makes a good checkpoint hostile, and why it may be accepted.
+
+    Args:
+        kinds: The attacks.
+        stock: Whether they are on checkpoints of stock, of which `verify` reads less.
+    """
     for kind, made in kinds.items():
         for name, build, harmless in made:
-            yield f"{kind}: {name}", Attack(kind, build, harmless)
+            attack = Attack(kind, build, harmless)
+            readers = ("tools",) if stock else TARGETS.get(name.partition(":")[0], attack.refused_by)
+            yield f"{kind}: {name}", replace(attack, refused_by=readers)
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What an attack achieved."""
+    """What an attack achieved, with each reader."""
 
     name: str
-    outcome: str
-    text: str
+    outcomes: dict[str, str]
+    texts: dict[str, str]
     seconds: float
     memory: int
     outside: tuple[str, ...]
     canary: bool
 
     def verdict(self, attack: Attack) -> str:
-        """The outcome, or "missed: " and why."""
+        """The first outcome that is no acceptance, or "missed: " and why."""
         if self.canary:
             return "missed: code ran"
         if self.outside:
             return "missed: opened a file outside"
         if self.memory > MEMORY:
             return "missed: memory"
-        if self.outcome == "accepted" and not attack.harmless:
-            return "missed: accepted"
-        return self.outcome
+        missed = [outcome for outcome in self.outcomes.values() if outcome.startswith("missed")]
+        if missed:
+            return missed[0]
+        accepted = [reader for reader in attack.must_refuse if self.outcomes.get(reader) in ("accepted", OTHER_DATA)]
+        if accepted:
+            return f"missed: accepted by {', '.join(accepted)}"
+        if OTHER_DATA in self.outcomes.values() and attack.harmless in ("", VERIFIED):
+            return f"missed: {OTHER_DATA}"
+        return next((said for said in self.outcomes.values() if said not in ("accepted", OTHER_DATA)), "accepted")
 
 
-def open_everything(directory: Path) -> None:
+OTHER_DATA = "other tensors than were saved"
+
+
+def open_everything(directory: Path) -> str:
     """All that the reader offers."""
     source = open_checkpoint(find_checkpoint(directory))
     source.hyperparameters([handmade.NAME, "weight"])
+    source.hyperparameters()
     sizes_of(record.coordinates for record in source.ranks())
     for key, chunks in source.chunks(list(source.head.keys)).items():
         check_coverage({key: [whole(source.head.keys[key].shape)]}, {key: chunks})
         for chunk in chunks:
             source.read(chunk)
     check_other_files(source.head, content=True)
+    return "accepted"
+
+
+def load(directory: Path, rank: int, needed: dict[str, list[Box]]) -> str:
+    """What a load reads on one rank that needs some boxes."""
+    source = open_checkpoint(find_checkpoint(directory), near=[rank])
+    for key in needed:
+        entry, expected = source.head.keys.get(key), handmade.KEYS[key]
+        if entry is None or (entry.dtype, entry.shape, entry.kind) != (expected.dtype, expected.shape, expected.kind):
+            raise KeyMismatchError(expected=str(expected), found=str(entry), remedy="", key=key)
+    if source.hyperparameters([handmade.NAME]) != {handmade.NAME: handmade.HYPERPARAMETERS}:
+        return OTHER_DATA
+    source.stateless([handmade.NAME])
+    source.near({"rank": rank, "pipeline": 0, "tensor": rank})
+    list(source.states(["decoder"]))
+    chunks = source.chunks(sorted(needed), needed)
+    check_coverage(needed, chunks)
+    check_other_files(source.head, content=True)
+    found = [(chunk, source.read(chunk)) for parts in chunks.values() for chunk in parts]
+    return (
+        "accepted" if all(_is_what_was_saved(chunk.key, chunk.box, tensor) for chunk, tensor in found) else OTHER_DATA
+    )
+
+
+def _is_what_was_saved(key: str, box: Box, found: torch.Tensor) -> bool:
+    tensor = handmade.TENSORS[key]
+    return torch.equal(tensor[box.slices_in(whole(tuple(tensor.shape)))].reshape(found.shape), found)
+
+
+class _Watched(Unwatched):
+    """So that `verify` finds out first how much there is."""
+
+    shown = True
+
+
+def audit(directory: Path) -> str:
+    """`verify`, every byte."""
+    report = verify(find_checkpoint(directory), header=False, workers=2, progress=_Watched())
+    return "accepted" if not report.damage else "found by verify"
+
+
+def readers(directory: Path) -> dict[str, Callable[[Path], str]]:
+    """Who reads a checkpoint, by name; of one of stock, there are not so many."""
+    if not (directory / "manifest.json").exists():
+        return {"tools": open_everything, "verify": audit}
+    alone = not (directory / handmade.payload(1)).exists()
+    everything = {key: [whole(entry.shape)] for key, entry in handmade.KEYS.items()}
+    own = everything if alone else {key: [box] for key, box in handmade.HELD[0]}
+    return {
+        "tools": open_everything,
+        "same": partial(load, rank=0, needed=own),
+        "other": partial(load, rank=1, needed=everything),
+        "more": partial(load, rank=2, needed=everything),
+        "verify": audit,
+    }
 
 
 def _led_to(path: str, flags: int) -> str:
@@ -107,14 +211,24 @@ def _led_to(path: str, flags: int) -> str:
 
 def watch(directory: Path, opened: list[str]) -> None:
     """Record every path that is opened outside the checkpoint, from now on."""
-    libraries = (sys.prefix, sys.base_prefix, str(Path(__file__).parents[2]), "/proc", "/sys", "/usr", "/lib")
+    libraries = (
+        sys.prefix,
+        os.path.realpath(sys.prefix),
+        sys.base_prefix,
+        str(Path(__file__).parents[2]),
+        "/proc",
+        "/sys",
+        "/usr",
+        "/lib",
+    )
+    lease = str(directory.parent / READING)
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event in ("os.system", "subprocess.Popen", "os.exec", "os.posix_spawn"):
             opened.append(event)
         if event == "open" and isinstance(arguments[0], str | bytes):
             path = _led_to(os.fsdecode(arguments[0]), int(arguments[2]))
-            if path != str(directory) and not path.startswith((str(directory) + os.sep, *libraries)):
+            if path != str(directory) and not path.startswith((str(directory) + os.sep, lease, *libraries)):
                 opened.append(path)
 
     sys.addaudithook(hook)
@@ -125,20 +239,25 @@ def _attempt(directory: Path, address_space: int) -> dict[str, Any]:
     watch(directory, opened)
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (mapped + address_space, mapped + address_space))
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
     signal.alarm(WALL_SECONDS)
     before = resource.getrusage(resource.RUSAGE_SELF)
+    outcomes, texts, longest = dict[str, str](), dict[str, str](), 0.0
+    for name, read in readers(directory).items():
+        began = time.process_time()
+        resource.setrlimit(resource.RLIMIT_CPU, (int(began) + CPU_SECONDS, resource.RLIM_INFINITY))
+        outcomes[name], texts[name] = _outcome(read, directory)
+        longest = max(longest, time.process_time() - began)
+    memory = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before.ru_maxrss) * 1024
+    return {"outcomes": outcomes, "texts": texts, "seconds": longest, "memory": memory, "outside": tuple(opened)}
+
+
+def _outcome(read: Callable[[Path], str], directory: Path) -> tuple[str, str]:
     try:
-        open_everything(directory)
-        outcome, text = "accepted", ""
+        return read(directory), ""
     except CheckpointError as error:
-        outcome, text = type(error).__name__, str(error)[:600]
+        return type(error).__name__, str(error)[:600]
     except BaseException as error:  # whatever it is, it is what the attack achieved, and the parent judges
-        outcome, text = "missed: another exception", f"{type(error).__name__}: {str(error)[:600]}"
-    after = resource.getrusage(resource.RUSAGE_SELF)
-    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    memory = (after.ru_maxrss - before.ru_maxrss) * 1024
-    return {"outcome": outcome, "text": text, "seconds": seconds, "memory": memory, "outside": tuple(opened)}
+        return "missed: another exception", f"{type(error).__name__}: {str(error)[:600]}"
 
 
 def forked(action: Callable[[], Any]) -> tuple[int, Any]:
@@ -175,7 +294,7 @@ def run(name: str, attack: Attack, folder: Path) -> Seen:
     status, seen = forked(lambda: _attempt(directory, attack.address_space))
     if seen is None:
         said = f"signal {os.waitstatus_to_exitcode(status)} after {time.monotonic() - began:.0f} s"
-        seen = {"outcome": "missed: killed", "text": said, "seconds": 0.0, "memory": 0, "outside": ()}
+        seen = {"outcomes": {"": "missed: killed"}, "texts": {"": said}, "seconds": 0.0, "memory": 0, "outside": ()}
     found = Seen(name=name, canary=canary.exists(), **seen)
     os.chdir(folder)
     shutil.rmtree(root)

@@ -224,7 +224,7 @@ def refusal(plans: Plans) -> str:
             named = [sketches.blocks_in(rank, blocks, bad) for rank, blocks in enumerate(plans)]
             sketches.judge(sketches.combine(json.loads(json.dumps(named))), bad)
         for rank, blocks in enumerate(plans):
-            # One table a rank: a key that one rank declares twice is one entry there.
+            # One index file a rank: a key that one rank declares twice is one entry there.
             sketches.declare(declared, rank, {block.key: None for block in blocks if block.writes and block.is_origin})
     except PlanDisagreementError as error:
         return str(error)

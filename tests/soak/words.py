@@ -50,7 +50,7 @@ ATTACKED = {
     "missing": "a file deleted",
     "of another save": "a file replaced by that of another save",
     "swapped": "two files swapped",
-    "table row edited": "one value of a table edited, the checksum left",
+    "index edited": "one number of an index file edited, the checksums left",
     "truncated": "a file cut short",
     "JSON": "JSON: duplicate fields, NaN, huge numbers, deep nesting, a gigabyte of text",
     "boxes and shapes": "boxes that lie outside, overlap, or overflow; absurd shapes",
@@ -61,16 +61,19 @@ ATTACKED = {
     "dtypes": "names that are no dtype, and every dtype that torch has",
     "file names": "file names that lead out of the directory",
     "links and special files": "links, pipes and folders in place of files",
-    "numbers in rows": "wrong numbers in the rows of a table",
-    "numbers in tables": "wrong bytes for a number that stands in a table",
+    "numbers in index files": "every number of every array of an index file as another",
+    "counts in index files": "index files whose counts, or whose beginning, lie",
+    "contradictions in index files": "index files that contradict themselves, each other, or the manifest",
+    "values of numbers": "wrong bytes for a number that stands in an index file",
+    "index files that grow": "index files with a hundred thousand rows or names too many, or a gigabyte long",
     "pickles that grow": "stock pickles of a few bytes that grow without end",
     "stock file names": "stock file names that lead out of the directory",
     "stock files": "links, pipes and folders in place of stock's files",
     "stock metadata": "stock metadata with values of wrong types and sizes",
-    "structure": "tables, ranks and keys twice or absent; another version",
+    "structure": "index files and ranks twice or absent; another version",
     "tracker": "a tracker file that leads elsewhere, or is huge",
     "typed values": "typed values whose shape, size or encoding lies",
-    "types, header": "a value of another type in each field of a table's header",
+    "types, header": "a value of another type in each field of an index file's header",
     "types, manifest": "a value of another type in each field of the manifest",
     "untouched": "nothing, as a check of the checks",
     "EDQUOT": "quota exceeded (EDQUOT)",
@@ -80,6 +83,11 @@ ATTACKED = {
 }
 """Kinds of cases."""
 
+_SIGNED = (
+    "who can sign can write another checkpoint, or leave out what is to be loaded; what contradicts another of the "
+    "files is found by `verify`"
+)
+
 HARMLESS = {
     "JSON": "fields that readers do not know are ignored; an infinite number and deep lists are data that a "
     "value may hold; what is large is bounded by the file's own size",
@@ -87,8 +95,11 @@ HARMLESS = {
     "code in records": "elements are read as raw bytes, and `.metadata` is not read where there is a manifest",
     "dtypes": "a dtype that torch has, with elements as long as recorded, is a dtype",
     "stock metadata": "what is no tensor, or no value, is not read: a load then misses its key",
-    "structure": "a newer minor version may add fields; the same plain file may be listed twice; the "
-    "manifest's keys count",
+    "structure": "a newer minor version may add fields; counts of chunks and slots tell how much there is to do, and "
+    "lead nowhere; " + _SIGNED,
+    "numbers in index files": _SIGNED,
+    "contradictions in index files": _SIGNED,
+    "index files that grow": _SIGNED,
     "typed values": "as many bytes as recorded, and nothing that a load compares",
     "types, header": "the other value is of the field's type: text for text, a list for a list",
     "types, manifest": "the other value is of the field's type: text for text, a list for a list",
@@ -114,10 +125,10 @@ STEPS = {
     "Job.judge_plans": "rank 0 judges the plans",
     "condemn_leftovers": "leftovers are renamed",
     "begin": "the staging directory is made",
-    "write": "writing all chunks and the table",
+    "write": "writing all chunks and the index file",
     "PayloadWriter.add": "writing one chunk",
     "PayloadWriter.close": "closing the payload file",
-    "write_file": "writing a table, or the head",
+    "write_file": "writing an index file, or the head",
     "os.fsync": "flushing a file",
     "Job.judge_written": "rank 0 checks and commits",
     "write_dcp_view": "writing stock's view",

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from mbridge_fsdp_ckpt.errors import KeyMismatchError
 from mbridge_fsdp_ckpt.loading import asking
 from mbridge_fsdp_ckpt.loading.asking import Asked
 
@@ -29,17 +30,29 @@ def test_as_many_buckets_at_a_time_as_one_message_takes(keys: int, replicas: int
 
 
 def test_replicas_that_ask_are_told_apart_and_one_that_asks_twice_is_seen() -> None:
-    first = asking.combine_named([{"a": ("1", False), "b": ("2", False)}, {"a": ("2", False)}])
-    assert first == {"a": ("3", False), "b": ("2", False)}
-    second = json.loads(json.dumps(asking.combine_named([first, {"a": ("4", False), "b": ("2", False)}])))
-    assert second == {"a": ["7", False], "b": ["2", True]}
-    assert asking.combine_named([{}, second])["b"] == ("2", True), "what was seen below is not forgotten"
+    first = asking.combine_named([{"a": ("1", False, False), "b": ("2", False, True)}, {"a": ("2", False, False)}])
+    assert first == {"a": ("3", False, False), "b": ("2", False, True)}
+    again = asking.combine_named([first, {"a": ("4", False, False), "b": ("2", False, False)}])
+    second = json.loads(json.dumps(again))
+    assert second == {"a": ["7", False, False], "b": ["2", True, True]}
+    assert asking.combine_named([{}, second])["b"] == ("2", True, True), "what was seen below is not forgotten"
+
+
+def test_a_key_that_is_there_and_that_nobody_asks_for_is_unexpected() -> None:
+    asked = asking.combine_named([{"a": ("0", False, True)}, {"a": ("1", False, False), "b": ("0", False, True)}])
+    with pytest.raises(KeyMismatchError, match="1 unexpected: b"):
+        asking.judge_named(asked)
+    asking.judge_named({"a": asked["a"], "c": ("2", False, False)})
 
 
 def test_checkpoints_that_ranks_opened_are_all_named_up_to_a_bound() -> None:
-    messages: list[Asked] = [{"checkpoints": [str(n // 2)], "asked": [1, 2], "replicas": n} for n in range(40)]
+    messages: list[Asked] = [
+        {"checkpoints": [str(n // 2)], "asked": [1, 2], "slots": n, "replicas": n, "skipped": [f"key {n:02}"]}
+        for n in range(40)
+    ]
     whole = asking.combine(messages)
     assert whole["asked"] == [40, 80]
     assert whole["replicas"] == 39
     assert len(whole["checkpoints"]) == 8
+    assert whole["skipped"] == [f"key {n:02}" for n in range(20)]
     assert asking.combine(messages[:2])["checkpoints"] == ["0"]

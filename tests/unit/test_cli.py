@@ -16,9 +16,15 @@ from mbridge_fsdp_ckpt.cli import console as frame
 from mbridge_fsdp_ckpt.cli import convert, diff, families, inspect, prune, repair, verify
 from mbridge_fsdp_ckpt.cli import run as run_command
 from mbridge_fsdp_ckpt.families import default_registry
+from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
-from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME
+from mbridge_fsdp_ckpt.storage.entries import FileEntry
+from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, Files
+from mbridge_fsdp_ckpt.storage.format.own_index import RankIndex
+from mbridge_fsdp_ckpt.storage.format.rows import Chunk
 from mbridge_fsdp_ckpt.storage.format.schema import VERSION, Manifest
+from mbridge_fsdp_ckpt.storage.format.told import write_own_index
+from mbridge_fsdp_ckpt.storage.ranges import ByteRange
 from tests.unit.handmade import write_manifest
 
 SUBCOMMANDS = [convert, diff, families, inspect, prune, repair, run_command, verify]
@@ -45,7 +51,7 @@ CONVERT_SURFACE = {
         "--ckpt-format", "--cp", "--ep", "--etp", "--hf-model", "--megatron-path", "--no-low-memory-save",
         "--torch-dtype", "--tp", "--trust-remote-code",
     ],
-    "reshard": ["--json", "--merge-tables", "--ranks", "destination", "source"],
+    "reshard": ["--json", "--merge-ranks", "--ranks", "destination", "source"],
     "to-stock": ["--json", "destination", "source"],
 }  # fmt: skip
 
@@ -59,7 +65,7 @@ FUSED = {
 }
 CLAIMED = {
     "gated_delta_net/1": {"attention.in_proj.weight": ["query"]},
-    "gated_linear_unit/1": {"mlp.linear_fc1.weight": ["w", "v"]},
+    "gated_linear_unit/1": {"mlp.linear_fc1.weight": ["v", "w"]},
     "latent_attention/1": {"attention.linear_q_down_proj.weight": ["linear_q_down_proj"]},
 }
 
@@ -93,15 +99,23 @@ def root(tmp_path: Path) -> Path:
     directory = tmp_path / "iter_0000010"
     directory.mkdir()
     keys = {key: KeyEntry(dtype="float32", shape=(4,), family=f, component=c) for key, (f, c) in FUSED.items()}
-    head = Manifest(
-        format=FORMAT_NAME,
-        version=VERSION,
-        writer={},
-        topology={},
-        sections=("model",),
-        keys=keys,
-        tables=(),
-        values={},
+    files, payload = Files("0123456789ab"), FileEntry(name="__0_0.distcp", size=16, checksum="xxh3_64:0")
+    rows = [Chunk(key, Box((0,), (4,)), ByteRange(0, 16), 0, 0) for key in keys]
+    told = write_own_index(directory, files, RankIndex(0, {"rank": 0}, payload, keys), rows, {})
+    head = Manifest.model_validate(
+        {
+            "format": FORMAT_NAME,
+            "version": VERSION,
+            "save": files.save,
+            "writer": {},
+            "topology": {},
+            "sections": ("model",),
+            "families": told["families"],
+            "keys": len(keys),
+            "chunks": len(keys),
+            "index": told["pending"],
+            "values": {},
+        }
     )
     write_manifest(directory / "manifest.json", head)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("10\n")

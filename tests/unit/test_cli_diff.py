@@ -15,19 +15,20 @@ from mbridge_fsdp_ckpt.care import compare
 from mbridge_fsdp_ckpt.plan.boxes import Box, whole
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.storage import source
-from mbridge_fsdp_ckpt.storage.files import file_checksum
 from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
-from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME
+from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, Files
+from mbridge_fsdp_ckpt.storage.format.own_index import RankIndex
 from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter
-from mbridge_fsdp_ckpt.storage.format.schema import VERSION, Manifest, ParameterGroup, TableEntry, TableHeader
-from mbridge_fsdp_ckpt.storage.format.table import table_bytes
-from mbridge_fsdp_ckpt.storage.format.values import encode
+from mbridge_fsdp_ckpt.storage.format.schema import VERSION, Manifest
+from mbridge_fsdp_ckpt.storage.format.told import count_keys, together, write_group_index, write_own_index
+from mbridge_fsdp_ckpt.storage.format.values import encode, hash_of
 from tests.unit.handmade import write_manifest
 from tests.unit.test_cli import call, data
 
 NAME = "module.weight"
 WEIGHT, AVERAGE, STEP = "model.weight", f"optimizer.state.{NAME}.exp_avg", f"optimizer.state.{NAME}.step"
 VALUES = {"iteration": 10, "opt_param_scheduler": {"max_lr": 1e-4, "steps": (1, 2)}}
+SAVE = "0123456789ab"
 GROUP = {"lr": 0.1, "betas": (0.9, 0.95)}
 
 
@@ -51,36 +52,35 @@ def build(
     """A checkpoint whose tensors are cut into as many blocks as there are ranks: of rows, or of columns."""
     directory.mkdir(parents=True)
     keys = {key: KeyEntry(dtype=str(t.dtype).removeprefix("torch."), shape=tuple(t.shape)) for key, t in state.items()}
-    tables = []
+    files, told = Files(SAVE), []
+    hyperparameters: Any = encode(group or GROUP)
     for rank in range(ranks):
-        writer = PayloadWriter(directory / f"__{rank}_0.distcp")
+        writer = PayloadWriter(directory / files.payload(rank))
         chunks = []
         for key, tensor in state.items():
             box = _box(tuple(tensor.shape), rank, ranks, int(columns))
             if box is not None:
                 block = tensor[box.slices_in(whole(tuple(tensor.shape)))]
                 chunks.append(writer.add(key, block.reshape(-1), box))
-        groups = (ParameterGroup(parameters=(NAME,), hyperparameters=encode(group or GROUP)),)  # type: ignore[arg-type]
-        header = TableHeader(
-            rank=rank,
-            coordinates={"rank": rank},
-            files=(writer.close(),),
-            keys={chunk.key: keys[chunk.key] for chunk in chunks if not any(chunk.box.offset)},
-            parameter_groups=groups,
-            chunks=len(chunks),
-        )
-        path = directory / f"chunks_{rank:05d}.jsonl"
-        path.write_bytes(table_bytes(header, chunks))
-        tables.append(TableEntry(name=path.name, size=path.stat().st_size, checksum=file_checksum(path), rank=rank))
-    head = Manifest(
-        format=FORMAT_NAME,
-        version=VERSION,
-        writer={},
-        topology={"world": ranks},
-        sections=("model", "optimizer"),
-        keys=keys,
-        tables=tuple(tables),
-        values=encode(VALUES if values is None else values),
+        hashed = hash_of(hyperparameters)
+        held = {chunk.key: keys[chunk.key] for chunk in chunks}
+        said = RankIndex(rank, {"rank": rank}, writer.close(), held, {NAME: hashed})
+        told.append(write_own_index(directory, files, said, chunks, {hashed: hyperparameters}))
+    groups = together(
+        write_group_index(directory, files, first, together(told[first : first + 3])) for first in range(0, ranks, 3)
+    )
+    head = Manifest.model_validate(
+        {
+            "format": FORMAT_NAME,
+            "version": VERSION,
+            "save": SAVE,
+            "writer": {},
+            "topology": {"world": ranks},
+            "sections": ("model", "optimizer"),
+            "keys": count_keys(directory, files, groups),
+            **{name: groups[name] for name in ("families", "slots", "hyperparameters", "chunks", "states", "index")},
+            "values": encode(VALUES if values is None else values),
+        }
     )
     write_manifest(directory / "manifest.json", head)
     return directory
@@ -105,7 +105,7 @@ def a(tmp_path: Path) -> Path:
 def test_another_layout_is_no_difference(
     a: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, columns: bool, size: int
 ) -> None:
-    monkeypatch.setattr(source, "_TABLES_SIZE", size)
+    monkeypatch.setattr(source, "_CHUNKS_KNOWN", size)
     monkeypatch.setattr(compare, "_ELEMENTS", 3)
     b = build(tmp_path / "b", tensors(), ranks=ranks, columns=columns)
     found = data("diff", a, b)
@@ -234,9 +234,9 @@ def test_damaged_bytes_are_a_named_error_not_a_difference(a: Path, tmp_path: Pat
 
 
 def test_chunks_that_do_not_cover_are_a_named_error(a: Path, tmp_path: Path) -> None:
-    b = build(tmp_path / "b", tensors(), ranks=3)
+    b = build(tmp_path / "b", tensors(), ranks=4)
     head = read_manifest(b)
-    write_manifest(b / "manifest.json", head.model_copy(update={"tables": head.tables[:2]}))
+    write_manifest(b / "manifest.json", head.model_copy(update={"index": head.index[:1]}))
     shown = call("diff", a, b)
     assert shown.exit_code == 1
     assert shown.stderr.startswith(f"ManifestError: [{AVERAGE}]") or shown.stderr.startswith("ManifestError: [model")

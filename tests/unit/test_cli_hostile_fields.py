@@ -1,6 +1,6 @@
 """Hostile text in one field after another, in every field that has text: whatever a tool says of it, nothing obeys.
 
-The fields are not listed here: all that is text in a manifest, a chunk table or stock's metadata is replaced in turn.
+The fields are not listed here: all that is text in a manifest, an index file or stock's metadata is replaced in turn.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 from torch.distributed import checkpoint as dcp
 
 from tests.soak import forge
-from tests.unit import handmade
+from tests.unit import handmade, index_bytes
 from tests.unit.test_cli import call
 from tests.unit.test_cli_hostile_text import EVIL, KEY, Page
 
@@ -71,10 +72,14 @@ def made(directory: Path) -> Path:
     (directory / "listed").write_bytes(b"extra")
     fill = {"name": "listed", "size": 5, "checksum": forge.checksum(b"extra")}
     forge.edit_manifest(lambda body: body["files"].append(fill))(directory)
-    first = next(iter(handmade.KEYS))
-    forge.edit_manifest(lambda body: body["keys"][first].update(family="x/1", component="y"))(directory)
-    forge.edit_table(lambda lines: lines[0]["keys"][first].update(family="x/1", component="y"))(directory)
+    for rank in handmade.HELD:
+        handmade.edit(directory, rank, _in_a_family)
+    forge.edit_manifest(lambda body: body.update(suffix="", families={"x/1": handmade.WEIGHT}))(directory)
     return directory
+
+
+def _in_a_family(part: handmade.Part) -> None:
+    part["header"]["entries"][list(handmade.KEYS).index(handmade.WEIGHT)].update(family="x/1", component="y")
 
 
 def obeyed(printed: str) -> list[str]:
@@ -114,24 +119,33 @@ def use_every_tool(directory: Path, plain: Path, aside: Path, *, converting: boo
     return printed
 
 
-PARTS = ("manifest", "header", "row")
+PARTS = ("manifest", "header", "record", "texts")
 
 
 @pytest.mark.parametrize("part", PARTS)
 def test_of_this_format(part: str, tmp_path: Path) -> None:
     plain, shown = made(tmp_path / "plain"), set()
-    table = plain / handmade.table(0)
-    bodies = [json.loads(line) for line in table.read_bytes().splitlines()]
-    body = {"manifest": forge.read_manifest(plain), "header": bodies[0], "row": bodies[1:]}[part]
-    for name, place in fields(body).items():
+    own = index_bytes.decode((plain / handmade.index(0)).read_bytes())
+    keys = [text.decode() for text in handmade.texts_of(own)[: len(own["keys"])]]
+    bodies = {
+        "manifest": forge.read_manifest(plain),
+        "header": index_bytes.header_of((plain / handmade.GROUP).read_bytes()),
+        "record": json.loads(own["record"]),
+    }
+    for name, place in fields(bodies.get(part, keys)).items():
         directory = tmp_path / name.replace("/", "") / "iter_0000010"
         shutil.copytree(plain, directory)
-        hostile = with_text(body, place, EVIL)
-        if part == "manifest":
-            forge.sign(directory, hostile)
+        if part == "texts":
+            handmade.edit(directory, 0, partial(handmade.rename, key=keys[int(place[0])], new=EVIL))
+        elif part == "manifest":
+            forge.sign(directory, with_text(bodies[part], place, EVIL))
+        elif part == "header":
+            hostile = json.dumps(with_text(bodies[part], place, EVIL)).encode()
+            data = (directory / handmade.GROUP).read_bytes()
+            handmade.replace_group(directory, index_bytes.with_header(data, hostile))
         else:
-            lines = [hostile, *bodies[1:]] if part == "header" else [bodies[0], *hostile]
-            forge.replace_table(directory, "".join(f"{json.dumps(line)}\n" for line in lines).encode())
+            record = json.dumps(with_text(bodies[part], place, EVIL)).encode()
+            (directory / handmade.index(0)).write_bytes(index_bytes.encode(own | {"record": record}))
         if BEGINNING in use_every_tool(directory, plain, directory.parent, converting=part == "manifest"):
             shown.add(name)
     assert shown >= SHOWN[part]
@@ -139,11 +153,12 @@ def test_of_this_format(part: str, tmp_path: Path) -> None:
 
 SHOWN = {
     "manifest": {
-        "format", "writer.mbridge-fsdp-ckpt", "topology.world.", "keys.*.family", "keys.*.dtype",
-        "tables.*.name", "tables.*.checksum", "files.*.name", "files.*.checksum",
+        "format", "writer.mbridge-fsdp-ckpt", "topology.world.", "index.*.name", "index.*.checksum",
+        "files.*.name", "files.*.checksum",
     },
-    "header": {"files.*.name", "files.*.checksum", "keys.*."},
-    "row": {"*.*"},
+    "header": {"entries.*.family", "entries.*.dtype"},
+    "record": set(),
+    "texts": {"*"},
 }  # fmt: skip
 """Fields that a tool tells of, so that the test is known to look at what is printed."""
 

@@ -5,7 +5,6 @@ The text would set a terminal's title, clear it, fill the clipboard, run backwar
 
 from __future__ import annotations
 
-import json
 import re
 import warnings
 from html.parser import HTMLParser
@@ -30,39 +29,25 @@ def evil_checkpoint(directory: Path, weight: float = 0.0) -> Path:
     handmade.make(directory)
     for name in ("listed", "beside"):
         (directory / f"{EVIL}.{name}").write_bytes(b"extra")
-    lines = _lines(directory)
-    header, rows = lines[0], lines[1:]
-    header["coordinates"] |= {EVIL: 1}
-    header["parameter_groups"][0]["hyperparameters"] |= {EVIL: f"{EVIL}{weight}"}
-    header["keys"] = _evil_keys(header["keys"])
-    for row in rows:
-        row[0] = _renamed(row[0])
-    forge.replace_table(directory, "".join(f"{json.dumps(line)}\n" for line in (header, *rows)).encode())
-    lines = _lines(directory, 1)
-    for row in lines[1:]:
-        row[0] = _renamed(row[0])
-    forge.replace_table(directory, "".join(f"{json.dumps(line)}\n" for line in lines).encode(), 1)
+    handmade.edit(directory, 0, _renamed)
+    handmade.edit(directory, 1, _renamed)
     forge.edit_manifest(lambda body: _rename_in(body, weight))(directory)
     return directory
 
 
-def _lines(directory: Path, rank: int = 0) -> list[Any]:
-    table = directory / handmade.table(rank)
-    return [json.loads(line) for line in table.read_bytes().splitlines()]
-
-
-def _renamed(key: str) -> str:
-    return KEY if key == handmade.WEIGHT else key
-
-
-def _evil_keys(keys: dict[str, Any]) -> dict[str, Any]:
-    found = {_renamed(key): entry for key, entry in keys.items()}
-    found[KEY] |= {"family": EVIL, "component": EVIL}
-    return found
+def _renamed(part: handmade.Part) -> None:
+    """Another name of a coordinate and of a key, wherever that comes by its hash; and all texts of its description."""
+    part["header"]["axes"].append(EVIL)
+    part["coordinates"][0].append(1)
+    part["header"]["entries"][list(handmade.KEYS).index(handmade.WEIGHT)] |= {"family": EVIL, "component": EVIL}
+    handmade.rename(part, handmade.WEIGHT, KEY)
 
 
 def _rename_in(body: dict[str, Any], weight: float) -> None:
-    body["keys"] = _evil_keys(body["keys"])
+    body["families"] = {EVIL: KEY}
+    body["slots"].append(EVIL)
+    for values in body["hyperparameters"].values():
+        values[EVIL] = f"{EVIL}{weight}"
     body["writer"] = {EVIL: EVIL}
     body["topology"] |= {EVIL: EVIL}
     body["values"] |= {EVIL: f"{EVIL}{weight}"}
@@ -111,7 +96,9 @@ def test_diff(evil: Path, tmp_path: Path) -> None:
     assert_shown_not_obeyed(shown("diff", evil, plain, code=1), times=5)
     other = evil_checkpoint(tmp_path / "other", weight=1.0)
     assert_shown_not_obeyed(shown("diff", evil, other, code=1), times=6)
-    forge.edit_manifest(lambda body: body["keys"][KEY].update(dtype="float16"))(other)
+    place = list(handmade.KEYS).index(handmade.WEIGHT)
+    for rank in handmade.HELD:
+        handmade.edit(other, rank, lambda part: part["header"]["entries"][place].update(dtype="float16"))
     assert_shown_not_obeyed(shown("diff", evil, other, "--no-values", code=1))
 
 
@@ -124,7 +111,7 @@ def test_verify_names_damaged_files_and_keys(evil: Path) -> None:
 
 
 def test_an_error_names_a_key(evil: Path) -> None:
-    forge.edit_manifest(lambda body: body["keys"].pop(KEY))(evil)
+    handmade.edit_group(evil, lambda part: handmade.rows_of(part, KEY)[0].update(start=[9, 9]))
     assert_shown_not_obeyed(shown("inspect", evil, code=1))
 
 

@@ -23,7 +23,7 @@ from mbridge_fsdp_ckpt.care.survey import Survey, survey, visit_chunks
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from tests.unit import handmade
-from tests.unit.handmade import BIAS, WEIGHT, table
+from tests.unit.handmade import BIAS, GROUP, WEIGHT
 from tests.unit.test_cli import call, data, run
 from tests.unit.test_cli_diff import build
 
@@ -94,8 +94,8 @@ def test_keys_that_match_are_listed_with_their_blocks(directory: Path) -> None:
     assert "No key matches nothing.*." in call("inspect", directory, "--key", "nothing.*").stdout
 
 
-def test_a_damaged_table_is_a_named_error(directory: Path) -> None:
-    (directory / table(1)).write_bytes(b"{}")
+def test_a_damaged_index_is_a_named_error(directory: Path) -> None:
+    (directory / GROUP).write_bytes(b"{}")
     shown = call("inspect", directory)
     assert (shown.exit_code, shown.stdout) == (1, "")
     assert shown.stderr.startswith("DamagedCheckpointError: ")

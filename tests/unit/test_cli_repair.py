@@ -248,11 +248,11 @@ def test_marks_of_dead_readers_are_deleted_and_those_of_living_ones_never(root: 
 def test_objects_of_dead_saves_by_marker_are_deleted(root: Path) -> None:
     dead = root / "iter_0000030"
     dead.mkdir()
-    for name in (f"__0_0-{TOKEN}.distcp", f"chunks_00000-{TOKEN}.jsonl", "notes.txt"):
+    for name in (f"__0_0-{TOKEN}.distcp", f"rank_00000-{TOKEN}.index", "notes.txt"):
         (dead / name).write_bytes(b"x")
     age(dead)
     found = data("repair", root, "--yes")
-    assert done(found) == [("delete", f"__0_0-{TOKEN}.distcp"), ("delete", f"chunks_00000-{TOKEN}.jsonl")]
+    assert done(found) == [("delete", f"__0_0-{TOKEN}.distcp"), ("delete", f"rank_00000-{TOKEN}.index")]
     assert names(dead) == ["notes.txt"]
 
 

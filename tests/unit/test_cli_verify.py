@@ -13,11 +13,12 @@ from mbridge_fsdp_ckpt.storage import files
 from mbridge_fsdp_ckpt.storage.checksums import checksum
 from mbridge_fsdp_ckpt.storage.entries import ExtraEntry
 from mbridge_fsdp_ckpt.storage.files import file_checksum
+from mbridge_fsdp_ckpt.storage.format.columns import chunk_of
 from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
-from mbridge_fsdp_ckpt.storage.format.schema import TableEntry, TableHeader
-from mbridge_fsdp_ckpt.storage.format.table import Chunk, read_table, read_table_header, table_bytes
+from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
+from mbridge_fsdp_ckpt.storage.format.rows import Chunk
 from tests.unit import handmade
-from tests.unit.handmade import AVERAGE, BIAS, KEYS, WEIGHT, payload, table, write_manifest
+from tests.unit.handmade import AVERAGE, BIAS, GROUP, KEYS, WEIGHT, Part, edit, index, payload, write_manifest
 from tests.unit.test_cli import call, data
 
 Named = list[tuple[str, str, str | None]]
@@ -39,7 +40,10 @@ def truncate(path: Path, to: int) -> None:
 
 
 def chunks_of(directory: Path, rank: int) -> dict[str, Chunk]:
-    return {row.key: row for row in read_table(directory / table(rank), KEYS) if isinstance(row, Chunk)}
+    """A rank's chunks by key, as its own index has them."""
+    found = SafeSource(directory).own_index(rank)
+    rows = {found.text_of_key(place): rows for place, rows in found.sharded_rows()}
+    return {key: chunk_of(key, row, len(KEYS[key].shape)) for key, [row] in rows.items()}
 
 
 def named(findings: Any) -> Named:
@@ -53,23 +57,6 @@ def audited(directory: Any, **options: Any) -> Named:
     return named(Audit(directory, **options).findings())
 
 
-def rewrite(directory: Path, rank: int, change: Callable[[TableHeader, list[Any]], tuple[TableHeader, Any]]) -> None:
-    """Replace a table, and a manifest that fits it."""
-    path = directory / table(rank)
-    header, chunks = change(read_table_header(path), list(read_table(path, KEYS)))
-    path.write_bytes(table_bytes(header.model_copy(update={"chunks": len(chunks)}), chunks))
-    tables = [
-        TableEntry(
-            name=table(r),
-            size=(directory / table(r)).stat().st_size,
-            checksum=file_checksum(directory / table(r)),
-            rank=r,
-        )
-        for r in (0, 1)
-    ]
-    handmade.write_head(directory, tables)
-
-
 def with_extra(directory: Path, name: str, content: bytes) -> Path:
     path = directory / name
     path.parent.mkdir(exist_ok=True)
@@ -80,13 +67,13 @@ def with_extra(directory: Path, name: str, content: bytes) -> Path:
 
 
 def test_an_intact_checkpoint_is_read_whole(directory: Path) -> None:
-    sizes = sum((directory / name).stat().st_size for name in (payload(0), payload(1), table(0), table(1)))
+    sizes = sum((directory / name).stat().st_size for name in (payload(0), payload(1), GROUP))
     found = data("verify", directory)
     assert found == {
         "checkpoint": str(directory),
         "format": "fsdp_dtensor_safe",
         "intact": True,
-        "checked": {"keys": 4, "tables": 2, "files": 2, "chunks": 6, "bytes": sizes},
+        "checked": {"keys": 4, "indexes": 3, "chunks": 6, "files": 2, "bytes": sizes},
         "notes": [],
         "findings": [],
     }
@@ -118,7 +105,7 @@ def test_each_flipped_byte_of_payload_is_found_in_its_chunk_and_its_file(
 
 def test_a_damaged_chunk_is_described(directory: Path) -> None:
     chunk = chunks_of(directory, 1)[WEIGHT]
-    flip(directory / payload(1), chunk.elements.offset)
+    flip(directory / payload(1), chunk.record.offset)
     record = (directory / payload(1)).read_bytes()[chunk.record.offset : chunk.record.end]
     found = data("verify", directory, code=1)
     assert not found["intact"]
@@ -128,7 +115,7 @@ def test_a_damaged_chunk_is_described(directory: Path) -> None:
         "key": WEIGHT,
         "box": {"offset": [2, 0], "size": [2, 3]},
         "bytes": [chunk.record.offset, chunk.record.end],
-        "expected": chunk.checksum,
+        "expected": f"xxh3_64:{chunk.checksum:016x}",
         "found": checksum(record),
     }
     shown = call("verify", directory)
@@ -139,9 +126,9 @@ def test_a_damaged_chunk_is_described(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 8])
-def test_all_damage_is_found_in_the_order_of_the_tables(directory: Path, workers: int) -> None:
+def test_all_damage_is_found_in_the_order_of_ranks(directory: Path, workers: int) -> None:
     for rank, key in ((0, WEIGHT), (0, AVERAGE), (1, BIAS)):
-        flip(directory / payload(rank), chunks_of(directory, rank)[key].elements.offset)
+        flip(directory / payload(rank), chunks_of(directory, rank)[key].record.offset)
     assert audited(directory, workers=workers) == [
         ("file", payload(0), None),
         ("chunk", payload(0), WEIGHT),
@@ -156,11 +143,10 @@ def test_bytes_between_records_are_the_files_alone(directory: Path) -> None:
     path, before = directory / payload(0), (directory / payload(0)).stat().st_size
     path.write_bytes(path.read_bytes() + b"gap")
 
-    def grow(header: TableHeader, chunks: list[Chunk]) -> tuple[TableHeader, list[Chunk]]:
-        file = header.files[0].model_copy(update={"size": before + 3, "checksum": file_checksum(path)})
-        return header.model_copy(update={"files": (file,)}), chunks
+    def grow(part: Part) -> None:
+        part["ranks"][0].update(size=before + 3, checksum=int(file_checksum(path).rpartition(":")[2], 16))
 
-    rewrite(directory, 0, grow)
+    edit(directory, 0, grow)
     assert audited(directory) == []
     flip(path, before + 1)
     assert audited(directory) == [("file", payload(0), None)]
@@ -178,7 +164,7 @@ def test_a_truncated_payload_file_names_the_chunks_that_are_lost(directory: Path
 
 
 def test_what_is_left_of_a_truncated_file_is_still_read(directory: Path) -> None:
-    flip(directory / payload(1), chunks_of(directory, 1)[WEIGHT].elements.offset)
+    flip(directory / payload(1), chunks_of(directory, 1)[WEIGHT].record.offset)
     truncate(directory / payload(1), chunks_of(directory, 1)[BIAS].record.offset)
     assert audited(directory) == [
         ("file", payload(1), None),
@@ -215,19 +201,48 @@ def test_a_payload_file_that_cannot_be_read_is_a_finding(directory: Path, monkey
     assert audited(directory) == [("file", payload(0), None)]
 
 
-@pytest.mark.parametrize("damage", [lambda path: flip(path, 30), lambda path: truncate(path, 40), Path.unlink, link])
-def test_a_damaged_table_is_named_and_what_it_describes_is_said_to_be_unchecked(
+DAMAGES: list[Callable[[Path], Any]] = [
+    lambda path: flip(path, 30),
+    lambda path: flip(path, -1),
+    lambda path: truncate(path, 40),
+    Path.unlink,
+    link,
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_index_of_a_group_is_named_and_what_it_describes_is_said_to_be_unchecked(
     directory: Path, damage: Callable[[Path], None]
 ) -> None:
-    damage(directory / table(1))
-    flip(directory / payload(0), chunks_of(directory, 0)[AVERAGE].elements.offset)
+    damage(directory / GROUP)
     found = data("verify", directory, code=1)
-    assert named(found) == [
-        ("file", payload(0), None),
-        ("chunk", payload(0), AVERAGE),
-        ("table", table(1), None),
+    assert named(found) == [("index", GROUP, None)]
+    assert found["notes"] == [f"not checked: payload, keys and tiling that damaged index files describe ({GROUP})"]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_ranks_own_damaged_index_is_named_and_its_payload_is_checked_by_the_groups(
+    directory: Path, damage: Callable[[Path], None]
+) -> None:
+    lost = [chunks_of(directory, 1)[key] for key in (WEIGHT, BIAS)]
+    damage(directory / index(1))
+    assert named(data("verify", directory, code=1)) == [("index", index(1), None)]
+    for chunk in lost:
+        flip(directory / payload(1), chunk.record.offset)
+    assert audited(directory) == [
+        ("index", index(1), None),
+        ("file", payload(1), None),
+        *(("chunk", payload(1), chunk.key) for chunk in lost),
     ]
-    assert found["notes"] == [f"not checked: payload, keys and tiling that damaged tables describe ({table(1)})"]
+
+
+def test_every_flipped_byte_of_an_index_is_found(directory: Path) -> None:
+    for name in (GROUP, index(0)):
+        for position in range(0, (directory / name).stat().st_size, 13):
+            flip(directory / name, position)
+            assert set(audited(directory)) == {("index", name, None)}, (name, position)
+            flip(directory / name, position)
+    assert audited(directory) == []
 
 
 @pytest.mark.parametrize("position", [5, 300, -40])
@@ -265,7 +280,7 @@ def test_files_that_nobody_lists_are_nobodys_business(directory: Path) -> None:
 
 
 def test_the_header_alone_does_not_read_payload(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flip(directory / payload(1), chunks_of(directory, 1)[BIAS].elements.offset)
+    flip(directory / payload(1), chunks_of(directory, 1)[BIAS].record.offset)
     read: list[str] = []
     original = files.opened
 
@@ -276,7 +291,7 @@ def test_the_header_alone_does_not_read_payload(directory: Path, monkeypatch: py
     monkeypatch.setattr(files, "opened", noted)
     found = data("verify", directory, "--header")
     assert found["notes"] == ["payload was not read (--header)"]
-    assert sorted(read) == [table(0), table(1), "manifest.json"]
+    assert sorted(read) == [GROUP, "manifest.json"]
 
 
 def test_total_bytes_are_those_that_are_read(directory: Path) -> None:

@@ -33,7 +33,7 @@ def test_an_object_store_is_audited_as_well(directory: Path) -> None:
     for path in directory.iterdir():
         (place / path.name).write_bytes(path.read_bytes())
     assert data("verify", str(place))["intact"]
-    flip(place / payload(1), chunks_of(directory, 1)[BIAS].elements.offset)
+    flip(place / payload(1), chunks_of(directory, 1)[BIAS].record.offset)
     assert named(data("verify", str(place), code=1)) == [("file", payload(1), None), ("chunk", payload(1), BIAS)]
 
 
@@ -62,11 +62,11 @@ def test_a_truncated_stock_checkpoint_is_found(stock: Path) -> None:
 
 
 def test_piped_output_is_plain_and_whole(directory: Path) -> None:
-    flip(directory / payload(1), chunks_of(directory, 1)[BIAS].elements.offset)
+    flip(directory / payload(1), chunks_of(directory, 1)[BIAS].record.offset)
     found = run("verify", str(directory), columns=40)
     assert (found.returncode, found.stderr) == (1, "")
     assert "\x1b" not in found.stdout
-    assert f"  expected  {chunks_of(directory, 1)[BIAS].checksum}\n" in found.stdout
+    assert f"  expected  xxh3_64:{chunks_of(directory, 1)[BIAS].checksum:016x}\n" in found.stdout
 
 
 def _heed_interrupts() -> None:

@@ -1,5 +1,6 @@
-"""What stock reads: torch's own checkpoint reader finds in the added view what the chunk tables hold."""
+"""What stock reads: torch's own checkpoint reader finds in the added view what the index holds."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,18 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from mbridge_fsdp_ckpt.errors import ManifestError
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
-from mbridge_fsdp_ckpt.storage.format.payload import scalar_of
-from mbridge_fsdp_ckpt.storage.format.schema import TableHeader
-from mbridge_fsdp_ckpt.storage.format.table import table_bytes
+from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
+from mbridge_fsdp_ckpt.storage.format.names import Files
+from mbridge_fsdp_ckpt.storage.format.own_index import RankIndex
+from mbridge_fsdp_ckpt.storage.format.payload import number_of
+from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
+from mbridge_fsdp_ckpt.storage.format.schema import IndexEntry
+from mbridge_fsdp_ckpt.storage.format.told import write_own_index
 from mbridge_fsdp_ckpt.storage.format.values import encode
 from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
 from mbridge_fsdp_ckpt.storage.stock.writer import write_dcp_view
 from tests.unit import handmade
-from tests.unit.handmade import HYPERPARAMETERS, KEYS, NAME, TENSORS, VALUES, WEIGHT, table
+from tests.unit.handmade import HYPERPARAMETERS, KEYS, NAME, TENSORS, VALUES, WEIGHT
 
 _DTYPES = (torch.float32, torch.int64, torch.bool, torch.bfloat16)
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
@@ -29,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
 def directory(tmp_path: Path) -> Path:
     directory = handmade.make(tmp_path / "iter_0000010")
     values = VALUES | {"scaler": torch.tensor([3, 4])}
-    write_dcp_view(directory, KEYS, [directory / table(0), directory / table(1)], values)
+    write_dcp_view(directory, SafeSource(directory), values)
     return directory
 
 
@@ -77,11 +82,9 @@ def test_the_view_reads_like_stock_through_the_safe_reader(directory: Path) -> N
 def test_a_callers_own_random_number_state_is_no_hindrance(tmp_path: Path) -> None:
     """Stock nests these by place; what a caller of `save` calls so may be anything, and then is not stock's."""
     directory = handmade.make(tmp_path / "iter_0000010")
-    header = TableHeader(
-        rank=0, coordinates={"rank": 0}, files=(), keys={}, values=encode({"rng_state": torch.arange(3)}), chunks=0
-    )
-    (directory / table(0)).write_bytes(table_bytes(header, []))
-    write_dcp_view(directory, KEYS, [directory / table(0), directory / table(1)], VALUES)
+    own = {"values": encode({"rng_state": torch.arange(3)}), "extra_state": None}
+    handmade.edit(directory, 0, lambda part: part.update(record=json.dumps(own).encode()))
+    write_dcp_view(directory, SafeSource(directory), VALUES)
     assert next(iter(DcpSource(directory).ranks())).values["rng_state"].keys() == {"(0, 1)"}
 
 
@@ -103,22 +106,33 @@ def test_equal_numbers_share_a_record_and_torch_finds_them(tmp_path: Path) -> No
         key: KeyEntry(dtype=str(step.dtype).removeprefix("torch."), shape=(), kind="tensor")
         for key, step in steps.items()
     }
-    header = TableHeader(rank=0, coordinates={}, files=(), keys=keys, chunks=len(keys))
-    path = tmp_path / table(0)
-    path.write_bytes(table_bytes(header, [scalar_of(key, step) for key, step in steps.items()]))
-    write_dcp_view(tmp_path, keys, [path], {})
+    directory, files = handmade.make(tmp_path / "iter_0000010"), Files(handmade.SAVE)
+    (directory / handmade.index(0)).unlink()
+    said = RankIndex(0, {"rank": 0}, None, keys)
+    rows = [number_of(key, step) for key, step in steps.items()]
+    told = write_own_index(directory, files, said, rows, {})
+    head = read_manifest(directory).model_copy(update={"index": (IndexEntry.model_validate(told["pending"][0]),)})
+    write_dcp_view(directory, SafeSource(directory, manifest=head), {})
     found = {key: torch.zeros_like(step) for key, step in steps.items()}
-    load(found, checkpoint_id=tmp_path, no_dist=True)
+    load(found, checkpoint_id=directory, no_dist=True)
     assert {key: (t.dtype, t.item()) for key, t in found.items()} == {
         key: (t.dtype, t.item()) for key, t in steps.items()
     }
-    storage = FileSystemReader(tmp_path).read_metadata().storage_data
+    storage = FileSystemReader(directory).read_metadata().storage_data
     assert len({(info.relative_path, info.offset) for info in storage.values()}) == 2 * len(_DTYPES)
 
 
-def test_a_table_that_contradicts_the_keys_makes_no_view(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda part: handmade.rows_of(part, WEIGHT)[0].update(start=[3, 0]),
+        lambda part: part["ranks"].pop(),
+        lambda part: handmade.key_of(part, WEIGHT).update(entry=7),
+    ],
+)
+def test_an_index_that_contradicts_itself_makes_no_view(tmp_path: Path, change: handmade.Change) -> None:
     directory = handmade.make(tmp_path / "iter_0000010")
-    keys = {key: entry for key, entry in KEYS.items() if key != WEIGHT}
-    with pytest.raises(ManifestError, match=WEIGHT):
-        write_dcp_view(directory, keys, [directory / table(0)], VALUES)
+    handmade.edit_group(directory, change)
+    with pytest.raises(ManifestError):
+        write_dcp_view(directory, SafeSource(directory), VALUES)
     assert not (directory / ".metadata").exists()

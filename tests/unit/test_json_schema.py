@@ -9,14 +9,16 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from mbridge_fsdp_ckpt.errors import CheckpointError
+from mbridge_fsdp_ckpt.storage.format.index import IndexFile
 from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
-from mbridge_fsdp_ckpt.storage.format.table import read_table, read_table_header
+from mbridge_fsdp_ckpt.storage.format.names import Files
+from mbridge_fsdp_ckpt.storage.ranges import OpenFiles
 from tests.soak import forge
-from tests.unit import handmade
+from tests.unit import handmade, index_bytes
 from tools.json_schema import schemas, text
 
 FOLDER = Path(__file__).parents[2] / "docs" / "schema"
-MANIFEST, HEADER, ROW = "manifest.schema.json", "chunk_table_header.schema.json", "chunk_row.schema.json"
+MANIFEST, HEADER, RECORD = "manifest.schema.json", "index_header.schema.json", "index_record.schema.json"
 SUM = "xxh3_64:0123456789abcdef"
 FILE = {"name": "x", "size": 1, "checksum": SUM}
 
@@ -51,26 +53,26 @@ def test_the_committed_schemas_are_those_of_the_code() -> None:
     }, run
 
 
-@pytest.mark.parametrize("name", [MANIFEST, HEADER, ROW])
+@pytest.mark.parametrize("name", [MANIFEST, HEADER, RECORD])
 def test_a_schema_is_a_schema(name: str) -> None:
     Draft202012Validator.check_schema(json.loads((FOLDER / name).read_text()))
 
 
 def check_directory(directory: Path) -> int:
-    """Validate a checkpoint's manifest and tables; the number of rows."""
+    """Validate a checkpoint's manifest, and headers and records of its index files; how many of these there are."""
     validator(MANIFEST).validate(forge.read_manifest(directory))
-    rows = 0
-    for table in sorted(directory.glob("chunks_*.jsonl")):
-        header, *lines = table.read_text().splitlines()
-        validator(HEADER).validate(json.loads(header))
-        for line in lines:
-            validator(ROW).validate(json.loads(line))
-            rows += 1
-    return rows
+    found = 0
+    for path in sorted(directory.glob("*.index")):
+        part = index_bytes.decode(path.read_bytes())
+        validator(HEADER).validate(part["header"])
+        if part["record"]:
+            validator(RECORD).validate(json.loads(part["record"]))
+        found += 1
+    return found
 
 
 def test_a_checkpoint_is_valid(directory: Path) -> None:
-    assert check_directory(directory) == 6
+    assert check_directory(directory) == 3
 
 
 GOOD: list[tuple[tuple[str | int, ...], Any]] = [
@@ -84,15 +86,33 @@ GOOD: list[tuple[tuple[str | int, ...], Any]] = [
     (("files",), ...),
     (("files",), [{**FILE, "name": "sub/x"}]),
     (("files",), [{**FILE, "name": "...x"}]),
-    (("tables",), []),
-    (("keys", handmade.WEIGHT, "unpadded_rows"), 5),
-    (("keys", handmade.WEIGHT, "unpadded_rows"), None),
-    (("keys", handmade.WEIGHT, "family"), "gated_linear_unit/1"),
-    (("keys", handmade.WEIGHT, "shape"), [0]),
-    (("keys", handmade.WEIGHT, "kind"), ...),
+    (("index",), []),
+    (("suffix",), ...),
+    (("suffix",), "-0123456789ab"),
+    (("families",), {"gated/1": "model.weight"}),
+    (("slots",), ...),
+    (("hyperparameters",), {"0123456789abcdef": {"lr": 0.1}}),
+    (("states",), ...),
+    (("keys",), 0),
 ]
+NO_SETS: list[Any] = [[], {"x": {}}, {"0" * 16: [1]}]
+NO_COUNTS: list[Any] = [-1, 1 << 63, "1", None, [], True]
 BAD: list[tuple[tuple[str | int, ...], Any]] = [
-    *(((field,), ...) for field in ("format", "version", "writer", "topology", "sections", "keys", "tables", "values")),
+    *(
+        ((field,), ...)
+        for field in (
+            "format",
+            "version",
+            "writer",
+            "topology",
+            "sections",
+            "save",
+            "keys",
+            "chunks",
+            "index",
+            "values",
+        )
+    ),
     (("format",), "fsdp_dtensor"),
     (("format",), None),
     (("version",), [2, 0]),
@@ -108,27 +128,19 @@ BAD: list[tuple[tuple[str | int, ...], Any]] = [
     (("sections",), "model"),
     (("sections",), [1]),
     (("sections",), ["model", "<img src=x onerror=alert(1)>"]),
-    (("keys",), []),
-    (("keys", handmade.WEIGHT), None),
-    (("keys", handmade.WEIGHT, "dtype"), ...),
-    (("keys", handmade.WEIGHT, "dtype"), 5),
-    (("keys", handmade.WEIGHT, "shape"), ...),
-    (("keys", handmade.WEIGHT, "shape"), 12),
-    (("keys", handmade.WEIGHT, "shape"), [-1]),
-    (("keys", handmade.WEIGHT, "shape"), [1 << 63]),
-    (("keys", handmade.WEIGHT, "shape"), ["4", "3"]),
-    (("keys", handmade.WEIGHT, "shape"), [True]),
-    (("keys", handmade.WEIGHT, "kind"), "code"),
-    (("keys", handmade.WEIGHT, "family"), 1),
-    (("keys", handmade.WEIGHT, "component"), None),
-    (("keys", handmade.WEIGHT, "unpadded_rows"), -1),
-    (("tables",), {}),
-    (("tables", 0, "rank"), ...),
-    (("tables", 0, "rank"), "0"),
-    (("tables", 0, "size"), -1),
-    (("tables", 0, "checksum"), ...),
-    (("tables", 0, "checksum"), None),
-    *((("tables", 0, "name"), name) for name in ("", ".", "..", "a/b", "/a", "a\\b", "a\0b", "../x", "x" * 256, 5)),
+    *(((field,), count) for field in ("keys", "chunks", "states") for count in NO_COUNTS),
+    *((("save",), save) for save in ("", "0123456789a", "0123456789AB", 5, None)),
+    *((("suffix",), suffix) for suffix in ("-", "0123456789ab", "/../x", None)),
+    (("families",), {"x/1": 1}),
+    (("slots",), [1]),
+    *((("hyperparameters",), sets) for sets in NO_SETS),
+    (("index",), {}),
+    (("index", 0, "rank"), ...),
+    (("index", 0, "rank"), "0"),
+    (("index", 0, "size"), -1),
+    (("index", 0, "checksum"), ...),
+    (("index", 0, "checksum"), None),
+    *((("index", 0, "name"), name) for name in ("", ".", "..", "a/b", "/a", "a\\b", "a\0b", "../x", "x" * 256, 5)),
     *((("files",), [{**FILE, "name": name}]) for name in ("", "..", "/x", "x/", "a//b", "a/../b", "a\\b", "./x")),
     (("files",), None),
     (("files",), ["x"]),
@@ -162,70 +174,72 @@ def test_a_manifest_without_checksum_is_refused_by_both(directory: Path) -> None
 
 
 BAD_HEADERS: list[tuple[tuple[str | int, ...], Any]] = [
-    *(((field,), ...) for field in ("rank", "coordinates", "files", "keys", "chunks")),
-    (("rank",), -1),
-    (("coordinates",), {"rank": "0"}),
-    (("files", 0, "name"), "../x"),
-    (("files", 0, "size"), None),
-    (("parameter_groups",), [{"parameters": []}]),
-    (("parameter_groups",), [{"parameters": [5], "hyperparameters": {}}]),
-    (("stateless",), "x"),
-    (("stateless",), [None]),
-    (("chunks",), True),
+    *(((field,), ...) for field in ("save", "suffix", "axes", "entries", "dimensions", "record_checksum")),
+    (("save",), "x"),
+    (("suffix",), "/../x"),
+    (("axes",), "rank"),
+    (("axes",), [5]),
+    (("entries",), {}),
+    *((("dimensions",), number) for number in (0, 65, -1, "2", None)),
+    *((("record_checksum",), text) for text in ("", "0" * 15, "A" * 16, 5, None)),
+    *((("entries", 0, "dtype"), value) for value in (..., 5)),
+    *((("entries", 0, "shape"), value) for value in (..., 12, [-1], [1 << 63], ["4", "3"], [True])),
+    (("entries", 0, "kind"), "code"),
+    (("entries", 0, "family"), 1),
+    (("entries", 0, "component"), None),
+    (("entries", 0, "unpadded_rows"), -1),
+    *(
+        ((field,), count)
+        for field in ("ranks", "keys", "names", "numbers", "rows", "texts", "record")
+        for count in (..., -1, 1 << 63, True, "0", None, 0.5)
+    ),
 ]
+
+
+def index_with(data: bytes, path: tuple[str | int, ...], value: Any) -> tuple[bytes, Any]:
+    """An index file with another header, signed; and that header."""
+    body = changed(index_bytes.header_of(data), path, value)
+    return index_bytes.with_header(data, json.dumps(body).encode()), body
+
+
+def opened(path: Path) -> IndexFile:
+    return IndexFile(path, path.stat().st_size, Files(handmade.SAVE), OpenFiles())
+
+
+GOOD_HEADERS: list[tuple[tuple[str | int, ...], Any]] = [
+    (("from a newer minor version",), {"x": 1}),
+    (("entries", 0, "family"), "gated_linear_unit/1"),
+    (("entries", 0, "kind"), ...),
+    (("entries", 0, "unpadded_rows"), 5),
+    (("entries", 0, "unpadded_rows"), None),
+]
+
+
+@pytest.mark.parametrize(("path", "value"), GOOD_HEADERS, ids=repr)
+def test_a_header_that_the_code_reads_the_schema_accepts(
+    directory: Path, path: tuple[str | int, ...], value: Any
+) -> None:
+    file = directory / handmade.index(0)
+    data, body = index_with(file.read_bytes(), path, value)
+    file.write_bytes(data)
+    validator(HEADER).validate(body)
+    assert opened(file).find(handmade.WEIGHT) is not None
 
 
 @pytest.mark.parametrize(("path", "value"), BAD_HEADERS, ids=lambda value: repr(value)[:60])
 def test_a_bad_header_is_refused_by_both(directory: Path, path: tuple[str | int, ...], value: Any) -> None:
-    table = directory / handmade.table(0)
-    first, *rest = table.read_text().splitlines()
-    header = changed(json.loads(first), path, value)
-    table.write_text("\n".join([json.dumps(header), *rest]) + "\n")
-    assert not validator(HEADER).is_valid(header)
+    file = directory / handmade.index(0)
+    data, body = index_with(file.read_bytes(), path, value)
+    file.write_bytes(data)
+    assert not validator(HEADER).is_valid(body)
+    with pytest.raises(CheckpointError, match="a valid IndexHeader"):
+        opened(file)
+
+
+@pytest.mark.parametrize("record", [b"[]", b"null", b"5", b'"values"'])
+def test_a_bad_record_is_refused_by_both(directory: Path, record: bytes) -> None:
+    file = directory / handmade.index(0)
+    file.write_bytes(index_bytes.encode(index_bytes.decode(file.read_bytes()) | {"record": record}))
+    assert not validator(RECORD).is_valid(json.loads(record))
     with pytest.raises(CheckpointError):
-        read_table_header(table)
-
-
-NO_COUNTS: list[Any] = [-1, 1 << 63, True, "0", None, 0.5]
-NO_BOXES: list[Any] = [0, None, [-1, 0], [True, 0], ["0", 0], {}]
-BAD_ROWS: list[tuple[int, Any]] = [
-    *((field, value) for field in (1, 2, 3, 7, 8) for value in NO_COUNTS),
-    *((field, value) for field in (4, 5) for value in NO_BOXES),
-    (0, 5),
-    (6, None),
-    (6, ""),
-    (6, SUM[:-1]),
-    (6, SUM.upper()),
-]
-
-
-@pytest.mark.parametrize(("field", "value"), BAD_ROWS, ids=repr)
-def test_a_bad_row_is_refused_by_both(directory: Path, field: int, value: Any) -> None:
-    table = directory / handmade.table(0)
-    header, first, *rest = table.read_text().splitlines()
-    row = changed(json.loads(first), (field,), value)
-    table.write_text("\n".join([header, json.dumps(row), *rest]) + "\n")
-    assert not validator(ROW).is_valid(row)
-    with pytest.raises(CheckpointError):
-        list(read_table(table, handmade.KEYS))
-
-
-@pytest.mark.parametrize("row", [[5, "00"], ["x", 0], ["x", None], ["x", ""], ["x", "0"], ["x", "AB"], ["x", "0g"]])
-def test_a_bad_row_of_a_number_is_refused_by_both(directory: Path, row: list[Any]) -> None:
-    table = directory / handmade.table(0)
-    header, _, *rest = table.read_text().splitlines()
-    table.write_text("\n".join([header, json.dumps(row), *rest]) + "\n")
-    assert not validator(ROW).is_valid(row)
-    with pytest.raises(CheckpointError):
-        list(read_table(table, handmade.KEYS))
-
-
-@pytest.mark.parametrize("fields", [0, 1, 3, 8, 10])
-def test_a_row_of_other_length_is_refused_by_both(directory: Path, fields: int) -> None:
-    table = directory / handmade.table(0)
-    header, first, *rest = table.read_text().splitlines()
-    row = (json.loads(first) * 2)[:fields]
-    table.write_text("\n".join([header, json.dumps(row), *rest]) + "\n")
-    assert not validator(ROW).is_valid(row)
-    with pytest.raises(CheckpointError):
-        list(read_table(table, handmade.KEYS))
+        opened(file).record()

@@ -14,13 +14,12 @@ from mbridge_fsdp_ckpt.errors import (
     NotACheckpointError,
     UnsupportedVersionError,
 )
-from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.storage.entries import FileEntry
 from mbridge_fsdp_ckpt.storage.files import check_file
 from mbridge_fsdp_ckpt.storage.format import manifest as module
 from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
 from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME
-from mbridge_fsdp_ckpt.storage.format.schema import VERSION, Manifest, TableEntry
+from mbridge_fsdp_ckpt.storage.format.schema import VERSION, IndexEntry, Manifest
 from tests.unit.handmade import write_manifest
 
 Body = dict[str, Any]
@@ -34,11 +33,15 @@ def head(**changes: Any) -> Manifest:
         "writer": {"torch": "2.13.0"},
         "topology": {"world": 4, "tensor": 2, "strategy": "optim_grads_params"},
         "sections": ("model", "optimizer"),
-        "keys": {
-            "model.weight_w": KeyEntry(dtype="bfloat16", shape=(8, 3), family="gated/1", component="w"),
-            "optimizer.state.weight.step": KeyEntry(dtype="float32", shape=(), kind="tensor"),
-        },
-        "tables": (TableEntry(name="chunks_00000.jsonl", size=10, checksum="xxh3_64:00", rank=0),),
+        "save": "0123456789ab",
+        "suffix": "-0123456789ab",
+        "families": {"gated/1": "model.weight_w"},
+        "slots": ("exp_avg", "step"),
+        "hyperparameters": {"0123456789abcdef": {"lr": 0.1, "betas": {"$tuple": [0.9, 0.95]}}},
+        "keys": 2,
+        "chunks": 5,
+        "states": 1,
+        "index": (IndexEntry(name="group_00000.index", size=10, checksum="xxh3_64:00", rank=0),),
         "values": {"iteration": 10, "betas": {"$tuple": [0.9, 0.1 + 0.2]}},
     }
     return Manifest(**fields | changes)
@@ -72,15 +75,11 @@ def test_the_file_is_standard_json_whose_checksum_covers_the_rest(tmp_path: Path
     covered = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
     assert digest == f"xxh3_64:{xxhash.xxh3_64_hexdigest(covered)}"
     assert (body["format"], body["version"]) == ("fsdp_dtensor_safe", [1, 0])
-    assert body["keys"]["model.weight_w"] == {
-        "dtype": "bfloat16",
-        "shape": [8, 3],
-        "kind": "sharded",
-        "family": "gated/1",
-        "component": "w",
-        "unpadded_rows": None,
-    }
-    assert body["tables"] == [{"name": "chunks_00000.jsonl", "size": 10, "checksum": "xxh3_64:00", "rank": 0}]
+    assert (body["save"], body["suffix"]) == ("0123456789ab", "-0123456789ab")
+    assert (body["keys"], body["chunks"], body["states"]) == (2, 5, 1)
+    assert body["families"] == {"gated/1": "model.weight_w"}
+    assert body["hyperparameters"] == {"0123456789abcdef": {"lr": 0.1, "betas": {"$tuple": [0.9, 0.95]}}}
+    assert body["index"] == [{"name": "group_00000.index", "size": 10, "checksum": "xxh3_64:00", "rank": 0}]
     write(tmp_path, body)
     assert read_manifest(tmp_path).model_copy(update={"checksum": ""}) == head()
 
@@ -93,10 +92,9 @@ def test_two_manifests_of_one_content_have_one_checksum(tmp_path: Path, body: Bo
 def test_unknown_fields_of_a_newer_minor_version_are_passed_over(tmp_path: Path, body: Body) -> None:
     body["version"] = [1, 7]
     body["future"] = {"anything": [1]}
-    body["keys"]["model.weight_w"]["future"] = 1
-    body["tables"][0]["future"] = 1
+    body["index"][0]["future"] = 1
     write(tmp_path, body)
-    assert read_manifest(tmp_path).keys == head().keys
+    assert read_manifest(tmp_path).index == head().index
 
 
 @pytest.mark.parametrize("version", [[2, 0], [2], [99, "x", None]])
@@ -123,8 +121,8 @@ def test_a_malformed_version_is_refused(tmp_path: Path, body: Body, version: Any
     "change",
     [
         lambda body: body["values"].update(iteration=11),
-        lambda body: body["keys"].pop("model.weight_w"),
-        lambda body: body["tables"][0].update(size=11),
+        lambda body: body["hyperparameters"].clear(),
+        lambda body: body["index"][0].update(size=11),
         lambda body: body.update(future=1),
         lambda body: body.pop("checksum"),
         lambda body: body.update(checksum=None),
@@ -138,39 +136,42 @@ def test_content_that_changed_after_it_was_written_is_refused(tmp_path: Path, bo
         read_manifest(tmp_path)
 
 
-def key(name: str, value: Any) -> Change:
-    return lambda body: body["keys"]["model.weight_w"].update({name: value})
-
-
-def table(name: str, value: Any) -> Change:
-    return lambda body: body["tables"][0].update({name: value})
+def group(name: str, value: Any) -> Change:
+    return lambda body: body["index"][0].update({name: value})
 
 
 def root(name: str, value: Any) -> Change:
     return lambda body: body.update({name: value})
 
 
+BAD_SETS: list[Any] = [[], {"x": {}}, {"0" * 15: {}}, {"A" * 16: {}}]
 BAD_NUMBERS = [-1, 2**63, 10**30, True, 1.0, "1", None]
 
 
 @pytest.mark.parametrize(
     ("where", "change"),
     [
-        *[("dtype", key("dtype", dtype)) for dtype in ("float33", "nn", "_dynamo", "", None, 5, "torch.float32")],
-        *[("shape", key("shape", [number, 3])) for number in BAD_NUMBERS],
-        *[("shape", key("shape", shape)) for shape in (None, 8, "83", {"0": 8})],
-        ("kind", key("kind", "pickled")),
-        ("family", key("family", 5)),
-        ("component", key("component", None)),
-        ("model.weight_w", lambda body: body["keys"].update({"model.weight_w": None})),
-        *[("size", table("size", number)) for number in BAD_NUMBERS],
-        *[("rank", table("rank", number)) for number in BAD_NUMBERS],
-        *[("name", table("name", name)) for name in ("../x", "/etc/passwd", "a/b", "", ".", "..", "a\\b", "a\0b", 5)],
-        ("checksum", table("checksum", 5)),
-        ("size", lambda body: body["tables"][0].pop("size")),
+        *[(count, root(count, number)) for count in ("keys", "chunks", "states") for number in BAD_NUMBERS],
+        *[
+            ("save", root("save", save))
+            for save in ("", "0123456789a", "0123456789abc", "0123456789aB", "/../../../..", 5)
+        ],
+        *[("suffix", root("suffix", suffix)) for suffix in ("-", "0123456789ab", "-0123456789ab\n", "/../x", None)],
+        ("save", lambda body: body.pop("save")),
+        ("families", root("families", {"x/1": 5})),
+        ("slots", root("slots", "step")),
+        *[("hyperparameters", root("hyperparameters", sets)) for sets in BAD_SETS],
+        ("hyperparameters", root("hyperparameters", {"0" * 16: [1]})),
+        ("index", lambda body: body["index"].append(dict(body["index"][0], name="group_00001.index"))),
+        ("index", lambda body: body["index"].append(dict(body["index"][0], rank=1))),
+        *[("size", group("size", number)) for number in BAD_NUMBERS],
+        *[("rank", group("rank", number)) for number in BAD_NUMBERS],
+        *[("name", group("name", name)) for name in ("../x", "/etc/passwd", "a/b", "", ".", "..", "a\\b", "a\0b", 5)],
+        ("checksum", group("checksum", 5)),
+        ("size", lambda body: body["index"][0].pop("size")),
         ("keys", root("keys", [])),
-        ("tables", root("tables", {})),
-        ("tables", lambda body: body.pop("tables")),
+        ("index", root("index", {})),
+        ("index", lambda body: body.pop("index")),
         ("writer", root("writer", {"torch": 2})),
         ("topology", root("topology", {"world": [4]})),
         *[("topology", root("topology", {"world": number})) for number in (-1, True, 1.0, None)],
@@ -270,3 +271,6 @@ def test_a_file_is_checked_for_its_kind_and_size(tmp_path: Path) -> None:
         with pytest.raises(DamagedCheckpointError, match=found) as caught:
             check_file(tmp_path, FileEntry(name=name, size=size, checksum=""))
         assert caught.value.key == str(tmp_path / name)
+    with pytest.raises(DamagedCheckpointError) as caught:
+        check_file(tmp_path, FileEntry(name="absent", size=0, checksum=""))
+    assert caught.value.expected == "file absent", "nobody knows its size"

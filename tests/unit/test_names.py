@@ -9,12 +9,16 @@ SUFFIX = "-0123456789ab"
 
 @pytest.mark.parametrize("suffix", ["", SUFFIX])
 @pytest.mark.parametrize("rank", [0, 7, 16_383, 123_456])
-def test_a_name_of_payload_or_of_a_table_is_read_back(rank: int, suffix: str) -> None:
-    payload, table = names.payload_name(rank, suffix), names.table_name(rank, suffix)
+def test_a_name_of_payload_or_of_an_index_is_read_back(rank: int, suffix: str) -> None:
+    files = names.Files("0123456789ab", suffix)
+    payload, index, group = files.payload(rank), files.of_rank(rank), files.of_group(rank)
+    assert (payload, index) == (f"__{rank}_0{suffix}.distcp", f"rank_{rank:05d}{suffix}.index")
+    assert group == f"group_{rank:05d}{suffix}.index"
+    assert all(map(files.are_of_ranks, (payload, index, group)))
     assert names.rank_of_payload(payload) == names.rank_of_payload(names.payload_name(rank, suffix, 1)) == rank
-    assert names.rank_of_payload(table, unknown=-1) == -1
-    assert [names.suffix_of(name) for name in (payload, table)] == [suffix] * 2
-    assert all(map(names.is_part, (payload, table, names.MANIFEST_NAME, names.DCP_METADATA)))
+    assert names.rank_of_payload(index, unknown=-1) == names.rank_of_payload(group, unknown=-1) == -1
+    assert [names.suffix_of(name) for name in (payload, index, group)] == [suffix] * 3
+    assert all(map(names.is_part, (payload, index, group, names.MANIFEST_NAME, names.DCP_METADATA)))
 
 
 @pytest.mark.parametrize(
@@ -23,8 +27,10 @@ def test_a_name_of_payload_or_of_a_table_is_read_back(rank: int, suffix: str) ->
         "run_config.yaml",
         "manifest.json2",
         "tokenizer/__0_0.distcp",
-        "chunks_a.jsonl",
-        "chunks_00000.jsonl/x",
+        "rank_a.index",
+        "group_.index",
+        "ranks_00000.index",
+        "rank_00000.index/x",
         "metadata",
     ],
 )
@@ -33,7 +39,24 @@ def test_other_files_are_no_part(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["__0_0-0123.distcp", "__0_0-0123456789A.distcp", f"x{SUFFIX}.jsonl", f"__0_0{SUFFIX}"]
+    "name",
+    [
+        "__0_0.distcp",
+        f"__0_1{SUFFIX}.distcp",
+        "__0_0-ffffffffffff.distcp",
+        "rank_00000.index",
+        f"rank_00000{SUFFIX}.index2",
+        f"x/rank_00000{SUFFIX}.index",
+        f"rank_{SUFFIX}.index",
+        "manifest.json",
+    ],
+)
+def test_what_ranks_of_the_save_did_not_write_is_not_theirs(name: str) -> None:
+    assert not names.Files("0123456789ab", SUFFIX).are_of_ranks(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["__0_0-0123.distcp", "__0_0-0123456789A.distcp", f"x{SUFFIX}.index", f"__0_0{SUFFIX}"]
 )
 def test_a_suffix_that_no_save_made_is_none(name: str) -> None:
     assert not names.suffix_of(name)

@@ -18,7 +18,7 @@ from mbridge_fsdp_ckpt.storage.checksums import Hasher, checksum
 from mbridge_fsdp_ckpt.storage.files import file_checksum
 from mbridge_fsdp_ckpt.storage.format import payload
 from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter, host_bytes
-from mbridge_fsdp_ckpt.storage.format.table import Chunk
+from mbridge_fsdp_ckpt.storage.format.rows import Chunk
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 DTYPES = [
@@ -46,7 +46,7 @@ def expected_bytes(tensor: torch.Tensor) -> bytes:
 
 @pytest.fixture
 def writer(tmp_path: Path) -> Iterator[PayloadWriter]:
-    writer = PayloadWriter(tmp_path / "__0_0.distcp", 3)
+    writer = PayloadWriter(tmp_path / "__0_0.distcp")
     yield writer
     writer.abort()
 
@@ -54,15 +54,16 @@ def writer(tmp_path: Path) -> Iterator[PayloadWriter]:
 def check(path: AnyPath, chunk: Chunk, tensor: torch.Tensor) -> None:
     """The chunk's bytes and its record, read without the package."""
     data = path.read_bytes()
-    raw = data[chunk.elements.offset : chunk.elements.end]
-    assert raw == expected_bytes(tensor)
     start, length = chunk.record
-    assert chunk.checksum == f"xxh3_64:{xxhash.xxh3_64_hexdigest(data[start : start + length])}"
-    assert start <= chunk.elements.offset
-    assert chunk.elements.end <= start + length
+    begin, volume = start + chunk.lead, chunk.box.volume * tensor.element_size()
+    raw = data[begin : begin + volume]
+    assert raw == expected_bytes(tensor)
+    assert chunk.checksum == xxhash.xxh3_64_intdigest(data[start : start + length])
+    assert chunk.lead >= 0
+    assert begin + volume <= start + length
     loaded = torch.load(io.BytesIO(data[start : start + length]), weights_only=True)
     assert (loaded.dtype, tuple(loaded.shape)) == (tensor.dtype, chunk.box.size)
-    assert loaded.untyped_storage().nbytes() == chunk.elements.length
+    assert loaded.untyped_storage().nbytes() == volume
     assert expected_bytes(loaded) == raw
 
 
@@ -75,7 +76,7 @@ def test_elements_lie_where_the_chunk_says(writer: PayloadWriter, dtype: torch.d
     chunk = writer.add("key", tensor.reshape(-1), whole(shape))
     after = writer.add("after", before, whole((13,)))
     writer.close()
-    assert (chunk.key, chunk.file, chunk.box) == ("key", 3, whole(shape))
+    assert (chunk.key, chunk.box) == ("key", whole(shape))
     check(writer.path, chunk, tensor)
     check(writer.path, after, before)
 
@@ -217,5 +218,6 @@ def test_a_second_record_of_a_form_is_what_torch_writes(
         with payload._without_crc32():
             original(tensor, expected)
         assert data[start : start + length] == expected.getvalue()
-        assert checksum(data[start : start + length]) == chunk.checksum
-        assert data[chunk.elements.offset : chunk.elements.end] == expected_bytes(tensor)
+        assert checksum(data[start : start + length]) == f"xxh3_64:{chunk.checksum:016x}"
+        elements = expected_bytes(tensor)
+        assert data[start + chunk.lead :][: len(elements)] == elements

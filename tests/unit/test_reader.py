@@ -1,7 +1,6 @@
 """Reading a checkpoint made by hand, whole and damaged: what is wrong is named before payload is read."""
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,17 +10,28 @@ import torch
 
 from mbridge_fsdp_ckpt.errors import ConfigurationError, DamagedCheckpointError, ManifestError, NotACheckpointError
 from mbridge_fsdp_ckpt.plan.boxes import Box
-from mbridge_fsdp_ckpt.storage.checksums import checksum
-from mbridge_fsdp_ckpt.storage.entries import FileEntry
-from mbridge_fsdp_ckpt.storage.files import file_checksum
+from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
 from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
-from mbridge_fsdp_ckpt.storage.format.schema import TableEntry, TableHeader
-from mbridge_fsdp_ckpt.storage.format.table import Chunk, read_table_header, table_bytes
 from mbridge_fsdp_ckpt.storage.opening import open_checkpoint, open_safe, open_stock
-from mbridge_fsdp_ckpt.storage.ranges import ByteRange
+from mbridge_fsdp_ckpt.storage.ranges import OpenFiles
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource
-from tests.unit import handmade
-from tests.unit.handmade import BIAS, HYPERPARAMETERS, KEYS, NAME, STEP, TENSORS, VALUES, WEIGHT, payload, table
+from tests.unit import handmade, index_bytes
+from tests.unit.handmade import (
+    AVERAGE,
+    BIAS,
+    GROUP,
+    HYPERPARAMETERS,
+    KEYS,
+    LOWER,
+    NAME,
+    STEP,
+    TENSORS,
+    UPPER,
+    VALUES,
+    WEIGHT,
+    index,
+    payload,
+)
 
 
 @pytest.fixture
@@ -78,7 +88,6 @@ def test_another_checkpoint_has_another_identity(directory: Path, tmp_path: Path
     identity = open_checkpoint(directory).head.identity
     assert open_checkpoint(directory).head.identity == identity
     (directory / payload(0)).unlink()
-    (directory / table(0)).unlink()
     handmade.write_head(directory, [handmade.make_rank(directory, 0)])
     assert open_checkpoint(directory).head.identity != identity
 
@@ -86,15 +95,14 @@ def test_another_checkpoint_has_another_identity(directory: Path, tmp_path: Path
 def test_payload_is_read_without_unpickling(directory: Path) -> None:
     """Bare elements, without any record around them, are read as well."""
     raw = bytes(TENSORS[BIAS].view(torch.uint8).tolist())
-    (directory / "bare").write_bytes(raw)
-    chunk = Chunk(BIAS, 0, ByteRange(0, 24), Box((0,), (3,)), checksum(raw), ByteRange(0, 24))
-    header = TableHeader(
-        rank=0, coordinates={}, files=(FileEntry(name="bare", size=24, checksum=checksum(raw)),), keys={}, chunks=1
-    )
-    path = directory / "bare.jsonl"
-    path.write_bytes(table_bytes(header, [chunk]))
-    entry = TableEntry(name=path.name, size=path.stat().st_size, checksum=file_checksum(path), rank=0)
-    handmade.write_head(directory, [entry])
+    (directory / payload(1)).write_bytes(raw)
+    (directory / payload(0)).write_bytes(raw)
+
+    def bare(part: handmade.Part) -> None:
+        part["ranks"][1].update(size=24)
+        handmade.rows_of(part, BIAS)[0].update(offset=0, length=24, lead=0, checksum=index_bytes.hashed(raw))
+
+    handmade.edit_group(directory, bare)
     assert torch.equal(assemble(open_checkpoint(directory), BIAS), TENSORS[BIAS])
 
 
@@ -132,7 +140,13 @@ DAMAGES = [Path.unlink, truncate, extend, link, empty, replace_by_directory]
 
 @pytest.fixture
 def no_payload_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "preadv", lambda *arguments: pytest.fail("payload was read"))
+    original = OpenFiles.read
+
+    def read(self: OpenFiles, path: Any, *rest: Any) -> Any:
+        assert path.name.endswith(".index"), "payload was read"
+        return original(self, path, *rest)
+
+    monkeypatch.setattr(OpenFiles, "read", read)
 
 
 @pytest.mark.usefixtures("no_payload_read")
@@ -147,15 +161,138 @@ def test_a_damaged_payload_file_is_named_before_any_payload_is_read(
     assert caught.value.key == str(directory / payload(1))
 
 
-@pytest.mark.usefixtures("no_payload_read")
-@pytest.mark.parametrize(
-    "damage", [*DAMAGES, lambda path: flip(path, 5), lambda path: flip(path, -5)], ids=lambda damage: damage.__name__
-)
-def test_a_damaged_table_is_named_on_opening(directory: Path, damage: Callable[[Path], Any]) -> None:
-    damage(directory / table(1))
-    with pytest.raises(DamagedCheckpointError) as caught:
-        open_checkpoint(directory)
-    assert caught.value.key == str(directory / table(1))
+ANY_DAMAGE = [*DAMAGES, lambda path: flip(path, 5), lambda path: flip(path, 500), lambda path: flip(path, -5)]
+
+
+@pytest.mark.parametrize("damage", ANY_DAMAGE, ids=lambda damage: damage.__name__)
+def test_a_damaged_index_of_a_group_is_named_before_any_chunk_is(
+    directory: Path, damage: Callable[[Path], Any]
+) -> None:
+    damage(directory / GROUP)
+    source = open_checkpoint(directory)
+    with pytest.raises((DamagedCheckpointError, ManifestError)) as caught:
+        source.chunks(list(KEYS))
+    assert caught.value.key == str(directory / GROUP)
+
+
+@pytest.mark.parametrize("damage", ANY_DAMAGE, ids=lambda damage: damage.__name__)
+def test_a_ranks_own_damaged_index_is_named_where_it_is_read(directory: Path, damage: Callable[[Path], Any]) -> None:
+    damage(directory / index(1))
+    source = open_checkpoint(directory)
+    assert source.chunks(list(KEYS)).keys() == KEYS.keys(), "a group's index has them all"
+    with pytest.raises((DamagedCheckpointError, ManifestError)) as caught:
+        list(source.ranks())
+    assert caught.value.key == str(directory / index(1))
+
+
+def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of files that are read from now on."""
+    read: list[str] = []
+    original = OpenFiles.read
+
+    def note(self: OpenFiles, path: Any, *rest: Any) -> Any:
+        read.append(path.name)
+        return original(self, path, *rest)
+
+    monkeypatch.setattr(OpenFiles, "read", note)
+    return read
+
+
+def test_the_same_layout_reads_its_ranks_own_index_alone(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = noted(monkeypatch)
+    source = open_checkpoint(directory, near=[0])
+    chunks = source.chunks([WEIGHT, AVERAGE, STEP], {WEIGHT: [UPPER], AVERAGE: [UPPER], STEP: [Box((), ())]})
+    assert {key: [chunk.box for chunk in found] for key, found in chunks.items()} == {
+        WEIGHT: [UPPER],
+        AVERAGE: [UPPER],
+        STEP: [Box((), ())],
+    }
+    assert [source.head.keys[key] for key in chunks] == [KEYS[key] for key in chunks]
+    assert source.hyperparameters([NAME]) == {NAME: HYPERPARAMETERS}
+    assert source.stateless(["module.module.frozen0"]) == {"module.module.frozen0"}
+    exact, near = source.near({"rank": 0, "pipeline": 0, "tensor": 0})
+    assert exact == near
+    assert exact is not None
+    assert exact.coordinates["rank"] == 0
+    assert set(read) == {index(0)}
+
+
+def test_ranks_with_copies_read_what_the_others_wrote(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second rank's index has all slots of the parameter and rows of its part, the first rank's has the rest."""
+    read = noted(monkeypatch)
+    source = open_checkpoint(directory, near=[1, 0])
+    assert source.slots(NAME).keys() == {"exp_avg", "step"}
+    assert source.hyperparameters([NAME]) == {NAME: HYPERPARAMETERS}
+    assert set(read) == {index(1)}
+    found = source.chunks([BIAS, STEP, AVERAGE], {BIAS: [Box((0,), (3,))], STEP: [Box((), ())], AVERAGE: [UPPER]})
+    assert {key: [chunk.box for chunk in chunks] for key, chunks in found.items()} == {
+        BIAS: [Box((0,), (3,))],
+        STEP: [Box((), ())],
+        AVERAGE: [UPPER],
+    }
+    assert set(read) == {index(1), index(0)}
+
+
+@pytest.mark.parametrize("near", [[], [0], [1], [2], [7], [1, 0], [7, 1]])
+def test_another_layout_reads_the_rest_from_the_groups(directory: Path, near: list[int]) -> None:
+    """What is needed of a key, wherever it lies and whoever asks."""
+    source = open_checkpoint(directory, near)
+    whole = {key: [Box((0,) * tensor.dim(), tuple(tensor.shape))] for key, tensor in TENSORS.items()}
+    chunks = source.chunks(list(KEYS), whole)
+    assert {
+        key: sorted((chunk.box for chunk in found), key=lambda box: box.offset) for key, found in chunks.items()
+    } == {
+        WEIGHT: [UPPER, LOWER],
+        AVERAGE: [UPPER, LOWER],
+        STEP: [Box((), ())],
+        BIAS: [Box((0,), (3,))],
+    }
+    assert source.stateless([f"module.module.frozen{n}" for n in range(3)]) == {
+        f"module.module.frozen{n}" for n in range(2)
+    }
+    lower = source.chunks([WEIGHT], {WEIGHT: [Box((2, 1), (1, 1))]})
+    assert [chunk.box for chunk in lower[WEIGHT]] == [LOWER]
+
+
+def test_the_record_at_a_place_is_that_of_the_rank_that_saved_there(directory: Path) -> None:
+    source = open_checkpoint(directory)
+    exact, near = source.near({"rank": 1, "pipeline": 0, "tensor": 1})
+    assert exact is not None
+    assert exact.coordinates["rank"] == 1
+    assert near == exact
+    exact, near = source.near({"rank": 5, "pipeline": 0, "tensor": 1})
+    assert (exact, near is not None and near.coordinates["rank"]) == (None, 1)
+    assert source.near({"rank": 0, "pipeline": 1, "tensor": 0}) == (None, None)
+
+
+def test_keys_are_shared_out_each_once(directory: Path) -> None:
+    source = open_checkpoint(directory)
+    for count in (1, 2, 3):
+        shares = [key for number in range(count) for key in source.share(number, count)]
+        assert sorted(shares) == sorted(KEYS)
+
+
+@pytest.mark.parametrize("said", [3, 5])
+def test_as_many_keys_as_the_index_does_not_have_are_named(directory: Path, said: int) -> None:
+    head = read_manifest(directory)
+    handmade.write_manifest(directory / "manifest.json", head.model_copy(update={"keys": said}))
+    with pytest.raises(ManifestError) as caught:
+        list(open_checkpoint(directory).head.keys)
+    assert (caught.value.expected, caught.value.found) == ("as many keys as the index has, 4", f"{said}")
+    assert caught.value.key == str(directory / "manifest.json")
+
+
+def test_hyperparameters_that_the_head_has_not_are_named(directory: Path) -> None:
+    handmade.edit_group(directory, lambda part: part["names"][0].update(value=5))
+    with pytest.raises(ManifestError, match="hyperparameters 0000000000000005") as caught:
+        open_checkpoint(directory).hyperparameters([NAME])
+    assert caught.value.key == str(directory / "manifest.json")
+
+
+def test_an_own_index_of_another_rank_is_refused(directory: Path) -> None:
+    (directory / index(0)).write_bytes((directory / index(1)).read_bytes())
+    with pytest.raises(ManifestError, match="the index file of rank 0"):
+        open_checkpoint(directory, near=[0]).chunks([WEIGHT], {WEIGHT: [UPPER]})
 
 
 def test_files_that_are_not_needed_are_not_asked_for(directory: Path) -> None:
@@ -210,14 +347,9 @@ def test_an_edited_value_in_a_manifest_is_refused(directory: Path) -> None:
         open_checkpoint(directory)
 
 
-def test_a_table_of_other_keys_than_the_manifest_is_refused(directory: Path) -> None:
-    path = directory / table(0)
-    header = read_table_header(path)
-    alien = Chunk("alien", 0, ByteRange(0, 1), Box((), ()), "", ByteRange(0, 1))
-    path.write_bytes(table_bytes(header.model_copy(update={"chunks": 1}), [alien]))
-    entry = TableEntry(name=path.name, size=path.stat().st_size, checksum=file_checksum(path), rank=0)
-    handmade.write_head(directory, [entry])
-    with pytest.raises(ManifestError, match="'alien'"):
+def test_a_row_outside_its_key_is_refused_before_payload_is_read(directory: Path) -> None:
+    handmade.edit_group(directory, lambda part: handmade.rows_of(part, WEIGHT)[1].update(start=[3, 0]))
+    with pytest.raises(ManifestError, match="boxes inside shape"):
         open_checkpoint(directory).chunks([WEIGHT])
 
 

@@ -21,7 +21,7 @@ from mbridge_fsdp_ckpt.saving.snapshot import Prepared
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.commit import removal
 from mbridge_fsdp_ckpt.storage.format.head import has_head
-from mbridge_fsdp_ckpt.storage.format.schema import TableHeader
+from mbridge_fsdp_ckpt.storage.format.own_index import RankIndex
 from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
 from mbridge_fsdp_ckpt.storage.stock.writer import say_view_left_out
 from tests.unit.holdings import holdings, scalar
@@ -32,8 +32,8 @@ def agreement(rank: int) -> Agreement:
 
 
 def prepared(held: list[Holding], sections: tuple[Section, ...] = ("model",)) -> Prepared:
-    header = TableHeader(rank=0, coordinates={}, files=(), keys={}, chunks=0)
-    return Prepared(held, sketches.sketch(map(Block.of, held)), header, sections, "optim_grads_params")
+    sketch, numbers = sketches.sketch(map(Block.of, held)), [holding for holding in held if holding.is_scalar]
+    return Prepared(held, numbers, sketch, RankIndex(0, {}, None, {}), {}, sections, "x")
 
 
 NO_VIEW = Settings(dcp_metadata="never")
@@ -57,7 +57,7 @@ def save(target: Path, ranks: list[Prepared], settings: Settings = NO_VIEW, afte
                 sketches.combine([snapshot.disputed(n, rank, judged["disputed"]) for n, rank in enumerate(ranks)])
             )
         written = [writer.write(rank, place, agreement(n), settings.replicas) for n, rank in enumerate(ranks)]
-        if differing := running.judge_written(writer.combine(written)):
+        if differing := running.judge_written(writer.combine(place, 0, written)):
             running.judge_replicas(
                 replicas.combine([snapshot.differing(n, rank, differing) for n, rank in enumerate(ranks)])
             )
@@ -145,10 +145,10 @@ def test_what_is_overwritten_in_place_while_it_is_read_is_a_named_error_and_no_m
     [
         pytest.param([holdings(0, 6), holdings(9, 12)], "no rank holds 3 of 12", id="a hole"),
         pytest.param([holdings(0, 9), holdings(6, 12)], "ranks 0 and 1", id="an overlap"),
-        pytest.param([holdings(0, 12), holdings(0, 12)], "0 and 1", id="two that hold all of it"),
+        pytest.param([holdings(0, 12), holdings(0, 12)], "ranks 0, 1", id="two that hold all of it"),
         pytest.param(
             [holdings(0, 6) + holdings(6, 12), holdings(0, 12)],
-            "0 and 1",
+            "ranks 0, 1",
             id="two that hold all of it, cut differently",
         ),
     ],
@@ -210,7 +210,7 @@ def test_what_fails_after_the_commit_says_that_the_checkpoint_stands(target: Pat
         assert seen == [True] * number, "in its place when it is followed up"
 
 
-@pytest.mark.parametrize("name", ["__1_0.distcp", "chunks_00001.jsonl"])
+@pytest.mark.parametrize("name", ["__1_0.distcp", "rank_00001.index"])
 def test_a_file_that_was_not_written_completely_is_named_and_not_committed(target: Path, name: str) -> None:
     ranks, running = [prepared(holdings(0, 6)), prepared(holdings(6, 12))], job(target)
     place = running.judge_plans(snapshot.combine([snapshot.announce(rank) for rank in ranks]))["place"]
@@ -219,7 +219,7 @@ def test_a_file_that_was_not_written_completely_is_named_and_not_committed(targe
     written = [writer.write(rank, place, agreement(number)) for number, rank in enumerate(ranks)]
     (staging / name).write_bytes((staging / name).read_bytes()[:-1])
     with pytest.raises(DamagedCheckpointError) as caught:
-        running.judge_written(writer.combine(written))
+        running.judge_written(writer.combine(place, 0, written))
     assert caught.value.key == str(staging / name)
     running.clean_up()
     assert nothing_was_left(target)

@@ -15,6 +15,7 @@ from mbridge_fsdp_ckpt.convert.from_stock import read_train_state
 from mbridge_fsdp_ckpt.convert.torch_dist.reader import COMMON, TORCH_DIST
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, UnsupportedStateError, brief
 from mbridge_fsdp_ckpt.storage.files import is_plain_file, read_bounded
+from mbridge_fsdp_ckpt.storage.format.schema import RankOwn
 from mbridge_fsdp_ckpt.storage.format.values import encode
 from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
 from mbridge_fsdp_ckpt.storage.stock.unpickler import REMEDY, load_record
@@ -145,7 +146,7 @@ def read_random_states(source: DcpSource) -> tuple[dict[int, Record], list[str]]
     records = {
         index: Record(
             {"rank": index, "pipeline": pipeline, "tensor": tensor},
-            encode({"rng_state": {f"({pipeline}, {tensor})": found[pipeline, tensor]}}, "rng_state"),
+            RankOwn(values=encode({"rng_state": {f"({pipeline}, {tensor})": found[pipeline, tensor]}}, "rng_state")),
         )
         for index, (pipeline, tensor) in enumerate(sorted(found))
     }

@@ -22,7 +22,7 @@ import torch
 from mbridge_fsdp_ckpt.bridge.names import RUN_CONFIG
 from mbridge_fsdp_ckpt.bridge.plain_model import PlainModel
 from mbridge_fsdp_ckpt.bridge.process_group import job
-from mbridge_fsdp_ckpt.convert.description import Description, Groups
+from mbridge_fsdp_ckpt.convert.description import Description, Parameters
 from mbridge_fsdp_ckpt.convert.from_stock import topology_of
 from mbridge_fsdp_ckpt.convert.torch_dist.common import Common, read_random_states
 from mbridge_fsdp_ckpt.convert.torch_dist.links import Link, Part, block_of, links, parts_of
@@ -62,11 +62,11 @@ def describe_torch_dist(
         planned = plan_model(PlainModel(model.module))
         parts = _described(model.module, planned, common, source.tensors)
         tensors = {id(item.plan): local_shard(item.tensor) for item in planned}
-        slots, groups, trouble = _slots(source.tensors), Groups(), common.no_optimizer
+        slots, parameters, trouble = _slots(source.tensors), Parameters(), common.no_optimizer
         if not trouble:
             trouble = _unlike(planned, parts, slots, source.tensors)
         if not trouble:
-            groups, trouble = hyperparameters_of(model, planned, common)
+            parameters, trouble = hyperparameters_of(model, planned, common)
         mapping = _Mapping(source, {} if trouble else slots)
         for holding in model_holdings(planned, vocabulary_size=model.vocabulary_size):
             mapping.add(holding, tensors[id(holding.plan)], parts[id(holding.plan)])
@@ -81,7 +81,7 @@ def describe_torch_dist(
         topology=topology_of(source.head.directory, [*records.values()]),
         values=encode(common.values, "values"),
         records=records,
-        groups=() if trouble else groups.result(),
+        parameters=Parameters() if trouble else parameters,
         writer=writer_versions(training=False),
         notes=tuple(notes),
     )

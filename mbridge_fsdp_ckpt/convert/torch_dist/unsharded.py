@@ -12,7 +12,7 @@ from mbridge_fsdp_ckpt.bridge.choice import tokens_of
 from mbridge_fsdp_ckpt.bridge.names import RUN_CONFIG
 from mbridge_fsdp_ckpt.bridge.without_gpu import as_if_there_was_one
 from mbridge_fsdp_ckpt.convert import hugging_face
-from mbridge_fsdp_ckpt.convert.description import Groups
+from mbridge_fsdp_ckpt.convert.description import Parameters
 from mbridge_fsdp_ckpt.convert.torch_dist.common import Common
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.families.naming import is_expert_name
@@ -91,17 +91,17 @@ def _configured(directory: AnyPath) -> tuple[Any, Any]:
     return provider, instantiate(settings) if settings else None
 
 
-def hyperparameters_of(model: UnshardedModel, planned: Iterable[Planned], common: Common) -> tuple[Groups, str]:
+def hyperparameters_of(model: UnshardedModel, planned: Iterable[Planned], common: Common) -> tuple[Parameters, str]:
     """The saved hyperparameters of each parameter, by the rules with which Megatron groups them.
 
     Returns:
-        The groups; and why there are none, empty where there are.
+        The parameters; and why there are none, empty where there are.
     """
     from megatron.core.optimizer import _get_param_groups, get_standard_config_overrides
 
-    groups = Groups()
+    parameters = Parameters()
     if model.optimizer is None:
-        return groups, f"optimizer state is left out: {RUN_CONFIG} has no optimizer section"
+        return parameters, f"optimizer state is left out: {RUN_CONFIG} has no optimizer section"
     overrides = get_standard_config_overrides(model.optimizer)
     own: dict[int, Mapping[str, Any]] = {}
     for group in _get_param_groups([model.module], model.optimizer, overrides):
@@ -113,10 +113,10 @@ def hyperparameters_of(model: UnshardedModel, planned: Iterable[Planned], common
             continue
         saved = _saved_group(common.groups, group, is_expert=is_expert_name(name))
         if saved is None:
-            return groups, f"optimizer state is left out: no param group of the checkpoint is that of {name}"
+            return parameters, f"optimizer state is left out: no param group of the checkpoint is that of {name}"
         known = {key: value for key, value in saved.items() if key not in _OF_THE_LAYOUT}
-        groups.add([name], {key: encode(value, f"param_groups.{key}") for key, value in known.items()})
-    return groups, ""
+        parameters.add([name], {key: encode(value, f"param_groups.{key}") for key, value in known.items()})
+    return parameters, ""
 
 
 def _saved_group(saved: Sequence[dict[str, Any]], own: Mapping[str, Any], *, is_expert: bool) -> dict[str, Any] | None:

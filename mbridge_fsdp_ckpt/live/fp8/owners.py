@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
 
 from mbridge_fsdp_ckpt.families.naming import is_expert_name
 from mbridge_fsdp_ckpt.live.fp8 import state as extra_state
 from mbridge_fsdp_ckpt.live.megatron_fsdp import naming_of
 from mbridge_fsdp_ckpt.live.topology import coordinates, replicas
 
-Coordinates = Mapping[str, int]
+
+class Saved(Protocol):
+    """What one saving rank said of itself, as far as it is asked here."""
+
+    @property
+    def coordinates(self) -> Mapping[str, int]:
+        """Its place."""
+
+    @property
+    def extra_state(self) -> Any:
+        """What `own_states` returned there."""
+
+
 _STATES, _OPEN = "states", "open_rows"
 
 
@@ -35,29 +47,30 @@ def own_states(module: Any) -> Mapping[str, Mapping[str, extra_state.State]] | N
     return {_STATES: written, _OPEN: extra_state.open_rows(every)} if every else None
 
 
-def restorations(module: Any, saved_by: Iterable[tuple[Coordinates, Any]]) -> list[extra_state.Restoration]:
+def restorations(module: Any, saved: Callable[[Iterable[str]], Iterable[Saved]]) -> list[extra_state.Restoration]:
     """Checked states for this rank's modules, to be applied once nothing can fail any more.
 
     Where data-parallel ranks keep amaxes of their own, each gets those of the rank at its place, if there is one.
 
     Args:
         module: The live model's `MegatronFSDP` module.
-        saved_by: Saving ranks' coordinates, each with what `own_states` returned there.
+        saved: Finds the saving ranks that have states of some modules, each with what `own_states` returned there.
 
     Raises:
         LayoutError: A state is malformed or does not fit its module.
     """
-    place = coordinates()
+    place, naming = coordinates(), naming_of(module)
     states: dict[str, extra_state.State] = {}
     rows: dict[str, list[Any]] = {}
-    for _, own in sorted(saved_by, key=lambda rank: _nearness(rank[0], place)):  # the nearest comes last
-        saved = own or {}
-        states |= saved.get(_STATES, {})
-        for key, row in saved.get(_OPEN, {}).items():
+    asked = extra_state.names(module.named_modules(), naming.on_disk)
+    for record in sorted(saved(asked), key=lambda rank: _nearness(rank.coordinates, place)):  # the nearest comes last
+        own = record.extra_state or {}
+        states |= own.get(_STATES, {})
+        for key, row in own.get(_OPEN, {}).items():
             rows.setdefault(key, []).append(row)
     checked = {key: extra_state.check(key, state) for key, state in states.items()}
     complete = {key: extra_state.with_open_rows(key, state, rows.get(key, ())) for key, state in checked.items()}
-    return extra_state.find_restorations(module.named_modules(), complete, naming_of(module).on_disk)
+    return extra_state.find_restorations(module.named_modules(), complete, naming.on_disk)
 
 
 def _nearness(coordinates: Mapping[str, int], place: Mapping[str, int]) -> tuple[bool, bool]:

@@ -81,9 +81,8 @@ def replicas_agree(module: nn.Module, ranks: int) -> bool:
     their module, and get the same maximum there.  With `tp_only_amax_red` data-parallel ranks have amaxes of their own.
     """
     meta = _meta(module)
-    if ranks == 1 or not _has_state(module):
-        return True
-    return bool(meta["recipe"].reduce_amax) and dist.get_world_size(meta["fp8_group"]) >= ranks
+    alone = ranks == 1 or not _has_state(module)
+    return alone or (bool(meta["recipe"].reduce_amax) and dist.get_world_size(meta["fp8_group"]) >= ranks)
 
 
 def open_rows(states: Mapping[str, State]) -> dict[str, dict[str, torch.Tensor]]:
@@ -163,6 +162,11 @@ def find_restorations(modules: Modules, saved: Mapping[str, State], on_disk: OnD
     _tell(ignored, "saved FP8 state of %d modules is ignored, since they don't scale with delay in its format: %s, ...")
     _tell(fresh, "the FP8 scales of %d modules start fresh, since no state of theirs fits: %s, ...")
     return restorations
+
+
+def names(modules: Modules, on_disk: OnDisk = str) -> list[str]:
+    """Keys of all modules that have FP8 state or may get some."""
+    return [key for name, module in modules if _meta(module) for key in _keys(name, module, on_disk)]
 
 
 def check(key: str, typed: object) -> State:

@@ -16,8 +16,8 @@ class Content:
     """What one rank adds to what all ranks wrote.
 
     Args:
-        manifest: The head's bytes, given the entries of the files beside payload and tables.
-        flushed: Names of files that are on disk already.
+        manifest: The head's bytes, given the entries of the files beside payload and index.
+        flushed: Tells of a name whether that file is on disk already.
         add_files: Puts more files into a local directory.
         write_view: Writes what stock needs into a directory; None where nobody wants it.
         progress: Called after each step.
@@ -25,7 +25,7 @@ class Content:
     """
 
     manifest: Callable[[tuple[ExtraEntry, ...]], bytes]
-    flushed: frozenset[str]
+    flushed: Callable[[str], bool]
     add_files: Callable[[Path], None] | None = None
     write_view: Callable[[AnyPath], None] | None = None
     progress: Callable[[], None] = lambda: None
@@ -41,7 +41,7 @@ class Commit(Protocol):
 
     @property
     def suffix(self) -> str:
-        """What the names of payload files and tables carry before their extension."""
+        """What the names of payload and index files carry before their extension."""
 
     def finish(self, content: Content) -> list[AnyPath]:
         """Put the checkpoint in its place and flush the change; what nobody needs any more, to be deleted."""

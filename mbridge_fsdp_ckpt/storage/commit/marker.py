@@ -1,7 +1,7 @@
 """Commit without a rename, for object stores: the manifest is the marker, and it is written last.
 
     save to s3://bucket/run/iter_0000010
-        __0_0-<token>.distcp, chunks_00000-<token>.jsonl, ...    beside those of an older save, if there is one
+        __0_0-<token>.distcp, rank_00000-<token>.index, ...    beside those of an older save, if there is one
         manifest.json                                            one object: from here on the new ones count
         .metadata                                                stock's view, where it is wanted
         the older save's objects are deleted, once nobody waits for it

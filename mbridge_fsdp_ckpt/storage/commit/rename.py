@@ -62,16 +62,18 @@ class RenameCommit:
         extra = tuple(self._flushed_extra(content))
         write_file(self.directory / MANIFEST_NAME, content.manifest(extra))
         content.progress()
-        for folder in (path for path in self.directory.rglob("*") if path.is_dir()):
-            sync_directory(folder)
+        for folder, _, _ in self.directory.walk():
+            if folder != self.directory:
+                sync_directory(folder)
         content.last_call()
         return put_in_place(self.directory, self._target)
 
     def _flushed_extra(self, content: Content) -> list[ExtraEntry]:
+        written = (folder / file for folder, _, files in self.directory.walk() for file in files)
+        named = ((path.relative_to(self.directory).as_posix(), path) for path in written)
         found = []
-        for path in sorted(self.directory.rglob("*")):
-            name = path.relative_to(self.directory).as_posix()
-            if path.is_file() and name not in content.flushed:
+        for name, path in sorted((name, path) for name, path in named if not content.flushed(name)):
+            if path.is_file():
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
                 checksum = file_checksum(path, content.progress)

@@ -1,4 +1,4 @@
-"""`manifest.json`, the head of a checkpoint: every key once, and the chunk tables it names."""
+"""`manifest.json`, the head of a checkpoint: what a save says of itself as a whole, and the index files it names."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import uuid
+from dataclasses import dataclass
 from typing import Final
 
 FORMAT_NAME: Final = "fsdp_dtensor_safe"
@@ -15,8 +16,8 @@ MANIFEST_NAME: Final = "manifest.json"
 DCP_METADATA: Final = ".metadata"
 """Stock's head of a checkpoint; ours may have one beside its own, for stock to read."""
 
-TABLES: Final = "chunks_*.jsonl"
-"""Pattern of the chunk tables in a directory."""
+INDEXES: Final = "rank_*.index"
+"""Pattern of the index files of ranks in a directory."""
 
 ITERATION: Final = "iter_"
 """What the name of an iteration directory begins with, as Megatron has it."""
@@ -30,8 +31,10 @@ READING: Final = ".reading-"
 _ITERATION = re.compile(rf"{ITERATION}(\d+)")
 _BESIDE = re.compile(r"\.(?:staging|replaced|deleted)-(.+)-[^-]*", re.DOTALL)
 _PAYLOAD = re.compile(r"__(\d+)_\d+.*\.distcp")
-_SUFFIXED = re.compile(r"(?:__\d+_\d+|chunks_\d+)(-[0-9a-f]{12})\.(?:distcp|jsonl)")
-_PART = re.compile(rf"{re.escape(MANIFEST_NAME)}|{re.escape(DCP_METADATA)}|chunks_\d+[^/]*\.jsonl|__[^/]*\.distcp")
+_SUFFIXED = re.compile(r"(?:__\d+_\d+|(?:rank|group)_\d+)(-[0-9a-f]{12})\.(?:distcp|index)")
+_PART = re.compile(
+    rf"{re.escape(MANIFEST_NAME)}|{re.escape(DCP_METADATA)}|(rank|group)_\d+[^/]*\.index|__[^/]*\.distcp"
+)
 
 
 def token() -> str:
@@ -44,9 +47,35 @@ def payload_name(rank: int, suffix: str = "", file: int = 0) -> str:
     return f"__{rank}_{file}{suffix}.distcp"
 
 
-def table_name(rank: int, suffix: str = "") -> str:
-    """A rank's chunk table."""
-    return f"chunks_{rank:05d}{suffix}.jsonl"
+@dataclass(frozen=True, slots=True)
+class Files:
+    """What the files of one save are called.
+
+    Args:
+        save: What tells it from all others; its index files and its head have it.
+        suffix: What the names of payload and index files end with, before their extension.
+    """
+
+    save: str
+    suffix: str = ""
+
+    def payload(self, rank: int) -> str:
+        """A rank's payload."""
+        return payload_name(rank, self.suffix)
+
+    def of_rank(self, rank: int) -> str:
+        """A rank's own index file."""
+        return f"rank_{rank:05d}{self.suffix}.index"
+
+    def are_of_ranks(self, name: str) -> bool:
+        """Whether a file is what ranks of the save write: payload, or an index file."""
+        return (
+            re.fullmatch(rf"(?:__\d+_0{self.suffix}\.distcp|(?:rank|group)_\d+{self.suffix}\.index)", name) is not None
+        )
+
+    def of_group(self, rank: int) -> str:
+        """The index file of the group that a rank leads."""
+        return f"group_{rank:05d}{self.suffix}.index"
 
 
 def rank_of_payload(name: str, unknown: int = 0) -> int:
@@ -56,13 +85,13 @@ def rank_of_payload(name: str, unknown: int = 0) -> int:
 
 
 def suffix_of(name: str) -> str:
-    """What a save into an object store appended to the names of its payload and tables; empty in other names."""
+    """What a save into an object store appended to the names of its payload and index files; empty in other names."""
     match = _SUFFIXED.fullmatch(name)
     return match[1] if match else ""
 
 
 def is_part(name: str) -> bool:
-    """Whether a checkpoint's file is its head, stock's, payload or a table."""
+    """Whether a checkpoint's file is its head, stock's, payload or an index file."""
     return _PART.fullmatch(name) is not None
 
 

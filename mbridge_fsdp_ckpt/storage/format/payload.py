@@ -1,6 +1,6 @@
 """Writing a rank's tensors: `__<rank>_0.distcp`, one `torch.save` record a chunk.
 
-The record is what stock DCP reads; the raw elements inside it, whose place the chunk table has, are what this
+The record is what stock DCP reads; the raw elements inside it, whose place the index has, are what this
 package reads, without unpickling.  Each record and the whole file are hashed while they are written.  Nothing is
 copied on the host: a device shard passes through one buffer of the chunk's size.
 """
@@ -20,7 +20,7 @@ from mbridge_fsdp_ckpt.errors import InternalError
 from mbridge_fsdp_ckpt.plan.boxes import Box, Shape
 from mbridge_fsdp_ckpt.storage.checksums import HASHED_AT_ONCE, Hasher
 from mbridge_fsdp_ckpt.storage.entries import FileEntry
-from mbridge_fsdp_ckpt.storage.format.table import Chunk, Scalar
+from mbridge_fsdp_ckpt.storage.format.rows import Chunk, Number
 from mbridge_fsdp_ckpt.storage.ranges import ByteRange
 from mbridge_fsdp_ckpt.storage.store import AnyPath, store_of
 
@@ -30,15 +30,14 @@ class PayloadWriter:
 
     Args:
         path: A file that does not exist yet.
-        file_index: Its index in the table's files.
         progress: Called after every block: a chunk may take minutes.
 
     Raises:
         OSError: The storage refused.
     """
 
-    def __init__(self, path: AnyPath, file_index: int = 0, progress: Callable[[], None] = lambda: None) -> None:
-        self.path, self._file_index, self._progress = path, file_index, progress
+    def __init__(self, path: AnyPath, progress: Callable[[], None] = lambda: None) -> None:
+        self.path, self._progress = path, progress
         self._file = store_of(path).create()
         self._hasher, self._record_hasher = Hasher(), Hasher()
         self._position = 0
@@ -104,7 +103,7 @@ class PayloadWriter:
             offset = self._save(key, raw, elements.dtype, box)
             self._frames[form] = bytes(self._around[0]), bytes(self._around[1])
         record = ByteRange(start, self._position - start)
-        return Chunk(key, self._file_index, ByteRange(offset, raw.nbytes), box, self._record_hasher.result(), record)
+        return Chunk(key, box, record, offset - start, self._record_hasher.number())
 
     def _save(self, key: str, raw: npt.NDArray[np.uint8], dtype: torch.dtype, box: Box) -> int:
         """Append a record by `torch.save`; returns where its elements lie."""
@@ -129,7 +128,7 @@ class PayloadWriter:
         return offset
 
     def close(self) -> FileEntry:
-        """Flush to disk; returns the file's entry for the table."""
+        """Flush to disk; returns the file's entry for the index."""
         self._file.finish()
         return FileEntry(name=self.path.name, size=self._position, checksum=self._hasher.result())
 
@@ -138,9 +137,9 @@ class PayloadWriter:
         self._file.close()
 
 
-def scalar_of(key: str, elements: torch.Tensor) -> Scalar:
+def number_of(key: str, elements: torch.Tensor, *, counts: bool = True) -> Number:
     """The row of one number, on any device: it has no record."""
-    return Scalar(key, host_bytes(elements).tobytes())
+    return Number(key, host_bytes(elements).tobytes(), counts)
 
 
 def _place(view: memoryview) -> tuple[int, int]:

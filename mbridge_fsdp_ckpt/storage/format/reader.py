@@ -1,92 +1,182 @@
-"""Reading this format: by the manifest alone, no unpickling, every bound checked before the first payload byte."""
+"""Reading this format: by its head and its index, no unpickling, every bound checked before the first payload byte.
+
+A load asks for little: first the index file that the rank of the same number wrote, which has all that the same layout
+needs; for what it does not cover, the directories of the groups' index files, and of their rows the wanted keys'.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
-from mbridge_fsdp_ckpt.storage.checksums import Hasher
-from mbridge_fsdp_ckpt.storage.files import check_content, check_file, hold, malformed
+from mbridge_fsdp_ckpt.plan.keys import KeyEntry
+from mbridge_fsdp_ckpt.plan.tiling import tiling_defect
+from mbridge_fsdp_ckpt.storage.checksums import Hasher, as_text
+from mbridge_fsdp_ckpt.storage.entries import FileEntry
+from mbridge_fsdp_ckpt.storage.files import check_file, hold, malformed
+from mbridge_fsdp_ckpt.storage.format import columns
+from mbridge_fsdp_ckpt.storage.format.columns import Array, box_of
+from mbridge_fsdp_ckpt.storage.format.directory import Directory, IndexedKeys
+from mbridge_fsdp_ckpt.storage.format.index import IndexFile
+from mbridge_fsdp_ckpt.storage.format.indexes import Indexes
 from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
-from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, MANIFEST_NAME
-from mbridge_fsdp_ckpt.storage.format.schema import TableHeader
-from mbridge_fsdp_ckpt.storage.format.table import Scalar, read_table, read_table_header
+from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, MANIFEST_NAME, Files
+from mbridge_fsdp_ckpt.storage.format.schema import Manifest
 from mbridge_fsdp_ckpt.storage.format.values import decode
-from mbridge_fsdp_ckpt.storage.ranges import Bytes, OpenFiles, Scratch
-from mbridge_fsdp_ckpt.storage.source import Head, RankRecord, StoredChunk
+from mbridge_fsdp_ckpt.storage.ranges import ByteRange, Bytes, OpenFiles, Scratch
+from mbridge_fsdp_ckpt.storage.source import AT_PLACE, Head, RankRecord, StoredChunk, slots_in
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 
 class SafeSource:
     """See `CheckpointSource`.
 
+    Args:
+        directory: The iteration directory.
+        near: In a load, ranks whose index files are looked at first: the loading rank, then those with copies of what
+            it holds.  Ranks of these numbers wrote what the same layout needs.
+        manifest: The head, where it is not written yet.
+
     Raises:
-        NotACheckpointError, ManifestError, UnsupportedVersionError, DamagedCheckpointError: On opening.
+        NotACheckpointError, ManifestError, UnsupportedVersionError: On opening.
     """
 
-    def __init__(self, directory: AnyPath) -> None:
+    def __init__(self, directory: AnyPath, near: Sequence[int] = (), manifest: Manifest | None = None) -> None:
         directory = hold(directory)
-        self._files = OpenFiles()
-        self.manifest = manifest = read_manifest(directory)
+        self._opened = OpenFiles()
+        self.manifest = manifest = manifest or read_manifest(directory)
+        self.files = Files(manifest.save, manifest.suffix)
+        self._indexes = Indexes(directory, manifest, near, self._opened)
+        self._payload: dict[tuple[str, int], AnyPath] = {}
+        self._decoded: dict[int, dict[str, Any]] = {}
+        self._directory = directory
         self.head = Head(
             directory=directory,
             identity=f"{directory.name} {manifest.checksum}",
             format=FORMAT_NAME,
             sections=manifest.sections,
-            keys=manifest.keys,
+            keys=IndexedKeys(self._indexes.entry, self._indexes.entries, manifest.keys),
             values=decode(manifest.values),
             topology=manifest.topology,
             files=manifest.files,
-            tables_size=sum(entry.size for entry in manifest.tables),
+            families=manifest.families,
+            chunks=manifest.chunks,
         )
-        self._tables = [check_content(directory, entry, listed_in=MANIFEST_NAME) for entry in manifest.tables]
 
-    @cached_property
-    def headers(self) -> list[TableHeader]:
-        """What each saving rank says of itself, in the order of the manifest's tables."""
-        headers = [read_table_header(path) for path in self._tables]
-        for path, entry, header in zip(self._tables, self.manifest.tables, headers, strict=True):
-            if header.rank != entry.rank:
-                raise malformed(path, f"the table of rank {entry.rank}, as {MANIFEST_NAME} has it", f"{header.rank}")
-        return headers
+    @property
+    def index(self) -> Directory:
+        """The directories of all groups' index files."""
+        return self._indexes.all
+
+    def own_index(self, rank: int) -> IndexFile:
+        """The index file that a rank wrote; see `Indexes`."""
+        return self._indexes.of_rank(rank)
 
     def hyperparameters(self, names: Iterable[str] | None = None) -> dict[str, dict[str, Any]]:
         """See `CheckpointSource`."""
-        wanted = None if names is None else set(names)
-        found: dict[str, dict[str, Any]] = {}
-        for header in self.headers:
-            for group in header.parameter_groups:
-                members = set(group.parameters) if wanted is None else wanted.intersection(group.parameters)
-                members -= found.keys()
-                if members:
-                    found.update(dict.fromkeys(members, decode(group.hyperparameters)))
+        if names is None:
+            return {name: self._hyperparameters(hashed) for name, hashed in self.parameters().items()}
+        found = {}
+        for name in names:
+            for file, place in self._indexes.names(columns.PARAMETER, name):
+                found[name] = self._hyperparameters(int(file.names["value"][place]))
+                break
         return found
 
-    def chunks(self, keys: Iterable[str]) -> dict[str, list[StoredChunk]]:
+    def parameters(self) -> dict[str, int]:
+        """All optimizer parameters with the checksum of their hyperparameters; what the first group says counts."""
+        found: dict[str, int] = {}
+        for group in self.index.groups:
+            for place in np.flatnonzero(group.names["kind"] == columns.PARAMETER).tolist():
+                found.setdefault(group.text_of_name(place), int(group.names["value"][place]))
+        return found
+
+    def _hyperparameters(self, hashed: int) -> dict[str, Any]:
+        if hashed not in self._decoded:
+            encoded = self.manifest.hyperparameters.get(f"{hashed:016x}")
+            if encoded is None:
+                known = ", ".join(sorted(self.manifest.hyperparameters)[:3])
+                path = self._directory / MANIFEST_NAME
+                raise malformed(path, f"hyperparameters {hashed:016x}, which the index refers to", known or "none")
+            self._decoded[hashed] = decode(encoded)
+        return dict(self._decoded[hashed])
+
+    def slots(self, name: str) -> dict[str, KeyEntry]:
+        """See `CheckpointSource`: a rank's own index that has a sharded slot of a component has all slots of it."""
+        found: dict[str, KeyEntry] = {}
+        for file in self._indexes.near():
+            found |= slots_in(file.described, name, self.manifest.slots)
+            if any(entry.is_sharded for entry in found.values()):
+                return found
+        return slots_in(self.head.keys.get, name, self.manifest.slots)
+
+    def stateless(self, names: Iterable[str]) -> set[str]:
+        """See `CheckpointSource`."""
+        return {name for name in names if any(True for _ in self._indexes.names(columns.STATELESS, name))}
+
+    def share(self, index: int, count: int) -> list[str]:
+        """See `CheckpointSource`."""
+        return [
+            group.text_of_key(int(place))
+            for group in self.index_files(index, count)
+            for place in np.flatnonzero(group.keys["origins"])
+        ]
+
+    def index_files(self, index: int = 0, count: int = 1) -> Iterator[IndexFile]:
+        """One of `count` shares of the groups' index files."""
+        return self._indexes.share(index, count)
+
+    def chunks(
+        self, keys: Iterable[str], needed: Mapping[str, Sequence[Box]] | None = None
+    ) -> dict[str, list[StoredChunk]]:
         """See `CheckpointSource`."""
         found: dict[str, list[StoredChunk]] = {key: [] for key in keys}
-        for path, header in zip(self._tables, self.headers, strict=True):
-            files: dict[int, AnyPath] = {}
-            for chunk in read_table(path, self.head.keys):
-                if chunk.key not in found:
-                    continue
-                if isinstance(chunk, Scalar):
-                    found[chunk.key].append(StoredChunk(chunk.key, chunk.box, path, data=chunk.data))
-                    continue
-                if chunk.file not in files:
-                    files[chunk.file] = check_file(self.head.directory, header.files[chunk.file], path.name)
-                elements_at = chunk.elements.offset - chunk.record.offset
-                place = files[chunk.file], chunk.record
-                stored = StoredChunk(chunk.key, chunk.box, *place, chunk.checksum, elements_at)
-                found[chunk.key].append(stored)
+        rest = set(found)
+        for file in self._indexes.near():
+            if needed is None or not rest:
+                break
+            places = {place: key for key in rest if (place := file.find(key)) is not None}
+            self._collect(file, dict(sorted(places.items())), found, needed)
+            rest = {key for key in rest if not _covered(found[key], needed.get(key, ()))}
+            found |= {key: [] for key in rest}
+        if rest:
+            for group, places in self.index.by_group(rest):
+                self._collect(group, places, found, needed)
         return found
+
+    def _collect(
+        self,
+        file: IndexFile,
+        places: Mapping[int, str],
+        found: dict[str, list[StoredChunk]],
+        needed: Mapping[str, Sequence[Box]] | None,
+    ) -> None:
+        sharded = [place for place, key in places.items() if file.entry(place).is_sharded]
+        for place in places.keys() - set(sharded):
+            key = places[place]
+            found[key].append(StoredChunk(key, Box((), ()), file.path, data=file.number(place)))
+        for place, rows in file.rows(sharded):
+            key = places[place]
+            dimensions = len(file.entry(place).shape)
+            touching = rows if needed is None else rows[_touching(rows, needed.get(key, ()), dimensions)]
+            found[key] += [self._stored(file, key, row, dimensions) for row in touching]
+
+    def _stored(self, file: IndexFile, key: str, row: np.void, dimensions: int) -> StoredChunk:
+        place = file.path.name, int(row["rank"])
+        if place not in self._payload:
+            rank, size, _ = (int(number) for number in file.ranks[place[1]])
+            entry = FileEntry(name=self.files.payload(rank), size=size, checksum="")
+            self._payload[place] = check_file(self._directory, entry, file.path.name)
+        record = ByteRange(int(row["offset"]), int(row["length"]))
+        checksum, lead = as_text(int(row["checksum"])), int(row["lead"])
+        return StoredChunk(key, box_of(row, dimensions), self._payload[place], record, checksum, lead)
 
     def read(self, chunk: StoredChunk, *, verify: bool = True, scratch: Scratch | None = None) -> torch.Tensor:
         """See `CheckpointSource`."""
@@ -94,27 +184,76 @@ class SafeSource:
         if chunk.data:
             return elements(np.frombuffer(bytearray(chunk.data), dtype=np.uint8), dtype, chunk.box)
         hasher = Hasher() if verify else None
-        record = self._files.read(chunk.path, *chunk.record, hasher, scratch)
+        record = self._opened.read(chunk.path, *chunk.record, hasher, scratch)
         if hasher is not None:
             _check_record(chunk, hasher.result())
         begin, size = chunk.elements_at, chunk.box.volume * dtype.itemsize
         return elements(record[begin : begin + size], dtype, chunk.box)
 
     def verify(self, chunk: StoredChunk, scratch: Scratch) -> None:
-        """See `CheckpointSource`; a table was verified when it was opened."""
+        """See `CheckpointSource`; an index was verified when it was read."""
         if not chunk.data:
-            _check_record(chunk, self._files.checksum(chunk.path, *chunk.record, scratch))
+            _check_record(chunk, self._opened.checksum(chunk.path, *chunk.record, scratch))
+
+    def own_indexes(self) -> Iterator[tuple[int, IndexFile]]:
+        """What every rank wrote, by rank."""
+        for rank in sorted(rank for group in self.index.groups for rank in group.ranks["rank"].tolist()):
+            yield rank, self.own_index(rank)
 
     def ranks(self) -> Iterator[RankRecord]:
         """See `CheckpointSource`."""
-        yield from self._records
+        for _, own in self.own_indexes():
+            yield self._record(own)
 
-    @cached_property
-    def _records(self) -> tuple[RankRecord, ...]:
-        return tuple(
-            RankRecord(header.coordinates, decode(header.values), decode(header.extra_state), header.stateless)
-            for header in self.headers
+    def near(self, place: Mapping[str, int]) -> tuple[RankRecord | None, RankRecord | None]:
+        """See `CheckpointSource`."""
+        for near in self._indexes.near():
+            if near.coordinates_of() == place:
+                exact = self._record(near)
+                return exact, exact
+            break
+        first: int | None = None
+        for group in self.index.groups:
+            for number in group.ranks_at(place, AT_PLACE):
+                first = int(group.ranks["rank"][number]) if first is None else first
+                if group.coordinates_of(number) == place:
+                    exact = self._record(self.own_index(int(group.ranks["rank"][number])))
+                    return exact, exact
+        return None, None if first is None else self._record(self.own_index(first))
+
+    def states(self, modules: Iterable[str]) -> Iterator[RankRecord]:
+        """See `CheckpointSource`."""
+        if not self.manifest.states:
+            return
+        ranks = {
+            int(group.ranks["rank"][int(group.names["rank"][place])])
+            for module in modules
+            for group, place in self.index.names(columns.STATE, module)
+        }
+        yield from (self._record(self.own_index(rank)) for rank in sorted(ranks))
+
+    def _record(self, own: IndexFile) -> RankRecord:
+        record = own.record()
+        stateless = tuple(
+            own.text_of_name(place) for place in np.flatnonzero(own.names["kind"] == columns.STATELESS).tolist()
         )
+        return RankRecord(own.coordinates_of(), decode(record.values), decode(record.extra_state), stateless)
+
+
+def _touching(rows: Array, boxes: Sequence[Box], dimensions: int) -> npt.NDArray[np.bool_]:
+    """The rows that have elements of one of the boxes."""
+    begin, extent = rows["start"][:, :dimensions], rows["extent"][:, :dimensions]
+    found = np.zeros(len(rows), dtype=bool)
+    for box in boxes:
+        low, high = np.array(box.offset, dtype=np.uint64), np.array(box.end, dtype=np.uint64)
+        found |= np.all((begin < high) & (low < begin + extent), axis=1)
+    return found
+
+
+def _covered(chunks: Sequence[StoredChunk], boxes: Sequence[Box]) -> bool:
+    """Whether chunks have every element of some boxes, once."""
+    held = [chunk.box for chunk in chunks]
+    return not boxes or (bool(held) and not any(tiling_defect(box, held) for box in boxes))
 
 
 def _check_record(chunk: StoredChunk, found: str) -> None:

@@ -1,31 +1,38 @@
-"""The data of `manifest.json` and of a chunk table, its header and its rows, as pydantic checks it.
+"""The data of `manifest.json` and of an index file's header and record, as pydantic checks it.
 
-`docs/format.md` says what the fields mean; `docs/schema/` has the JSON schemas of these classes and types.
+`docs/format.md` says what the fields mean; `docs/schema/` has the JSON schemas of these classes.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, TypeAdapter
+from pydantic import AfterValidator, Field
 
 from mbridge_fsdp_ckpt.plan.keys import Count, Entry, KeyEntry, Section
 from mbridge_fsdp_ckpt.storage.entries import ExtraEntry, FileEntry
 
 VERSION = (1, 0)
-CHECKSUM_PATTERN = "^xxh3_64:[0-9a-f]{16}$"
+MAX_DIMENSIONS = 64
+MAX_RECORD_BYTES = 1 << 27
 
 
-class TableEntry(FileEntry):
-    """A writing rank's chunk table."""
+class IndexEntry(FileEntry):
+    """An index file of one rank or of a group of ranks."""
 
     rank: Count
 
 
-def _one_a_rank(tables: tuple[TableEntry, ...]) -> tuple[TableEntry, ...]:
-    if len({entry.rank for entry in tables}) < len(tables) or len({entry.name for entry in tables}) < len(tables):
-        raise ValueError("each rank must have one table of its own")
-    return tables
+def _one_a_group(index: tuple[IndexEntry, ...]) -> tuple[IndexEntry, ...]:
+    if len({entry.rank for entry in index}) < len(index) or len({entry.name for entry in index}) < len(index):
+        raise ValueError("each group must have one index file of its own")
+    return index
+
+
+Hash = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
+Token = Annotated[str, Field(pattern="^[0-9a-f]{12}$")]
+Suffix = Annotated[str, Field(pattern="^(-[0-9a-f]{12})?$")]
+"""What the names of a save's files end with, before their extension; empty on file systems."""
 
 
 class Manifest(Entry):
@@ -33,81 +40,43 @@ class Manifest(Entry):
 
     format: Literal["fsdp_dtensor_safe"]  # FORMAT_NAME, which a type cannot name
     version: tuple[Count, Count]
+    save: Token
+    suffix: Suffix = ""
     writer: dict[str, str]
     topology: dict[str, Count | str]
     sections: tuple[Section, ...]
-    keys: dict[str, KeyEntry]
-    tables: Annotated[tuple[TableEntry, ...], AfterValidator(_one_a_rank)]
+    families: dict[str, str] = Field(default_factory=dict)
+    slots: tuple[str, ...] = ()
+    hyperparameters: dict[Hash, dict[str, Any]] = Field(default_factory=dict)
+    keys: Count
+    chunks: Count
+    states: Count = 0
+    index: Annotated[tuple[IndexEntry, ...], AfterValidator(_one_a_group)]
     files: tuple[ExtraEntry, ...] = ()
     values: Any
     checksum: str = ""
 
 
-class ParameterGroup(Entry):
-    """Hyperparameters (`values.encode`d) with the optimizer's names of the parameters they are for."""
+class IndexHeader(Entry):
+    """The header of an index file: how long its arrays are, and what its keys are."""
 
-    parameters: tuple[str, ...]
-    hyperparameters: dict[str, Any]
+    save: Token
+    suffix: Suffix
+    axes: tuple[str, ...]
+    entries: tuple[KeyEntry, ...]
+    dimensions: Annotated[int, Field(ge=1, le=MAX_DIMENSIONS, strict=True)]
+    ranks: Count
+    keys: Count
+    names: Count
+    numbers: Count
+    rows: Count
+    texts: Count
+    record: Annotated[int, Field(ge=0, le=MAX_RECORD_BYTES, strict=True)]
+    record_checksum: Hash
 
 
-class TableHeader(Entry):
-    """First line of a chunk table: what one rank wrote, and the values that are its own."""
+class RankOwn(Entry):
+    """The record of a rank's own index file: values that are its own."""
 
-    rank: Count
-    coordinates: dict[str, Count]
-    files: tuple[FileEntry, ...]
-    keys: dict[str, KeyEntry]
-    parameter_groups: tuple[ParameterGroup, ...] = ()
-    stateless: tuple[str, ...] = ()
     values: Any = None
     extra_state: Any = None
-    chunks: Count
-
-
-_RowKey = Annotated[str, Field(title="key", description="A key of the manifest.")]
-
-ChunkRow = Annotated[
-    tuple[
-        _RowKey,
-        Annotated[Count, Field(title="file", description="Index into the header's files.")],
-        Annotated[Count, Field(title="elements_offset", description="First byte of the raw elements in that file.")],
-        Annotated[
-            Count,
-            Field(title="elements_length", description="Bytes of them: the box's volume times the dtype's size."),
-        ],
-        Annotated[
-            tuple[Count, ...], Field(title="box_offset", description="First element of the block, by dimension.")
-        ],
-        Annotated[tuple[Count, ...], Field(title="box_size", description="Elements of the block, by dimension.")],
-        Annotated[
-            str,
-            Field(title="checksum", description="Of the enclosing record's bytes.", pattern=CHECKSUM_PATTERN),
-        ],
-        Annotated[Count, Field(title="record_offset", description="First byte of the enclosing record.")],
-        Annotated[Count, Field(title="record_length", description="Bytes of the enclosing record.")],
-    ],
-    Field(title="Chunk row", description="One block of one key in a file."),
-]
-
-ScalarRow = Annotated[
-    tuple[
-        _RowKey,
-        Annotated[
-            str,
-            Field(
-                title="elements",
-                description="The element's bytes, little-endian, in hexadecimal digits.",
-                pattern="^([0-9a-f]{2})+$",
-            ),
-        ],
-    ],
-    Field(title="Number row", description="One number of a kind not sharded."),
-]
-
-ROW: TypeAdapter[ChunkRow | ScalarRow] = TypeAdapter(
-    Annotated[
-        ChunkRow | ScalarRow,
-        Field(title="Row", description="Every line of a chunk table but the first.", union_mode="left_to_right"),
-    ]
-)
-"""Of one line of a chunk table."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import json
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 
 from mbridge_fsdp_ckpt.errors import ManifestError, UnsupportedStateError
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name, dtype_name
+from mbridge_fsdp_ckpt.storage.checksums import digest
 from mbridge_fsdp_ckpt.storage.files import Json
 
 _MAX_DEPTH = 64
@@ -38,6 +40,11 @@ def encode(value: Any, path: str = "") -> Json:
         UnsupportedStateError: Another type, nested deeper than 64, or a larger tensor.
     """
     return _encode(value, path, 0)
+
+
+def hash_of(encoded: Json) -> int:
+    """Checksum of encoded values: equal ones have the same, in whichever order their names come."""
+    return digest(json.dumps(encoded, sort_keys=True, separators=(",", ":")).encode())
 
 
 def _encode(value: Any, path: str, depth: int) -> Json:

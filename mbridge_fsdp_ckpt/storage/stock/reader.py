@@ -5,7 +5,7 @@ Stock has no checksums: a flipped byte in a tensor cannot be seen, a truncated f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import pairwise
@@ -17,12 +17,12 @@ from torch.distributed.checkpoint import metadata
 from mbridge_fsdp_ckpt.errors import CheckpointError, DamagedCheckpointError, brief
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_name
-from mbridge_fsdp_ckpt.plan.keys import MODEL_PREFIX, STATE_PREFIX, KeyEntry, Kind
+from mbridge_fsdp_ckpt.plan.keys import MODEL_PREFIX, STATE_PREFIX, KeyEntry, Kind, name_and_slot
 from mbridge_fsdp_ckpt.storage.entries import FileEntry
 from mbridge_fsdp_ckpt.storage.files import check_file, file_checksum, hold, is_plain_file, size_of
 from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, STOCK_FORMAT
 from mbridge_fsdp_ckpt.storage.ranges import ByteRange, Bytes, OpenFiles, Scratch
-from mbridge_fsdp_ckpt.storage.source import Head, RankRecord, StoredChunk
+from mbridge_fsdp_ckpt.storage.source import AT_PLACE, Head, RankRecord, StoredChunk, slots_in
 from mbridge_fsdp_ckpt.storage.stock.unpickler import REMEDY, load_record, malformed, read_metadata
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
@@ -82,6 +82,7 @@ class DcpSource:
         }
         self._keys = {key: entry for key, entry in self.tensors.items() if key.startswith((MODEL_PREFIX, STATE_PREFIX))}
         has_optimizer = any(key.startswith(STATE_PREFIX) for key in self._keys)
+        self._slots = tuple(dict.fromkeys(named[1] for key in self._keys if (named := name_and_slot(key))))
         self.head = Head(
             directory=directory,
             identity=identity,
@@ -104,7 +105,9 @@ class DcpSource:
                     found.setdefault(name, {})[hyperparameter] = self.read_object(key)
         return found
 
-    def chunks(self, keys: Iterable[str]) -> dict[str, list[StoredChunk]]:
+    def chunks(
+        self, keys: Iterable[str], needed: Mapping[str, Sequence[Box]] | None = None
+    ) -> dict[str, list[StoredChunk]]:
         """See `CheckpointSource`."""
         with _contradictions_named(self._directory):
             return {key: [self._stored(key, chunk) for chunk in self._tensors[key].chunks] for key in keys}
@@ -133,6 +136,27 @@ class DcpSource:
     def ranks(self) -> Iterator[RankRecord]:
         """One record a (pipeline, tensor) place whose RNG state was saved."""
         yield from self._records
+
+    def slots(self, name: str) -> dict[str, KeyEntry]:
+        """See `CheckpointSource`."""
+        return slots_in(self._keys.get, name, self._slots)
+
+    def stateless(self, names: Iterable[str]) -> set[str]:
+        """See `CheckpointSource`: stock does not say."""
+        return set()
+
+    def share(self, index: int, count: int) -> list[str]:
+        """See `CheckpointSource`."""
+        return sorted(self._keys)[index::count]
+
+    def near(self, place: Mapping[str, int]) -> tuple[RankRecord | None, RankRecord | None]:
+        """See `CheckpointSource`: stock keeps one of each (pipeline, tensor) place."""
+        at = (r for r in self._records if all(r.coordinates.get(axis) == place.get(axis) for axis in AT_PLACE))
+        return None, next(at, None)
+
+    def states(self, modules: Iterable[str]) -> Iterator[RankRecord]:
+        """See `CheckpointSource`: stock's is in its pickles."""
+        yield from ()
 
     @cached_property
     def _records(self) -> tuple[RankRecord, ...]:

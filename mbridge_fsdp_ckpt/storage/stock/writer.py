@@ -1,7 +1,7 @@
 """What stock needs to read a checkpoint of this format: `.metadata`, and its non-tensor values as stock pickles.
 
-Made from the chunk tables in the directory, at commit or at any time later; this package never reads either.
-Numbers that stand in the tables get their records among the values.  Torch Distributed Checkpoint's on-disk classes
+Made from the index in the directory, at commit or at any time later; this package never reads either.
+Numbers that stand in the index get their records among the values.  Torch Distributed Checkpoint's on-disk classes
 are used, not copied (torch 2.13, `checkpoint/metadata.py`).
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import logging
 import pickle
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -31,10 +31,10 @@ from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry, name_and_slot
 from mbridge_fsdp_ckpt.storage.entries import FileEntry
 from mbridge_fsdp_ckpt.storage.files import replace_file
+from mbridge_fsdp_ckpt.storage.format.columns import Array, box_of
 from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, payload_name
 from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter
-from mbridge_fsdp_ckpt.storage.format.table import Chunk, Scalar, read_table, read_table_header
-from mbridge_fsdp_ckpt.storage.format.values import decode
+from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 _log = logging.getLogger(__name__)
@@ -42,42 +42,36 @@ _log = logging.getLogger(__name__)
 
 def write_dcp_view(
     directory: AnyPath,
-    keys: Mapping[str, KeyEntry],
-    tables: Iterable[AnyPath],
+    source: SafeSource,
     values: Mapping[str, Any],
-    suffix: str = "",
     progress: Callable[[], None] = lambda: None,
 ) -> None:
     """Write `.metadata` and the values file.
 
     Args:
-        directory: A directory whose chunk tables are complete.
-        keys: All keys.
-        tables: All chunk tables.
+        directory: Where to write them.
+        source: The checkpoint.
         values: Non-tensor state of all ranks, nested as stock nests it.
-        suffix: What the values file's name ends with.
-        progress: Called after each table.
+        progress: Called after each index file.
     """
     view = _View()
     merged: dict[str, Any] = dict(values)
-    groups: dict[str, Any] = {}
-    for table in tables:
-        header = read_table_header(table)
-        for row in read_table(table, dict(keys)):
-            if isinstance(row, Scalar):
-                view.add_scalar(row, keys[row.key])
-            else:
-                view.add_chunk(row, keys[row.key], header.files[row.file].name)
-        for group in header.parameter_groups:
-            groups.update(dict.fromkeys(group.parameters, group.hyperparameters))
-        states = (decode(header.values) or {}).get("rng_state")
+    for group in source.index.groups:
+        payload = [source.files.payload(rank) for rank in group.ranks["rank"].tolist()]
+        for place, rows in group.sharded_rows():
+            view.add_rows(group.text_of_key(place), group.entry(place), rows, payload)
+        for place, _ in group.ranks_of_numbers():
+            view.add_number(group.text_of_key(place), group.entry(place), group.number(place))
+        progress()
+    for record in source.ranks():
+        states = (record.values or {}).get("rng_state")
         if isinstance(states, Mapping):  # by place, as stock has it; a caller of `save` may have another
             merged["rng_state"] = {**states, **merged.get("rng_state", {})}
         progress()
+    groups = source.hyperparameters()
     if groups:
-        decoded = {name: decode(hyperparameters) for name, hyperparameters in groups.items()}
-        merged["optimizer"] = {"param_to_group_meta": decoded}
-    view.add_values(directory / payload_name(0, suffix, file=1), merged)
+        merged["optimizer"] = {"param_to_group_meta": groups}
+    view.add_values(directory / payload_name(0, source.files.suffix, file=1), merged)
     replace_file(directory / DCP_METADATA, pickle.dumps(view.metadata()))
 
 
@@ -97,16 +91,19 @@ class _View:
         self._state: dict[str, Any] = {}
         self._storage: dict[MetadataIndex, filesystem._StorageInfo] = {}
         self._paths: dict[str, tuple[Any, ...]] = {}
-        self._scalars: dict[tuple[str, bytes], list[str]] = {}
+        self._numbers: dict[tuple[str, bytes], list[str]] = {}
 
-    def add_chunk(self, chunk: Chunk, entry: KeyEntry, file: str) -> None:
-        self._paths[chunk.key] = _path_of(chunk.key)
-        self._add(chunk.key, dtype_from_name(entry.dtype), entry.shape, chunk.box, (file, *chunk.record))
+    def add_rows(self, key: str, entry: KeyEntry, rows: Array, files: Sequence[str]) -> None:
+        self._paths[key] = _path_of(key)
+        dtype, dimensions = dtype_from_name(entry.dtype), len(entry.shape)
+        for row in rows:
+            place = files[row["rank"]], int(row["offset"]), int(row["length"])
+            self._add(key, dtype, entry.shape, box_of(row, dimensions), place)
 
-    def add_scalar(self, scalar: Scalar, entry: KeyEntry) -> None:
+    def add_number(self, key: str, entry: KeyEntry, data: bytes) -> None:
         """Equal numbers share a record in the values file, which `add_values` writes."""
-        self._paths[scalar.key] = _path_of(scalar.key)
-        self._scalars.setdefault((entry.dtype, scalar.data), []).append(scalar.key)
+        self._paths[key] = _path_of(key)
+        self._numbers.setdefault((entry.dtype, data), []).append(key)
 
     def _add(self, key: str, dtype: torch.dtype, shape: tuple[int, ...], box: Box, place: tuple[str, int, int]) -> None:
         properties = TensorProperties(dtype=dtype)
@@ -119,7 +116,7 @@ class _View:
         flat, paths = _nested_dict.flatten_state_dict(dict(values))
         self._paths |= paths
         writer = PayloadWriter(path)
-        for (name, data), keys in self._scalars.items():
+        for (name, data), keys in self._numbers.items():
             dtype = dtype_from_name(name)
             chunk = writer.add(keys[0], torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype), whole(()))
             for key in keys:

@@ -1,0 +1,75 @@
+"""What an index says otherwise than itself, the head or other index files; a load does not look at all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from mbridge_fsdp_ckpt.errors import CheckpointError
+from mbridge_fsdp_ckpt.storage.format import columns
+from mbridge_fsdp_ckpt.storage.format.directory import Directory
+from mbridge_fsdp_ckpt.storage.format.group_index import merged
+from mbridge_fsdp_ckpt.storage.format.index import IndexFile
+from mbridge_fsdp_ckpt.storage.format.schema import Manifest
+from mbridge_fsdp_ckpt.storage.format.values import decode
+
+_OWN = "what its ranks' own index files make"
+
+
+def contradictions(
+    group: IndexFile, manifest: Manifest, own_index: Callable[[int], IndexFile]
+) -> Iterator[tuple[str, str]]:
+    """What a group's index says otherwise than itself, the head or its ranks' own: expected and found.
+
+    Args:
+        group: The group's index.
+        manifest: The head.
+        own_index: Opens a rank's own; what it raises is no contradiction of the group's.
+    """
+    try:
+        lost = group.without_its_hash()
+    except CheckpointError as error:
+        yield error.expected, error.found
+    else:
+        if lost is not None:
+            yield "keys and names by their hashes", f"{lost} by another"[:500]
+    said = set(group.names["value"][group.names["kind"] == columns.PARAMETER].tolist())
+    unknown = {f"{hashed:016x}" for hashed in said} - manifest.hyperparameters.keys()
+    if unknown:
+        yield "hyperparameters that the head has", ", ".join(sorted(unknown)[:3])
+    try:
+        own = [own_index(rank).columns() for rank in group.ranks["rank"].tolist()]
+    except (CheckpointError, OSError):
+        return
+    try:
+        same = merged(own).to_bytes() == replace(group.columns(), record=b"").to_bytes()
+    except CheckpointError as error:
+        yield _OWN, f"{error.key}: {error.found}"
+    else:
+        if not same:
+            yield _OWN, "another"
+
+
+def unlike_copies(own: IndexFile, index: Directory) -> Iterator[tuple[str, str]]:
+    """What a rank's index has copied otherwise than the index has it: expected and found."""
+    for place in np.flatnonzero(own.names["kind"] == columns.COPY).tolist():
+        name, value = own.text_of_name(place), int(own.names["value"][place])
+        for group, there in index.names(columns.PARAMETER, name):
+            if int(group.names["value"][there]) != value:
+                yield f"the hyperparameters of {name} that {group.path.name} has", "others"
+    for place in np.flatnonzero(~own.are_sharded).tolist():
+        key, number = own.text_of_key(place), own.number(place)
+        for group, there in index.places(key):
+            if group.number(there) != number:
+                yield f"{group.number(there).hex()} for {key}, as {group.path.name} has it", number.hex()
+
+
+def undecodable(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """Values of the head that no load can use: expected and found."""
+    for values in (manifest.values, *manifest.hyperparameters.values()):
+        try:
+            decode(values)
+        except CheckpointError as error:
+            yield error.expected, error.found

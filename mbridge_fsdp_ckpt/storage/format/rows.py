@@ -1,0 +1,50 @@
+"""What an index has of each key: chunks in payload files, or one number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mbridge_fsdp_ckpt.plan.boxes import Box
+from mbridge_fsdp_ckpt.storage.ranges import ByteRange
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One box of one key in the writing rank's payload file.
+
+    Args:
+        key: The key.
+        box: Which block of the key.
+        record: What `torch.save` wrote, the raw elements in it; stock DCP reads that.
+        lead: Bytes of the record before the raw elements, which are row-major and little-endian.
+        checksum: Of the record, 64 bits.
+    """
+
+    key: str
+    box: Box
+    record: ByteRange
+    lead: int
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """One number of a parameter: its bytes stand in the index, a record of its own would be a hundred times as long.
+
+    Args:
+        key: The key.
+        data: Its element, little-endian.
+        counts: Whether it is the one that the checkpoint has; else a copy, which spares its rank to look for that one.
+    """
+
+    key: str
+    data: bytes
+    counts: bool = True
+
+    @property
+    def box(self) -> Box:
+        """All of the key."""
+        return Box((), ())
+
+
+Row = Chunk | Number

@@ -3,7 +3,8 @@
     save    plan -> agree -> write own chunks to staging -> rank 0 checks, writes the head, commits
     load    open -> match keys -> verify every byte, fill new optimizer slots -> agree -> fill weights -> refresh
 
-Both meet all ranks twice, in the rendezvous store.  A save issues no collective; a load only those with which
+Both meet all ranks twice, in the rendezvous store; a load in which ranks read for each other (`loading.exchange`) does
+once more, before they begin to.  A save issues no collective; a load only those exchanges, and those with which
 Megatron-FSDP gathers compute weights after an optimizer step, at its very end.  An error on one rank is raised on
 all.  Until the second meeting of a save the previous checkpoint is untouched; until the first meeting of a load has
 passed, so are model and optimizer.
@@ -25,9 +26,10 @@ from mbridge_fsdp_ckpt.agree.outcome import Outcome
 from mbridge_fsdp_ckpt.agree.wire import nothing
 from mbridge_fsdp_ckpt.errors import CheckpointError, LoadInterruptedError
 from mbridge_fsdp_ckpt.live.holdings import KeyFilter
-from mbridge_fsdp_ckpt.loading import asking, fill, opened
+from mbridge_fsdp_ckpt.loading import asking, exchange, fill, opened
 from mbridge_fsdp_ckpt.loading.budget import read_budget
 from mbridge_fsdp_ckpt.loading.opened import Opened, Wanted
+from mbridge_fsdp_ckpt.loading.sharing import reads_are_shared
 from mbridge_fsdp_ckpt.saving import replicas, snapshot, writer
 from mbridge_fsdp_ckpt.saving.commit import Job
 from mbridge_fsdp_ckpt.settings import Settings
@@ -179,41 +181,40 @@ def load_weights_only(
 def _load(
     directory: str | os.PathLike[str] | AnyPath, wanted: Wanted, accept: Accept | None, settings: Settings
 ) -> Loaded:
-    purpose = f"{'load' if wanted.with_state else 'load of weights'} from {_place(directory)}"
-    agreement = next_agreement(purpose, settings.time_limit, settings.storage_limit)
     source = as_path(directory)
+    shared = reads_are_shared(settings, source)
+    purpose = f"{'load' if wanted.with_state else 'load of weights'} from {_place(directory)}"
+    purpose += ", reads shared" if shared else ""
+    agreement = next_agreement(purpose, settings.time_limit, settings.storage_limit)
 
     def prepare() -> _Prepared:
         found = opened.open_and_match(source, wanted, settings, agreement)
         values, topology = found.source.head.values, opened.topology_of(found.source)
         loaded = Loaded(values, topology, *opened.records_of(found), skipped=tuple(found.skipped))
         put_in_place = accept(loaded) if accept is not None else _nothing
-        return _Prepared(fill.stage(found, read_budget(settings, source), agreement), loaded, put_in_place)
+        return _Prepared(fill.prepare(found, agreement, shared=shared), loaded, put_in_place)
 
     with ExitStack() as stack:
         with agreement.at_work():
             agreement.on_beat = stack.enter_context(reading(source, enabled=agreement.rank == 0))
             prepared = Outcome.of(prepare, agreement.rank, "reading the checkpoint")
-        asked = prepared.message(lambda own: asking.announce(own.opened))
-        judged = agreement.meet(
-            "verification", asked, lambda whole: asking.judge(prepared.value.opened, whole), asking.combine
-        )
+        if shared:
+            read = prepared.message(lambda own: [own.opened.source.head.identity])
+            agreement.meet("agreement on what to read", read, asking.judge_identities, asking.combine_identities)
+            stack.callback(prepared.value.staged.exchange.leave)
+        stage = partial(fill.stage, budget=read_budget(settings, source), agreement=agreement)
+        staged = prepared.then(lambda own: stage(own.staged), agreement.rank, "reading the checkpoint")
+        skipped = _agree(prepared, staged, agreement)
         own = prepared.value
-        if judged["slots_differ"]:
-            found_again = Outcome.of(lambda: opened.look_again(own.opened), agreement.rank, "reading the index again")
-            agreement.meet("slots of parameters", found_again.brought, nothing, nothing)
-        for buckets in judged["disputed"]:
-            named = asking.by_name(own.opened, buckets)
-            agreement.meet("unexpected keys", named, asking.judge_named, asking.combine_named)
-        with agreement.at_work():
-            filled = Outcome.of(lambda: _fill(own, agreement), agreement.rank, "filling tensors")
+        filled = Outcome.of(lambda: _fill(own, agreement), agreement.rank, "filling tensors")
         try:
-            agreement.meet("completion of the load", filled.brought, nothing, nothing)
+            lost = exchange.message(filled, lambda lost: lost)
+            agreement.meet("completion of the load", lost, exchange.judge, exchange.first)
             agreement.end()
         except CheckpointError as error:
             raise _interrupted(error) from error
     fill.refresh(own.opened.module)
-    return replace(own.loaded, skipped=tuple(sorted({*own.loaded.skipped, *judged["skipped"]})))
+    return replace(own.loaded, skipped=tuple(sorted({*own.loaded.skipped, *skipped})))
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,9 +231,27 @@ class _Prepared:
         return self.staged.opened
 
 
+def _agree(prepared: Outcome[_Prepared], staged: Outcome[None], agreement: Agreement) -> list[str]:
+    """The first meeting, and those that it calls for; returns the keys that were skipped."""
+    asked = exchange.message(staged, lambda lost: asking.announce(prepared.value.opened, lost))
+    judged = agreement.meet(
+        "verification", asked, lambda whole: asking.judge(prepared.value.opened, whole), asking.combine
+    )
+    found = prepared.value.opened
+    if judged["slots_differ"]:
+        found_again = Outcome.of(lambda: opened.look_again(found), agreement.rank, "reading the index again")
+        agreement.meet("slots of parameters", found_again.brought, nothing, nothing)
+    for buckets in judged["disputed"]:
+        named = asking.by_name(found, buckets)
+        agreement.meet("unexpected keys", named, asking.judge_named, asking.combine_named)
+    return judged["skipped"]
+
+
 def _fill(prepared: _Prepared, agreement: Agreement) -> None:
     fill.fill(prepared.staged, agreement)
-    prepared.put_in_place()
+    with agreement.at_work():
+        fill.finish(prepared.staged)
+        prepared.put_in_place()
 
 
 def _nothing() -> None:

@@ -134,6 +134,10 @@ class ReplicaMismatchError(CheckpointError):
     """Ranks that hold copies of one tensor hold other values."""
 
 
+class ExchangeError(CheckpointError):
+    """Bytes that one rank read for others did not reach them as they were sent."""
+
+
 class RankMissingError(CheckpointError):
     """Ranks that did not arrive at a common step within the time limit."""
 

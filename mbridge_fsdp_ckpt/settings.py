@@ -13,6 +13,7 @@ DEFAULT_TIME_LIMIT, DEFAULT_STORAGE_LIMIT = 120.0, 1800.0  # seconds
 CommitMethod = Literal["auto", "rename", "marker"]
 COMMIT_METHODS: tuple[CommitMethod, ...] = get_args(CommitMethod)
 DCP_METADATA_CHOICES = ("auto", "always", "never")
+SHARING_CHOICES = ("auto", "always", "never")
 VERIFY_CHOICES = ("full", "header")
 REPLICA_CHOICES = ("warn", "error", "ignore")
 AUTO_DCP_CHUNKS = 64_000
@@ -36,6 +37,9 @@ class Settings:
         read_buffer: Bytes of verified weights that each rank may keep on the host until all ranks agree to go on; what
             does not fit is read again then. None: nothing of a file system, whose page cache has them just then; of an
             object store a quarter of the host's available memory, shared among its ranks.
+        share_reads: Whether ranks that hold copies of a tensor (hybrid sharding, `no_shard`, norms) read it for each
+            other in a load, each its part, and pass it on over gloo: "auto" where they have no page cache in common,
+            which is of an object store, and of a file system where the job runs on several hosts.
         replicas: What a save does where ranks that hold copies of a tensor (norms, hybrid sharding, buffers) hold other
             values: "warn" names keys and ranks in rank 0's log, "error" refuses; "ignore" does not compare, apart from
             quantizers' buffers, of which values would be lost.
@@ -55,6 +59,7 @@ class Settings:
     dcp_metadata: Literal["auto", "always", "never"] = "auto"
     verify: Literal["full", "header"] = "full"
     read_buffer: int | None = None
+    share_reads: Literal["auto", "always", "never"] = "auto"
     replicas: Literal["warn", "error", "ignore"] = "warn"
     commit: CommitMethod = "auto"
     allow_missing: tuple[str, ...] = ()
@@ -64,6 +69,7 @@ class Settings:
     def __post_init__(self) -> None:
         _check_choice("dcp_metadata", self.dcp_metadata, DCP_METADATA_CHOICES)
         _check_choice("verify", self.verify, VERIFY_CHOICES)
+        _check_choice("share_reads", self.share_reads, SHARING_CHOICES)
         _check_choice("replicas", self.replicas, REPLICA_CHOICES)
         _check_choice("commit", self.commit, COMMIT_METHODS)
         if self.read_buffer is not None and self.read_buffer < 0:

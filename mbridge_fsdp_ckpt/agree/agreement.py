@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from mbridge_fsdp_ckpt.agree.meeting import HOSTS, Meeting, lost
 from mbridge_fsdp_ckpt.agree.protocol import Node
-from mbridge_fsdp_ckpt.agree.signs import STORE_ERRORS, Signs
+from mbridge_fsdp_ckpt.agree.signs import STORE_ERRORS, Signs, Watch
 from mbridge_fsdp_ckpt.agree.wire import Combining, Judging, combined, judged, nothing, to_wire
 from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError
 from mbridge_fsdp_ckpt.settings import DEFAULT_STORAGE_LIMIT, DEFAULT_TIME_LIMIT
@@ -146,6 +146,10 @@ class Agreement:
         """After each step of long work: others waiting for this rank begin their limit anew.  Cheap to call."""
         self.on_beat()
         self._signs.give()
+
+    def watch(self) -> Watch:
+        """For a wait outside a meeting: tells when the time limit has passed without a sign of life of any rank."""
+        return Watch(self._signs, self.time_limit)
 
     def at_work(self) -> AbstractContextManager[None]:
         """Around all that touches storage between meetings, on any rank: a call that takes long is no silence.

@@ -37,6 +37,13 @@ class Outcome[T]:
                 _log.exception("rank %d failed while %s", rank, doing)
             return cls(describe_unexpected(error, rank=rank, doing=doing))
 
+    def then[U](self, action: Callable[[T], U], rank: int, doing: str) -> Outcome[U]:
+        """What the next step makes of the value, or the same error."""
+        brought = self.brought
+        if isinstance(brought, CheckpointError):
+            return Outcome(brought)
+        return Outcome.of(lambda: action(brought), rank, doing)
+
     @property
     def value(self) -> T:
         """The value, once a meeting has passed.

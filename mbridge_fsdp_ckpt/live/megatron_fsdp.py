@@ -188,7 +188,8 @@ def _buffer_layout(tensor: torch.Tensor, key: str, fsdp_module: Any, stages: int
     else:
         replica = Axis(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Axis(0, 1)
     shape = tuple(tensor.shape)
-    return ParameterLayout(key, "", shape, None, Axis(0, 1), FlatRange(0, tensor.numel()), replica)
+    flat, along = FlatRange(0, tensor.numel()), tuple(mesh.mesh_dim_names)
+    return ParameterLayout(key, "", shape, None, Axis(0, 1), flat, replica, copied_along=along)
 
 
 def _layout(tensor: Any, key: str, optimizer_name: str, context: ParameterContext) -> ParameterLayout:
@@ -198,15 +199,34 @@ def _layout(tensor: Any, key: str, optimizer_name: str, context: ParameterContex
     dim = tensor_parallel_dim(tensor) if tensor_parallel.count > 1 else None
     shard = getattr(tensor, "megatron_fsdp_slice", None)
     flat = FlatRange(0, math.prod(shape)) if shard is None else _flat_range(shard, key)
-    replicated = [tensor_parallel] if dim is None else []
-    if is_shared_by_experts(context):
-        replicated.append(_expert_parallel())
+    along = [index.tp_dim] if dim is None and index.tp_dim else []
     is_whole = shard is None or not math.prod(shape)
     if index.use_hybrid_fsdp and (is_whole or not index.hsdp_outer_dp_shard):
-        replicated.append(_axis(index, index.dp_outer_dim, is_expert))
+        along.append(index.dp_outer_dim)
     if is_whole:
-        replicated.append(_axis(index, index.dp_shard_dim, is_expert))
-    return ParameterLayout(key, optimizer_name, shape, dim, tensor_parallel, flat, _combine(replicated))
+        along.append(index.dp_shard_dim)
+    experts = [_expert_parallel()] if is_shared_by_experts(context) else []
+    replica = _combine([*experts, *(_axis(index, name, is_expert) for name in along)])
+    return ParameterLayout(key, optimizer_name, shape, dim, tensor_parallel, flat, replica, copied_along=tuple(along))
+
+
+def mates(fsdp_module: Any, along: tuple[str, ...], *, expert: bool, whole: bool = False) -> list[int]:
+    """Global ranks that hold the very same elements, in order, this one among them; the same on each of them.
+
+    Copies of weights that experts share, on ranks of other experts, are left out: their mesh does not name those.
+
+    Args:
+        fsdp_module: The model.
+        along: A layout's `copied_along`.
+        expert: Whether it is an expert's.
+        whole: Whether it is a component that tensor parallelism does not cut.
+    """
+    index = fsdp_module.get_distributed_index()
+    mesh = index.get_root_mesh(is_expert_parallel=expert)
+    free = {*along, index.tp_dim} if whole else {*along}
+    places = zip(mesh.mesh_dim_names, mesh.get_coordinate(), strict=True)
+    found = mesh.mesh[tuple(slice(None) if name in free else at for name, at in places)]
+    return sorted(found.flatten().tolist())
 
 
 def _expert_parallel() -> Axis:

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from typing import TypedDict
 
 from mbridge_fsdp_ckpt.agree import sketches
-from mbridge_fsdp_ckpt.errors import ConfigurationError, KeyMismatchError, PlanDisagreementError
+from mbridge_fsdp_ckpt.errors import ConfigurationError, ErrorData, KeyMismatchError, PlanDisagreementError
+from mbridge_fsdp_ckpt.loading import exchange
 from mbridge_fsdp_ckpt.loading.match import NAMED, listed
 from mbridge_fsdp_ckpt.loading.opened import Opened
 from mbridge_fsdp_ckpt.plan.keys import MODEL_PREFIX, STATE_PREFIX
@@ -31,6 +32,7 @@ class Asked(TypedDict):
         slots: Zero in sum, if whoever holds some of a parameter found the same slots of it.
         replicas: How many a block has at most.
         skipped: The first keys that are missing, and may be, or that nobody is to ask for.
+        lost: The error of a rank that lost those that read for it.
     """
 
     checkpoints: list[str]
@@ -38,6 +40,7 @@ class Asked(TypedDict):
     slots: int
     replicas: int
     skipped: list[str]
+    lost: ErrorData | None
 
 
 class KeysJudged(TypedDict):
@@ -58,7 +61,7 @@ type AskedByName = dict[str, tuple[str, bool, bool]]
 """By key: for which replicas somebody asked, as the bits of a number, whether for one twice, whether it is there."""
 
 
-def announce(opened: Opened) -> Asked:
+def announce(opened: Opened, lost: ErrorData | None = None) -> Asked:
     """The bounded message for the verification."""
     declared = _declared(opened)
     shares = [(key, sketches.key_word(key) * sketches.share_of_one(piece.replica)) for key, piece in declared]
@@ -70,6 +73,7 @@ def announce(opened: Opened) -> Asked:
         "slots": _slots_word(opened),
         "replicas": max((piece.replica.count for _, piece in declared), default=1),
         "skipped": sorted({*unread, *opened.skipped})[:NAMED],
+        "lost": lost,
     }
 
 
@@ -92,11 +96,12 @@ def _slots_word(opened: Opened) -> int:
 def combine(messages: list[Asked]) -> Asked:
     """What several ranks ask for, as one message."""
     return {
-        "checkpoints": sorted({one for message in messages for one in message["checkpoints"]})[:_IDENTITIES],
+        "checkpoints": combine_identities([message["checkpoints"] for message in messages]),
         "asked": sketches.added(message["asked"] for message in messages),
         "slots": sum(message["slots"] for message in messages) % PRIME,
         "replicas": max(message["replicas"] for message in messages),
         "skipped": sorted({key for message in messages for key in message["skipped"]})[:NAMED],
+        "lost": exchange.first([message["lost"] for message in messages]),
     }
 
 
@@ -119,15 +124,25 @@ def _origins(plan: ParameterPlan) -> list[Piece]:
     return [] if plan.layout.is_copy else [piece for piece in plan.pieces if piece.is_origin]
 
 
-def judge(opened: Opened, asked: Asked) -> KeysJudged:
-    """First meeting: does somebody ask for every key of the checkpoint?"""
-    identities = asked["checkpoints"]
+def combine_identities(messages: list[list[str]]) -> list[str]:
+    """What tells the checkpoints that several ranks read from all others."""
+    return sorted({one for message in messages for one in message})[:_IDENTITIES]
+
+
+def judge_identities(identities: list[str]) -> None:
+    """Do all ranks read the same checkpoint?"""
     if len(identities) > 1:
         raise ConfigurationError(
             expected="all ranks to read the same checkpoint",
             found=f"{len(identities)} different ones: {', '.join(identities)}",
             remedy="Is the directory on a file system that all hosts share, and settled?",
         )
+
+
+def judge(opened: Opened, asked: Asked) -> KeysJudged:
+    """First meeting: does somebody ask for every key of the checkpoint?"""
+    exchange.judge(asked["lost"])
+    judge_identities(asked["checkpoints"])
     bad = list(sketches.remainders_of(asked["asked"]))
     groups = at_a_time(bad, len(opened.source.head.keys), asked["replicas"])
     return {"disputed": list(groups), "slots_differ": asked["slots"] != 0, "skipped": asked["skipped"]}

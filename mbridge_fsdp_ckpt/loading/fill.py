@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,9 +16,11 @@ from mbridge_fsdp_ckpt.live.holdings import OptimizerPart
 from mbridge_fsdp_ckpt.live.megatron_fsdp import local_shard, storage_of
 from mbridge_fsdp_ckpt.live.optimizer.base import STEP, Hyperparameters, Slot, SlotSpec
 from mbridge_fsdp_ckpt.loading.destinations import Destination, block, refuse_copy, scalar
+from mbridge_fsdp_ckpt.loading.exchange import Exchange
 from mbridge_fsdp_ckpt.loading.match import in_file_order
 from mbridge_fsdp_ckpt.loading.opened import Opened
-from mbridge_fsdp_ckpt.plan.boxes import whole
+from mbridge_fsdp_ckpt.loading.sharing import Sharing
+from mbridge_fsdp_ckpt.plan.boxes import Box, whole
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
 from mbridge_fsdp_ckpt.plan.pieces import Component, ParameterPlan
 from mbridge_fsdp_ckpt.storage.ranges import Scratch
@@ -30,13 +32,25 @@ Targets = dict[str, list[Destination]]
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """Verified bytes that nobody uses yet: filled slots that are not in place, and kept chunks of weights."""
+    """Memory that nobody uses yet: new slots that are not in place, and kept chunks of weights.
+
+    Args:
+        opened: The checkpoint.
+        weights: Where weights go: live memory.
+        slots: Where optimizer state goes: new memory.
+        allocated: Of which parameters that is.
+        exchange: With ranks that want the same.
+        scratch: Memory for one read after another.
+        kept: Chunks of weights that were verified.
+    """
 
     opened: Opened
     weights: Targets
+    slots: Targets
     allocated: list[_Allocated]
-    kept: dict[StoredChunk, torch.Tensor]
+    exchange: Exchange
     scratch: Scratch
+    kept: dict[StoredChunk, torch.Tensor] = field(default_factory=dict)
 
     def take(self, chunk: StoredChunk) -> torch.Tensor:
         """A chunk's elements: those that were kept when it was verified, or read again."""
@@ -48,14 +62,16 @@ class Staged:
         return self.opened.source.read(chunk, verify=self.opened.verified, scratch=self.scratch)
 
 
-def stage(opened: Opened, budget: int, agreement: Agreement) -> Staged:
-    """Read and verify what this rank needs, and change nothing.
+def prepare(opened: Opened, agreement: Agreement, *, shared: bool) -> Staged:
+    """Find or make the memory that is to be filled; nothing is read.
 
-    Optimizer state goes straight into new slots.  Of the weights, whose memory is live, the first `budget` bytes are
-    kept; without verification they are not read here.
+    Args:
+        opened: The checkpoint.
+        agreement: The load's.
+        shared: Whether ranks read for each other.
 
     Raises:
-        CheckpointError, OSError: Bytes are damaged, or cannot be read.
+        UnsupportedStateError: Live memory that cannot be filled.
     """
     weights: Targets = defaultdict(list)
     held = {storage_of(buffer) for buffer in opened.module.buffers()}
@@ -65,37 +81,63 @@ def stage(opened: Opened, budget: int, agreement: Agreement) -> Staged:
         _add_targets(weights, item.plan, item.plan.model_key, local_shard(item.tensor), opened.asked)
     slots: Targets = defaultdict(list)
     allocated = [item for part in opened.parts for item in _allocate(opened, part, slots)] if opened.with_state else []
-    staged = Staged(opened, weights, allocated, {}, Scratch(agreement.beat))
-    filling = _Filling(opened, slots)
-    for chunk in in_file_order(opened.chunks, opened.needed):
-        if chunk.key not in weights:
-            filling.copy(chunk, staged.read(chunk))
-        elif opened.verified and chunk.record.length <= budget:
-            budget -= chunk.record.length
-            staged.kept[chunk] = opened.source.read(chunk)
-        elif opened.verified:
-            opened.source.verify(chunk, staged.scratch)
-        agreement.beat()
-    filling.finish()
-    return staged
+    exchange = Exchange(opened, Sharing(opened, agreement.rank, shared=shared), agreement)
+    return Staged(opened, weights, slots, allocated, exchange, Scratch(agreement.beat))
+
+
+def stage(staged: Staged, budget: int, agreement: Agreement) -> None:
+    """Read and verify what this rank needs, or reads for others, and change nothing.
+
+    Optimizer state goes straight into new slots.  Of the weights, whose memory is live, the first `budget` bytes are
+    kept; without verification they are not read here.
+
+    Raises:
+        CheckpointError, OSError: Bytes are damaged, or cannot be read.
+    """
+    opened, sharing = staged.opened, staged.exchange.sharing
+    filling, own = _Filling(opened, staged.slots), sharing.own(staged.weights)
+    with staged.exchange.kept():
+        staged.exchange.connect()
+        with agreement.at_work():
+            for chunk in in_file_order(opened.chunks, opened.needed):
+                if sharing.is_shared(chunk) and chunk not in own:
+                    continue
+                if chunk.key not in staged.weights:
+                    filling.copy(chunk.key, chunk.box, staged.read(chunk))
+                elif opened.verified and chunk.record.length <= budget:
+                    budget -= chunk.record.length
+                    staged.kept[chunk] = opened.source.read(chunk)
+                elif opened.verified:
+                    opened.source.verify(chunk, staged.scratch)
+                agreement.beat()
+        staged.exchange.pass_on(staged.slots, staged.read, filling.copy)
+        filling.finish()
 
 
 def fill(staged: Staged, agreement: Agreement) -> None:
-    """Copy verified bytes into live weights, and put optimizer state in place.
+    """Copy verified bytes into live weights.
 
     Raises:
-        CheckpointError, OSError: The storage failed since it was verified.
+        CheckpointError, OSError: The storage failed since it was verified, or a rank was lost that reads for this one.
     """
-    opened = staged.opened
+    opened, sharing = staged.opened, staged.exchange.sharing
     filling = _Filling(opened, staged.weights)
     needed = {key: boxes for key, boxes in opened.needed.items() if key in staged.weights}
-    for chunk in in_file_order(opened.chunks, needed):
-        filling.copy(chunk, staged.take(chunk))
-        agreement.beat()
+    with staged.exchange.kept():
+        with agreement.at_work():
+            for chunk in in_file_order(opened.chunks, needed):
+                if not sharing.is_shared(chunk):
+                    filling.copy(chunk.key, chunk.box, staged.take(chunk))
+                    agreement.beat()
+        staged.exchange.pass_on(staged.weights, staged.take, filling.copy)
     filling.finish()
+
+
+def finish(staged: Staged) -> None:
+    """Put optimizer state and scaling state in place."""
     with torch.no_grad():
-        _install(opened, staged.allocated)
-    for restoration in opened.scaling:
+        _install(staged.opened, staged.allocated)
+    for restoration in staged.opened.scaling:
         restoration.apply()
 
 
@@ -149,11 +191,11 @@ class _Filling:
         self._opened, self._targets = opened, targets
         self._filled: Counter[tuple[str, int]] = Counter()
 
-    def copy(self, chunk: StoredChunk, data: torch.Tensor) -> None:
-        """What the chunk has of each place of its key."""
+    def copy(self, key: str, box: Box, data: torch.Tensor) -> None:
+        """What a block of a key has of each of its places."""
         with torch.no_grad():
-            for number, destination in enumerate(self._targets.get(chunk.key, ())):
-                self._filled[chunk.key, number] += destination.take(chunk.box, data)
+            for number, destination in enumerate(self._targets.get(key, ())):
+                self._filled[key, number] += destination.take(box, data)
 
     def finish(self) -> None:
         """Every place of every key got all its elements; only padding of the vocabulary has none in the checkpoint.

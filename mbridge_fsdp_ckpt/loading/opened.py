@@ -11,6 +11,7 @@ import torch
 from mbridge_fsdp_ckpt.agree.agreement import Agreement
 from mbridge_fsdp_ckpt.errors import ConfigurationError, FamilyError
 from mbridge_fsdp_ckpt.families import default_registry
+from mbridge_fsdp_ckpt.live.copies import Mates, ranks_with_copies
 from mbridge_fsdp_ckpt.live.fp8.owners import restorations
 from mbridge_fsdp_ckpt.live.fp8.state import Restoration
 from mbridge_fsdp_ckpt.live.holdings import KeyFilter, OptimizerPart, Planned, optimizer_parts, plan_model
@@ -91,10 +92,11 @@ def open_and_match(directory: AnyPath, wanted: Wanted, settings: Settings, agree
     """
     require("save and load")
     recover(directory)
-    source = open_checkpoint(directory, near=[agreement.rank])
-    _check_families(source, settings)
     module, include = find_fsdp_module(wanted.model), wanted.include
     everything = plan_model(module)
+    copies = ranks_with_copies(Mates(module), (item.plan for item in everything), agreement.rank)
+    source = open_checkpoint(directory, near=[agreement.rank, *copies])
+    _check_families(source, settings)
     source = under_new_names(source, [item.plan for item in everything])
     planned = [p for p in everything if include is None or include(p.plan.layout.key)]
     parts = optimizer_parts(wanted.optimizer, everything) if wanted.optimizer is not None else []

@@ -43,6 +43,7 @@ class ParameterLayout:
         replica: This rank's place among those that hold the very same elements.
         is_copy: Whether it is a later pipeline stage's copy, which another stage writes.
         is_vocabulary: Whether dimension 0 counts tokens, and may be padded.
+        copied_along: Dimensions of its device mesh along which other ranks hold the very same elements.
 
     Raises:
         LayoutError: The numbers contradict each other.
@@ -57,6 +58,7 @@ class ParameterLayout:
     replica: Axis
     is_copy: bool = False
     is_vocabulary: bool = False
+    copied_along: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.flat.stop > math.prod(self.local_shape):

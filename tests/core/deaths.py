@@ -10,16 +10,20 @@ from contextlib import contextmanager
 from typing import Any, Literal
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.agree import meeting
 from mbridge_fsdp_ckpt.errors import CheckpointError
+from mbridge_fsdp_ckpt.live.megatron_fsdp import local_shard
 from mbridge_fsdp_ckpt.testing.models import Recipe
 from tests.core import cases, oracle
 from tests.patched import patched
 
 RECIPE = Recipe(layers=1)
+COPIES = RECIPE.on(strategy="no_shard", tensor=2)
+"""All four hold the same norms, and two the same of all else."""
 LIMIT_S, GRACE_S = 1.5, 1.0
 STORAGE_LIMIT_S = 0.5  # most steps that stall are inside what may touch storage: its limit comes first
 STALL_S = 2 * (LIMIT_S + GRACE_S) + 1.0
@@ -43,9 +47,21 @@ def load(directory: str, victim: int, step: str, ending: Ending) -> dict[str, An
         return _seen(trainable, lambda settings, **what: mbridge_fsdp_ckpt.load(directory, settings=settings, **what))
 
 
-def _seen(trainable: Any, action: Any) -> dict[str, Any]:
+def load_for_each_other(directory: str, victim: int, step: str, ending: Ending) -> dict[str, Any]:
+    """A load in which ranks read for each other, and the victim does not get through the step."""
+    trainable = cases.prepared(COPIES, steps=1, seed=7)
+    dist.barrier()
+    with _ended(victim, step, ending):
+        return _seen(
+            trainable,
+            lambda settings, **what: mbridge_fsdp_ckpt.load(directory, settings=settings, **what),
+            share_reads="always",
+        )
+
+
+def _seen(trainable: Any, action: Any, **more: Any) -> dict[str, Any]:
     before, begin = _own(trainable), time.monotonic()
-    settings = mbridge_fsdp_ckpt.Settings(time_limit=LIMIT_S, storage_limit=STORAGE_LIMIT_S)
+    settings = mbridge_fsdp_ckpt.Settings(time_limit=LIMIT_S, storage_limit=STORAGE_LIMIT_S, **more)
     try:
         action(settings, model=trainable.model, optimizer=trainable.optimizer)
     except CheckpointError as error:
@@ -58,9 +74,9 @@ def _seen(trainable: Any, action: Any) -> dict[str, Any]:
 def _own(trainable: Any) -> list[Any]:
     """Digests of this rank's own blocks: survivors cannot gather any more."""
     module = trainable.model.module
-    tensors = [p._local_tensor for p in module.state_dict(keep_vars=True).values() if hasattr(p, "_local_tensor")]
+    tensors = [local_shard(tensor) for tensor in module.state_dict(keep_vars=True).values() if torch.is_tensor(tensor)]
     for state in trainable.optimizer.optimizer.state.values():
-        tensors += [getattr(value, "_local_tensor", value) for value in state.values() if hasattr(value, "shape")]
+        tensors += [local_shard(value) for value in state.values() if torch.is_tensor(value)]
     return [oracle.digest(tensor) for tensor in tensors]
 
 

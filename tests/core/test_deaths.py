@@ -29,12 +29,19 @@ LOAD_STEPS = {
     "staging": "loading.fill:_Filling.finish",
     "filling": "loading.fill:_install",
 }
+SHARED_STEPS = {
+    "connecting": "loading.exchange:_Circle.join",
+    "comparing": "loading.exchange:_Circle.compare",
+    "reading for others": "loading.fill:Staged.read",
+    "passing on": "loading.exchange:_Circle._take",
+    "filling": "loading.fill:Staged.take",
+}
 ENDINGS = ("raises", "dies", "stalls")
 
 
-def sampled(name: str, steps: Iterable[str]) -> list[tuple[str, int, str]]:
-    """A fresh quarter of every step with every victim and every ending; all of them in `make test-all`."""
-    return sampling.drawn(name, list(itertools.product(steps, (0, 1), ENDINGS)), share=4)
+def sampled(name: str, steps: Iterable[str], share: int = 4) -> list[tuple[str, int, str]]:
+    """A fresh part of every step with every victim and every ending; all of them in `make test-all`."""
+    return sampling.drawn(name, list(itertools.product(steps, (0, 1), ENDINGS)), share)
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +96,17 @@ def test_in_a_save(step: str, victim: int, ending: Any, pool: RankPool, saved: P
 def test_in_a_load(step: str, victim: int, ending: Any, pool: RankPool, saved: Path) -> None:
     arguments = str(saved), victim, LOAD_STEPS[step], ending
     results = pool.run(deaths.load, *arguments, ranks=WORLD, may_die={victim} if ending == "dies" else ())
+    check_load(results, step, victim, ending)
+
+
+@pytest.mark.parametrize(("step", "victim", "ending"), sampled("deaths in exchanges", SHARED_STEPS, share=8))
+def test_where_ranks_read_for_each_other(step: str, victim: int, ending: Any, pool: RankPool, saved: Path) -> None:
+    arguments = str(saved), victim, SHARED_STEPS[step], ending
+    may_die = {victim} if ending == "dies" else ()
+    check_load(pool.run(deaths.load_for_each_other, *arguments, ranks=WORLD, may_die=may_die), step, victim, ending)
+
+
+def check_load(results: list[Any], step: str, victim: int, ending: str) -> None:
     alive = survivors(results, victim, ending)
     check_error(alive, victim, ending)
     if step == "filling":

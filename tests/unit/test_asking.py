@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from mbridge_fsdp_ckpt.errors import KeyMismatchError
+from mbridge_fsdp_ckpt.errors import ErrorData, KeyMismatchError, RankMissingError
 from mbridge_fsdp_ckpt.loading import asking
 from mbridge_fsdp_ckpt.loading.asking import Asked
 
@@ -45,9 +45,20 @@ def test_a_key_that_is_there_and_that_nobody_asks_for_is_unexpected() -> None:
     asking.judge_named({"a": asked["a"], "c": ("2", False, False)})
 
 
+def lost_at(rank: int) -> ErrorData:
+    return RankMissingError(expected="ranks to read for each other", found="none", remedy="", rank=rank).to_wire()
+
+
 def test_checkpoints_that_ranks_opened_are_all_named_up_to_a_bound() -> None:
     messages: list[Asked] = [
-        {"checkpoints": [str(n // 2)], "asked": [1, 2], "slots": n, "replicas": n, "skipped": [f"key {n:02}"]}
+        {
+            "checkpoints": [str(n // 2)],
+            "asked": [1, 2],
+            "slots": n,
+            "replicas": n,
+            "skipped": [f"key {n:02}"],
+            "lost": lost_at(n) if n > 5 else None,
+        }
         for n in range(40)
     ]
     whole = asking.combine(messages)
@@ -56,3 +67,5 @@ def test_checkpoints_that_ranks_opened_are_all_named_up_to_a_bound() -> None:
     assert len(whole["checkpoints"]) == 8
     assert whole["skipped"] == [f"key {n:02}" for n in range(20)]
     assert asking.combine(messages[:2])["checkpoints"] == ["0"]
+    assert whole["lost"] == lost_at(6), "of ranks that lost their mates the first is named"
+    assert asking.combine(messages[:2])["lost"] is None

@@ -42,6 +42,16 @@ def test_an_error_is_brought_with_rank_and_phase(
     assert [record.getMessage() for record in traces] == ["rank 3 failed while writing chunks"] * logged
 
 
+def test_the_next_step_is_taken_on_a_value_alone() -> None:
+    taken: list[int] = []
+    assert Outcome.of(lambda: 4, 3, "planning the save").then(lambda value: value + 1, 3, "reading").value == 5
+    failed = failing(ZeroDivisionError("by zero"))
+    assert failed.then(taken.append, 3, "reading").brought is failed.brought
+    assert taken == []
+    then = Outcome.of(lambda: 0, 3, "planning the save").then(lambda value: 1 // value, 3, "reading")
+    assert "reading" in str(then.brought), "its own phase"
+
+
 def test_a_value_that_there_is_not_is_no_value() -> None:
     outcome = failing(ZeroDivisionError("by zero"))
     with pytest.raises(InternalError, match=r"expected a meeting .* by zero") as caught:

@@ -21,6 +21,7 @@ from mbridge_fsdp_ckpt.storage.store import as_path
         ("verify", True),
         ("commit", "copy"),
         ("read_buffer", -1),
+        ("share_reads", "sometimes"),
     ],
 )
 def test_an_unknown_choice_is_refused_by_name(name: str, value: Any) -> None:

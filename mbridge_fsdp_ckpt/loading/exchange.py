@@ -1,0 +1,293 @@
+"""Ranks that hold copies of a tensor read for each other: each its part, which it verifies and passes on.
+
+    rank 0   read a | pass on a, get c | read b | pass on b, get d      in rounds of bounded size: one is read
+    rank 1   read c | pass on c, get a | read d | pass on d, get b      while the one before is on its way
+
+The bytes go over gloo, from host memory to host memory: that is where they are read, hashed and checked, and a wait
+there can end.  (A wait of NCCL's only holds up a stream, and a collective that outlasts its group's limit ends the
+process.)  The groups are the load's own: those of the job stay as they are when one breaks.
+
+Nobody waits for ever.  A rank that cannot go on leaves: its connections close, which ends the waits of its mates, and
+it brings its error to the next meeting.  They go there without one (`message`): a rank that died is missed and named.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+from torch.distributed import PrefixStore, Store
+
+from mbridge_fsdp_ckpt.agree.agreement import Agreement
+from mbridge_fsdp_ckpt.agree.outcome import Outcome
+from mbridge_fsdp_ckpt.errors import (
+    CheckpointError,
+    ErrorData,
+    ExchangeError,
+    PlanDisagreementError,
+    RankMissingError,
+    brief,
+)
+from mbridge_fsdp_ckpt.live.copies import Ranks
+from mbridge_fsdp_ckpt.loading.opened import Opened
+from mbridge_fsdp_ckpt.loading.sharing import ALIGNED, Parcel, Sharing, parcels, rounds
+from mbridge_fsdp_ckpt.plan.boxes import Box
+from mbridge_fsdp_ckpt.storage.checksums import digest
+from mbridge_fsdp_ckpt.storage.source import StoredChunk
+
+Read = Callable[[StoredChunk], torch.Tensor]
+"""Gives a chunk's elements, until the next one is read."""
+
+Put = Callable[[str, Box, torch.Tensor], None]
+"""Takes elements of a box of a key."""
+
+_AT_ONCE = 1 << 26
+"""Bytes that all ranks of a circle pass on in a round."""
+
+_HEADER = ALIGNED  # bytes before a slot's parcels: their hash
+_LOOK = timedelta(seconds=0.2)  # how long a wait goes on before it looks whether anybody is alive
+
+
+def message[M](outcome: Outcome[None], announce: Callable[[ErrorData | None], M]) -> M | CheckpointError:
+    """What to bring to the meeting that follows an exchange.
+
+    A rank that lost its mates does not fail the meeting at once: one of them brings the cause, or is missing there.
+
+    Args:
+        outcome: Of the step with the exchange.
+        announce: Makes the message; gets the error of who lost its mates, which the judge raises if all arrive.
+    """
+    lost = outcome.brought
+    return announce(lost.to_wire()) if isinstance(lost, RankMissingError) else outcome.message(lambda _: announce(None))
+
+
+def first(lost: list[ErrorData | None]) -> ErrorData | None:
+    """What the first rank said that lost its mates, if one did."""
+    known = [error for error in lost if error is not None]
+    return min(known, key=lambda error: error["rank"] or 0) if known else None
+
+
+def judge(lost: ErrorData | None) -> None:
+    """Raise what a rank that lost its mates said, if nobody else knows the cause."""
+    if lost is not None:
+        raise CheckpointError.from_wire(lost)
+
+
+class Exchange:
+    """The connections of one load, with the ranks that this one reads for.
+
+    Args:
+        opened: The checkpoint.
+        sharing: Who reads what.
+        agreement: The load's.
+    """
+
+    def __init__(self, opened: Opened, sharing: Sharing, agreement: Agreement) -> None:
+        self.sharing, self._opened, self._agreement = sharing, opened, agreement
+        self._circles = [_Circle(ranks, agreement) for ranks in sorted(sharing.circles)]
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """While the block runs, unless it fails: others then learn of it."""
+        try:
+            yield
+        except BaseException:
+            self.leave()
+            raise
+
+    def connect(self) -> None:
+        """Meet this rank's mates, circle after circle, in the order that everybody has.
+
+        Raises:
+            RankMissingError: A mate does not answer.
+            PlanDisagreementError: The ranks do not want the same.
+        """
+        if not self._circles or self._agreement.store is None:
+            return
+        # gloo waits in it; the meetings' own has to answer meanwhile
+        store = cast("Any", self._agreement.store).clone()
+        for circle in self._circles:
+            circle.join(store)
+            circle.compare(self.sharing.plan(circle.ranks))
+
+    def pass_on(self, keys: Collection[str], read: Read, put: Put) -> None:
+        """Read this rank's part of what is shared of these keys, pass it on, and get the others' parts.
+
+        Args:
+            keys: The keys.
+            read: See `Read`.
+            put: See `Put`; what it gets is gone when it returns.
+
+        Raises:
+            RankMissingError: A mate was lost.
+            ExchangeError: What arrived is not what was sent.
+            CheckpointError, OSError: This rank could not read.
+        """
+        for circle in self._circles:  # by their ranks, as everybody does: there is always one that is complete
+            parts = self.sharing.parts(circle.ranks, keys)
+            limit = _AT_ONCE // len(circle.ranks)
+            planned = rounds([parcels(self._opened, part, limit) for part in parts], limit)
+            if planned:
+                circle.pass_on(planned, read, put)
+
+    def leave(self) -> None:
+        """Close all connections."""
+        for circle in self._circles:
+            circle.leave()
+
+
+class _Circle:
+    """Ranks that read for each other, this one among them."""
+
+    def __init__(self, ranks: Ranks, agreement: Agreement) -> None:
+        self.ranks, self._agreement = ranks, agreement
+        self._place = ranks.index(agreement.rank)
+        self._group: Any = None
+        self._work: Any = None
+
+    def join(self, store: Store) -> None:
+        """Connections are made when they are used: to two neighbours, however many mates there are."""
+        from torch.distributed import distributed_c10d
+
+        agreement = self._agreement
+        gloo = cast("Any", distributed_c10d.ProcessGroupGloo)  # the stubs lack the half of it
+        interfaces = filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
+        devices = [gloo.create_device(interface=name, lazy_init=True) for name in interfaces]
+        options = gloo._Options()
+        options._devices = devices or [gloo.create_default_device(lazy_init=True)]
+        # the last limit of all: a mate may be inside the storage for long, and gives signs of life there
+        options._timeout = timedelta(seconds=agreement.storage_limit + 2 * agreement.time_limit)
+        store = PrefixStore(f"{agreement.name}/circle/{'-'.join(map(str, self.ranks))}", store)
+        try:
+            self._group = gloo(store, self._place, len(self.ranks), options)
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def compare(self, plan: str) -> None:
+        """Do all want the same?  It is what connects them, too: only who is connected can be seen to leave."""
+        own = torch.tensor([digest(plan.encode()) >> 1])
+        found = [torch.empty_like(own) for _ in self.ranks]
+        self._begin([own], found)
+        self._finish()
+        for one, other in pairwise(found):
+            if not torch.equal(one, other):
+                raise PlanDisagreementError(
+                    expected=f"ranks {self._named()} to need the same of the checkpoint",
+                    found="they do not",
+                    remedy="They hold copies of the same parameters, but differ in model, optimizer or settings.",
+                )
+
+    def pass_on(self, planned: list[list[list[Parcel]]], read: Read, put: Put) -> None:
+        """Round after round; while one is on its way, this rank reads what it passes on in the next."""
+        widths = [_HEADER + max(sum(parcel.room for parcel in slot) for slot in slots) for slots in planned]
+        sent = [torch.empty(max(widths), dtype=torch.uint8) for _ in range(2)]
+        got = torch.empty(len(self.ranks), max(widths), dtype=torch.uint8)
+        elements = _Elements(read)
+        for number, (slots, width) in enumerate(zip(planned, widths, strict=True)):
+            own = sent[number % 2][:width]
+            self._pack(slots[self._place], own, elements)
+            if number:
+                self._take(planned[number - 1], got, put)
+            self._begin([own], list(got[:, :width].unbind()))
+        self._take(planned[-1], got, put)
+
+    def leave(self) -> None:
+        """A group is closed when nothing refers to it: where an operation is under way, that would wait for its end."""
+        if self._work is not None and not self._work.is_completed():
+            for never_closed in (self._group, self._work):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(never_closed))
+        self._group = self._work = None
+
+    def _pack(self, slot: list[Parcel], own: torch.Tensor, elements: _Elements) -> None:
+        try:
+            with self._agreement.at_work():
+                for parcel, target in _places(slot, own):
+                    target.copy_(elements.of(parcel))
+                self._agreement.beat()
+        except BaseException:
+            self._settle()
+            raise
+        own[:_HEADER].view(torch.int64)[0] = _hash(slot, own)
+
+    def _take(self, slots: list[list[Parcel]], got: torch.Tensor, put: Put) -> None:
+        self._finish()
+        for rank, slot, block in zip(self.ranks, slots, got, strict=True):
+            if int(block[:_HEADER].view(torch.int64)[0]) != _hash(slot, block):
+                raise ExchangeError(
+                    expected=f"the bytes that rank {rank} has read and verified",
+                    found=f"others, of {slot[0].chunk.key if slot else 'nothing'}",
+                    remedy="They changed on their way through gloo, or in a host's memory: look at its logs.",
+                )
+            for parcel, source in _places(slot, block):
+                put(parcel.chunk.key, parcel.box, source)
+
+    def _begin(self, own: list[torch.Tensor], everybodys: list[torch.Tensor]) -> None:
+        try:
+            self._work = self._group.allgather([everybodys], own)
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def _finish(self) -> None:
+        """Wait for the operation under way, for as long as anybody gives signs of life."""
+        watch = self._agreement.watch()
+        while not self._work.is_completed():
+            try:
+                self._work.wait(_LOOK)
+            except RuntimeError as error:  # not yet, or never
+                if not self._work.is_completed() and watch.over():
+                    raise self._lost(error) from error
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def _settle(self) -> None:
+        """Before this rank leaves with an error of its own: a group with an operation under way cannot be closed."""
+        if self._work is not None:
+            try:
+                self._finish()
+            except RankMissingError:
+                return
+
+    def _lost(self, error: RuntimeError) -> RankMissingError:
+        return RankMissingError(
+            expected=f"ranks {self._named()} to read for each other",
+            found=brief(error),
+            remedy="Look at the logs of these ranks. With share_reads='never' every rank reads for itself.",
+            rank=self._agreement.rank,
+        )
+
+    def _named(self) -> str:
+        return ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
+
+
+class _Elements:
+    """Elements of parcels, whose chunks are read once each."""
+
+    def __init__(self, read: Read) -> None:
+        self._read = read
+        self._last: tuple[StoredChunk, torch.Tensor] | None = None
+
+    def of(self, parcel: Parcel) -> torch.Tensor:
+        if self._last is None or self._last[0] is not parcel.chunk:
+            self._last = parcel.chunk, self._read(parcel.chunk)
+        return self._last[1][parcel.box.slices_in(parcel.chunk.box)]
+
+
+def _places(slot: list[Parcel], memory: torch.Tensor) -> Iterator[tuple[Parcel, torch.Tensor]]:
+    at = _HEADER
+    for parcel in slot:
+        yield parcel, memory[at : at + parcel.length].view(parcel.dtype).view(parcel.box.size)
+        at += parcel.room
+
+
+def _hash(slot: list[Parcel], memory: torch.Tensor) -> int:
+    """Of what the slot holds, as an int64."""
+    held = memory[_HEADER : _HEADER + sum(parcel.room for parcel in slot)]
+    return digest(held.numpy()) >> 1

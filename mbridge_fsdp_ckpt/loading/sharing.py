@@ -1,0 +1,191 @@
+"""Which ranks read for each other, who of them reads what, and in which parcels: arithmetic, the same on each of them.
+
+Ranks that hold copies of a shard want the same blocks of the same chunks.  They form a circle, and the chunks, in the
+order of the files, are cut into as many parts of about the same size:
+
+    chunks    | a 3 | b 3 |   c 6   | d 2 |   e 6   |     20 bytes, two ranks
+    reader       0     0       0       1       1
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from mbridge_fsdp_ckpt.live.copies import Mates, Ranks
+from mbridge_fsdp_ckpt.loading.match import in_file_order
+from mbridge_fsdp_ckpt.loading.opened import Opened
+from mbridge_fsdp_ckpt.plan.boxes import Box, FlatRange, boxes_of
+from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
+from mbridge_fsdp_ckpt.plan.pieces import Component, ParameterPlan
+from mbridge_fsdp_ckpt.settings import Settings
+from mbridge_fsdp_ckpt.storage.source import StoredChunk
+from mbridge_fsdp_ckpt.storage.store import AnyPath, is_local
+
+LARGEST_CIRCLE = 64
+"""Of more mates so many form a circle: what a rank connects to and buffers does not grow with the job."""
+
+ALIGNED = 16
+"""Bytes, the size of an element of the widest dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """A block of a chunk, as one rank passes it on to the others.
+
+    Args:
+        chunk: The chunk.
+        box: The block, in the global tensor.
+        dtype: Of its elements.
+    """
+
+    chunk: StoredChunk
+    box: Box
+    dtype: torch.dtype
+
+    @property
+    def length(self) -> int:
+        """Its bytes."""
+        return self.box.volume * self.dtype.itemsize
+
+    @property
+    def room(self) -> int:
+        """Bytes that it takes, so that the next one is aligned."""
+        return -(-self.length // ALIGNED) * ALIGNED
+
+
+def reads_are_shared(settings: Settings, directory: AnyPath) -> bool:
+    """Whether ranks read for each other; see `Settings.share_reads`."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return False
+    if settings.share_reads != "auto":
+        return settings.share_reads == "always"
+    return not is_local(directory) or _is_on_several_hosts(dist.get_world_size())
+
+
+def _is_on_several_hosts(world_size: int) -> bool:
+    """As torchrun or SLURM tells it, the same on every host; one host where nobody does."""
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        return world_size > int(os.environ["LOCAL_WORLD_SIZE"])
+    return int(os.environ.get("SLURM_NNODES", "1")) > 1
+
+
+class Sharing:
+    """Who reads what of a checkpoint.
+
+    Args:
+        opened: The checkpoint.
+        rank: This rank.
+        shared: Whether ranks read for each other at all.
+    """
+
+    def __init__(self, opened: Opened, rank: int, *, shared: bool) -> None:
+        self._rank, self._needed = rank, opened.needed
+        by_key = _circles(opened, rank) if shared else {}
+        self.circles: dict[Ranks, list[StoredChunk]] = {}
+        """What each circle of this rank reads, in the order of the files."""
+        for chunk in in_file_order(opened.chunks, {key: opened.needed[key] for key in by_key}):
+            if chunk.record.length:  # the index has the others: everybody has them
+                self.circles.setdefault(by_key[chunk.key], []).append(chunk)
+        self._shared = {chunk for chunks in self.circles.values() for chunk in chunks}
+
+    def is_shared(self, chunk: StoredChunk) -> bool:
+        """Whether a circle reads it."""
+        return chunk in self._shared
+
+    def plan(self, ranks: Ranks) -> str:
+        """What a circle reads, and needs of it, in words that are the same on all its ranks."""
+        chunks = self.circles[ranks]
+        return "\n".join(f"{c.path.name} {c.record} {c.key} {c.box} {self._needed[c.key]}" for c in chunks)
+
+    def parts(self, ranks: Ranks, keys: Collection[str]) -> list[list[StoredChunk]]:
+        """What each rank of a circle reads of these keys."""
+        chunks = [chunk for chunk in self.circles[ranks] if chunk.key in keys]
+        found: list[list[StoredChunk]] = [[] for _ in ranks]
+        for chunk, reader in zip(chunks, readers([c.record.length for c in chunks], len(ranks)), strict=True):
+            found[reader].append(chunk)
+        return found
+
+    def own(self, keys: Collection[str]) -> set[StoredChunk]:
+        """What this rank reads for its circles, of these keys."""
+        return {chunk for ranks in self.circles for chunk in self.parts(ranks, keys)[ranks.index(self._rank)]}
+
+
+def _circles(opened: Opened, rank: int) -> dict[str, Ranks]:
+    """The ranks that want the same of a key as this one, for each needed key that others want, too."""
+    mates, found = Mates(opened.module), {}
+    for key, plan, component in _keys(opened):
+        if key in opened.needed:
+            ranks = mates.of(plan, component)
+            first = ranks.index(rank) // LARGEST_CIRCLE * LARGEST_CIRCLE
+            found[key] = ranks[first : first + LARGEST_CIRCLE]
+    return {key: ranks for key, ranks in found.items() if len(ranks) > 1}
+
+
+def _keys(opened: Opened) -> Iterator[tuple[str, ParameterPlan, Component]]:
+    """Keys of which this rank holds some: of others it may have looked up more than its mates, which read nothing."""
+    for item in opened.planned:
+        for component in _held(item.plan):
+            yield item.plan.model_key(component), item.plan, component
+    for part in opened.parts if opened.with_state else ():
+        for _, plan in part.parameters():
+            for component in _held(plan):
+                for slot in opened.slots.get(plan.state_name(component), {}):
+                    yield plan.slot_key(component, slot), plan, component
+
+
+def _held(plan: ParameterPlan) -> Iterable[Component]:
+    return dict.fromkeys(piece.component for piece in plan.pieces)
+
+
+def readers(lengths: Sequence[int], count: int) -> list[int]:
+    """Which of so many ranks reads each of a row of chunks: neighbours go to one, and each gets about as many bytes."""
+    total, before, found = sum(lengths), 0, []
+    for length in lengths:
+        found.append(min(count - 1, (2 * before + length) * count // (2 * total)) if total else 0)
+        before += length
+    return found
+
+
+def parcels(opened: Opened, chunks: Iterable[StoredChunk], limit: int) -> Iterator[Parcel]:
+    """What is needed of chunks, in blocks of at most so many bytes; whole rows where they fit."""
+    for chunk in chunks:
+        dtype = dtype_from_name(opened.source.head.keys[chunk.key].dtype)
+        for wanted in opened.needed[chunk.key]:
+            common = chunk.box.intersect(wanted)
+            for box in _cut(common, limit // dtype.itemsize) if common is not None else ():
+                yield Parcel(chunk, box, dtype)
+
+
+def _cut(box: Box, elements: int) -> Iterator[Box]:
+    row = math.prod(box.size[1:])
+    step = elements - elements % row if elements >= row else elements
+    for start in range(0, box.volume, step):
+        for part, _ in boxes_of(FlatRange(start, min(start + step, box.volume)), box.size):
+            yield Box(tuple(a + b for a, b in zip(box.offset, part.offset, strict=True)), part.size)
+
+
+def rounds(shares: Collection[Iterable[Parcel]], limit: int) -> list[list[list[Parcel]]]:
+    """What each rank passes on at a time: for each round, by rank, parcels that together take at most so many bytes."""
+    slots = [list(_slots(share, limit)) for share in shares]
+    return [
+        [own[number] if number < len(own) else [] for own in slots] for number in range(max(map(len, slots), default=0))
+    ]
+
+
+def _slots(share: Iterable[Parcel], limit: int) -> Iterator[list[Parcel]]:
+    slot: list[Parcel] = []
+    used = 0
+    for parcel in share:
+        if slot and used + parcel.room > limit:
+            yield slot
+            slot, used = [], 0
+        slot.append(parcel)
+        used += parcel.room
+    if slot:
+        yield slot

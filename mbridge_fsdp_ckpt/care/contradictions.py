@@ -53,7 +53,10 @@ def contradictions(
 
 
 def unlike_copies(own: IndexFile, index: Directory) -> Iterator[tuple[str, str]]:
-    """What a rank's index has copied otherwise than the index has it: expected and found."""
+    """What a rank's index has twice, or has copied otherwise than the index has it: expected and found."""
+    entries = own.header.entries
+    if len(set(entries)) < len(entries):
+        yield "each description of keys once", f"{len(entries)}, of which {len(set(entries))} differ"
     for place in np.flatnonzero(own.names["kind"] == columns.COPY).tolist():
         name, value = own.text_of_name(place), int(own.names["value"][place])
         for group, there in index.names(columns.PARAMETER, name):

@@ -186,13 +186,13 @@ def read_bounded(path: AnyPath, limit: int) -> bytes:
 
 
 def parse_json(path: AnyPath, data: bytes) -> Json:
-    """JSON without duplicate keys, and without the NaN and Infinity that Python would take.
+    """JSON in UTF-8, without duplicate keys, and without the NaN and Infinity that Python would take.
 
     Raises:
         ManifestError: It is not, or what it describes does not fit into memory.
     """
     try:
-        found: Json = json.loads(data, object_pairs_hook=_unique, parse_constant=_no_constant)
+        found: Json = json.loads(str(data, "utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError, MemoryError) as error:
         raise malformed(path, "JSON", f"{type(error).__name__}: {error}"[:300]) from error
     return found

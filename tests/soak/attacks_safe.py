@@ -173,7 +173,7 @@ def structure() -> Made:
     yield "group: a rank's file", partial(_copied, OWN, GROUP), ""
     yield "own: no file", lambda directory: (directory / OWN).unlink(), ""
     yield "group: no file", lambda directory: (directory / GROUP).unlink(), ""
-    yield "group: a record", forge.edit_index(partial(forge.put, path=("record",), value=b'{"values":1}')), SIGNED
+    yield "group: a record", forge.edit_index(partial(forge.put, path=("record",), value=b'{"values":1}')), ""
     yield "no hyperparameters", field("hyperparameters", value={}), ""
     for name, true in {"keys": len(handmade.KEYS), "chunks": 6, "states": 0}.items():
         reason = VERIFIED if name == "keys" else "it tells how much there is to do, no more"

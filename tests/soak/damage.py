@@ -261,12 +261,12 @@ def load(path: Path, trainable: Any) -> None:
 
 
 def _found(path: Path, damaged: set[str]) -> bool:
-    """Whether `verify` names a damaged file, or refuses to look further than the head."""
+    """Whether `verify` names a damaged file, if only as what another one contradicts, or refuses to go on."""
     try:
         report = verify(path, header=False, workers=1, progress=Unwatched())
     except CheckpointError as error:
         return MANIFEST in damaged and str(path) in (error.key or "")
-    return any(finding.file in damaged for finding in report.damage)
+    return any(name == found.file or name in found.expected for found in report.damage for name in damaged)
 
 
 class Unwatched:

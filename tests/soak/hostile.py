@@ -49,7 +49,9 @@ SIDE = "outside"
 VERIFIED = "what was saved, or nothing, is loaded; `verify` finds it"
 FOUND = "who can sign can leave out what a load reads; `verify` finds it"
 SIGNED = "who can sign can write another checkpoint, and this is one"
-"""Why readers may accept an attack: the first two hold for loads alone, the first for none but the tensors saved."""
+LONG = "no more than its file's size, and what was saved is loaded"
+"""Why readers may accept an attack: the first two hold for loads alone, the first and the last for none but the tensors
+saved."""
 
 TARGETS = {"own": ("same", "verify"), "group": ("more", "tools", "verify")}
 """By what an attack's name begins with: the readers that must refuse it; the others do not read what was attacked."""
@@ -81,6 +83,8 @@ class Attack:
         """
         if not self.harmless:
             return self.refused_by
+        if self.harmless == LONG:
+            return ()
         return ("verify",) if self.harmless in (VERIFIED, FOUND) or self.refused_by in TARGETS.values() else ()
 
 
@@ -126,7 +130,7 @@ class Seen:
         accepted = [reader for reader in attack.must_refuse if self.outcomes.get(reader) in ("accepted", OTHER_DATA)]
         if accepted:
             return f"missed: accepted by {', '.join(accepted)}"
-        if OTHER_DATA in self.outcomes.values() and attack.harmless in ("", VERIFIED):
+        if OTHER_DATA in self.outcomes.values() and attack.harmless in ("", VERIFIED, LONG):
             return f"missed: {OTHER_DATA}"
         return next((said for said in self.outcomes.values() if said not in ("accepted", OTHER_DATA)), "accepted")
 
@@ -155,7 +159,7 @@ def load(directory: Path, rank: int, needed: dict[str, list[Box]]) -> str:
         entry, expected = source.head.keys.get(key), handmade.KEYS[key]
         if entry is None or (entry.dtype, entry.shape, entry.kind) != (expected.dtype, expected.shape, expected.kind):
             raise KeyMismatchError(expected=str(expected), found=str(entry), remedy="", key=key)
-    if source.hyperparameters([handmade.NAME]) != {handmade.NAME: handmade.HYPERPARAMETERS}:
+    if not _are_those_saved(source.hyperparameters([handmade.NAME])):
         return OTHER_DATA
     source.stateless([handmade.NAME])
     source.near({"rank": rank, "pipeline": 0, "tensor": rank})
@@ -164,14 +168,22 @@ def load(directory: Path, rank: int, needed: dict[str, list[Box]]) -> str:
     check_coverage(needed, chunks)
     check_other_files(source.head, content=True)
     found = [(chunk, source.read(chunk)) for parts in chunks.values() for chunk in parts]
-    return (
-        "accepted" if all(_is_what_was_saved(chunk.key, chunk.box, tensor) for chunk, tensor in found) else OTHER_DATA
-    )
+    filled = all(_is_what_was_saved(chunk.key, chunk.box, tensor, needed[chunk.key]) for chunk, tensor in found)
+    return "accepted" if filled else OTHER_DATA
 
 
-def _is_what_was_saved(key: str, box: Box, found: torch.Tensor) -> bool:
+def _are_those_saved(found: dict[str, dict[str, Any]]) -> bool:
+    """Whether hyperparameters are those saved; what has another type may not be comparable."""
+    own, saved = found.get(handmade.NAME, {}), handmade.HYPERPARAMETERS
+    return own.keys() == saved.keys() and all(type(own[n]) is type(saved[n]) and own[n] == saved[n] for n in saved)
+
+
+def _is_what_was_saved(key: str, box: Box, found: torch.Tensor, needed: list[Box]) -> bool:
+    """Whether what a load fills from a chunk is; the rest of a chunk goes nowhere."""
     tensor = handmade.TENSORS[key]
-    return torch.equal(tensor[box.slices_in(whole(tuple(tensor.shape)))].reshape(found.shape), found)
+    everything = whole(tuple(tensor.shape))
+    parts = filter(None, (box.intersect(wanted) for wanted in needed))
+    return all(torch.equal(tensor[part.slices_in(everything)], found[part.slices_in(box)]) for part in parts)
 
 
 class _Watched(Unwatched):

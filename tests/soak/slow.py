@@ -30,7 +30,9 @@ LIMIT_S, GRACE_S = 1.6, 0.8
 SLOW_S = 2.5 * LIMIT_S
 
 SAVES = ("fresh save", "overwriting save", "overwriting save without exchange", "overwriting save by marker")
-SCENARIOS = (*SAVES, "load")
+SHARED = "load on one host"
+"""The rank that comes first reads for both; in the other load each rank is as alone on a host, and reads for itself."""
+SCENARIOS = (*SAVES, "load", SHARED)
 
 CALLS: dict[str, tuple[tuple[Any, str], ...]] = {
     "fsync": ((os, "fsync"), (os, "fdatasync")),
@@ -69,7 +71,7 @@ def run(root: str, trials: list[Trial]) -> list[dict[str, Any]]:
     found = []
     for number, trial in enumerate(trials):
         place = Path(root) / str(number)
-        found.append(_load(place, trainable, trial) if trial.scenario == "load" else _save(place, trainable, trial))
+        found.append(_load(place, trainable, trial) if "load" in trial.scenario else _save(place, trainable, trial))
     return found
 
 
@@ -101,7 +103,9 @@ def _load(place: Path, trainable: Any, trial: Trial) -> dict[str, Any]:
     saved = oracle.live(trainable)
     trainable.step(1)
     assert oracle.live(trainable) != saved
-    seen = _seen(place, trial, lambda: mbridge_fsdp_ckpt.load(target, **whole, settings=settings))
+    hosts = {} if trial.scenario == SHARED else {"LOCAL_WORLD_SIZE": "1"}
+    with patch.dict(os.environ, hosts):
+        seen = _seen(place, trial, lambda: mbridge_fsdp_ckpt.load(target, **whole, settings=settings))
     return {**seen, "right": oracle.live(trainable) == saved, "left": cases.names_in(place)}
 
 

@@ -65,7 +65,7 @@ ATTACKED = {
     "counts in index files": "index files whose counts, or whose beginning, lie",
     "contradictions in index files": "index files that contradict themselves, each other, or the manifest",
     "values of numbers": "wrong bytes for a number that stands in an index file",
-    "index files that grow": "index files with a hundred thousand rows or names too many, or a gigabyte long",
+    "index files that grow": "index files with fifty thousand rows or names too many, or a gigabyte long",
     "pickles that grow": "stock pickles of a few bytes that grow without end",
     "stock file names": "stock file names that lead out of the directory",
     "stock files": "links, pipes and folders in place of stock's files",
@@ -75,6 +75,7 @@ ATTACKED = {
     "typed values": "typed values whose shape, size or encoding lies",
     "types, header": "a value of another type in each field of an index file's header",
     "types, manifest": "a value of another type in each field of the manifest",
+    "types, record": "a value of another type in each field of a rank's own record",
     "untouched": "nothing, as a check of the checks",
     "EDQUOT": "quota exceeded (EDQUOT)",
     "EIO": "input/output error (EIO)",
@@ -91,6 +92,7 @@ _SIGNED = (
 HARMLESS = {
     "JSON": "fields that readers do not know are ignored; an infinite number and deep lists are data that a "
     "value may hold; what is large is bounded by the file's own size",
+    "file names": "no suffix is the suffix on a file system",
     "boxes and shapes": "a tensor without elements needs no chunk",
     "code in records": "elements are read as raw bytes, and `.metadata` is not read where there is a manifest",
     "dtypes": "a dtype that torch has, with elements as long as recorded, is a dtype",
@@ -99,10 +101,12 @@ HARMLESS = {
     "lead nowhere; " + _SIGNED,
     "numbers in index files": _SIGNED,
     "contradictions in index files": _SIGNED,
-    "index files that grow": _SIGNED,
+    "index files that grow": "no more is read than the file has, and what was saved is loaded; " + _SIGNED,
+    "values of numbers": _SIGNED,
     "typed values": "as many bytes as recorded, and nothing that a load compares",
+    "types, record": "any value is a rank's own",
     "types, header": "the other value is of the field's type: text for text, a list for a list",
-    "types, manifest": "the other value is of the field's type: text for text, a list for a list",
+    "types, manifest": "the other value is of the field's type: text for text, a list for a list; " + _SIGNED,
     "untouched": "a good checkpoint is to be accepted",
 }
 """Kinds of hostile cases of which some are accepted: why."""
@@ -116,6 +120,7 @@ SCENARIOS = {
     "overwriting save without exchange": "the same, where two directories cannot be exchanged",
     "overwriting save by marker": "the same, where the manifest is the marker",
     "load": "a load",
+    "load on one host": "a load by ranks of one host, of which one reads for both",
 }
 """What storage was slow in."""
 

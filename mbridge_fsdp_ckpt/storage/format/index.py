@@ -20,7 +20,7 @@ from mbridge_fsdp_ckpt.storage.format import columns
 from mbridge_fsdp_ckpt.storage.format.columns import Array, Columns, key_hash
 from mbridge_fsdp_ckpt.storage.format.index_checks import Shapes, directory_defect, rows_defect, sharded_keys
 from mbridge_fsdp_ckpt.storage.format.manifest import validated
-from mbridge_fsdp_ckpt.storage.format.names import Files
+from mbridge_fsdp_ckpt.storage.format.names import MANIFEST_NAME, Files
 from mbridge_fsdp_ckpt.storage.format.schema import IndexHeader, RankOwn
 from mbridge_fsdp_ckpt.storage.ranges import Bytes, OpenFiles
 from mbridge_fsdp_ckpt.storage.store import AnyPath
@@ -49,7 +49,9 @@ class IndexFile:
         header, directory = self._parsed(size)
         self.header = header
         if (header.save, header.suffix) != (files.save, files.suffix):
-            raise malformed(path, f"the index of save {files.save}", f"that of save {header.save}")
+            raise malformed(
+                path, f"the index of save {files.save}, as {MANIFEST_NAME} has it", f"that of save {header.save}"
+            )
         take = _Cutter(directory)
         self.ranks = take(columns.RANK, header.ranks)
         coordinates = take(columns.COORDINATE, header.ranks * len(header.axes)).view(np.int64)

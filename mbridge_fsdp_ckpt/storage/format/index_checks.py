@@ -22,7 +22,7 @@ def directory_defect(header: IndexHeader, ranks: Array, keys: Array, names: Arra
     """What is expected of a directory and does not hold, if anything; see `Columns`."""
     checks = chain(
         _of_texts(header, keys, names),
-        _of_ranks_and_names(ranks, names),
+        _of_ranks_and_names(header, ranks, names),
         _of_keys(header, keys),
         _of_numbers(header, ranks, keys, numbers),
     )
@@ -42,8 +42,9 @@ def _of_texts(header: IndexHeader, keys: Array, names: Array) -> _Checked:
     yield "texts to the last byte", int(ends[-1] if len(ends) else 0) == header.texts
 
 
-def _of_ranks_and_names(ranks: Array, names: Array) -> _Checked:
+def _of_ranks_and_names(header: IndexHeader, ranks: Array, names: Array) -> _Checked:
     yield "each rank once, in order", len(ranks) > 0 and _increases(ranks["rank"])
+    yield "no record where there are several ranks", len(ranks) == 1 or not header.record
     yield "payload of a possible size", bool(np.all(ranks["size"] <= MAX_INT))
     known = np.all(names["kind"] <= columns.COPY) and np.all(names["rank"] < len(ranks))
     yield "names of known kinds, of ranks of the file", bool(known)

@@ -111,9 +111,12 @@ def decode(data: Json) -> Any:
     """The value that `encode` described.
 
     Raises:
-        ManifestError: Unknown type, contradictory sizes, or nested too deeply.
+        ManifestError: Unknown type, contradictory sizes, nested too deeply, or more than fits into memory.
     """
-    return _decode(data, 0)
+    try:
+        return _decode(data, 0)
+    except MemoryError as error:
+        raise _malformed("values that fit into memory", "more") from error
 
 
 def _decode(data: Json, depth: int) -> Any:

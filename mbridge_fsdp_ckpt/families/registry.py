@@ -27,6 +27,11 @@ class FamilyRegistry:
         """Registered names, sorted."""
         return tuple(sorted(self._families))
 
+    @property
+    def families(self) -> tuple[Family, ...]:
+        """Registered families."""
+        return tuple(self._families.values())
+
     def family(self, name: str) -> Family:
         """The family of that name.
 

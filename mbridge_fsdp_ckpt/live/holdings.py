@@ -1,12 +1,14 @@
 """What a rank holds for a checkpoint: keys, boxes and the tensors behind them.
 
-Planning is arithmetic and its result is kept for the next save; tensors are looked up anew each time.
+Planning is arithmetic, and its result is kept for as long as all stands that it was made from (`marks`); tensors are
+looked up anew each time.  A rank holds pieces of few of a large model's parameters: the others are only named.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,13 +16,19 @@ import torch
 
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.families.registry import default_registry
-from mbridge_fsdp_ckpt.live.megatron_fsdp import ModelParameter, model_parameters
+from mbridge_fsdp_ckpt.live.marks import Marks, marks_of
+from mbridge_fsdp_ckpt.live.megatron_fsdp import (
+    ModelParameter,
+    local_shard,
+    model_parameters,
+    refuse_quantized,
+    tensors_of,
+)
 from mbridge_fsdp_ckpt.live.optimizer.adapters import adapters_for
 from mbridge_fsdp_ckpt.live.optimizer.base import Hyperparameters, OptimizerAdapter, Slot
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_name
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
-from mbridge_fsdp_ckpt.plan.layout import ParameterLayout
 from mbridge_fsdp_ckpt.plan.pieces import Component, ParameterPlan, Piece, plan_parameter
 
 KeyFilter = Callable[[str], bool]
@@ -30,13 +38,21 @@ KeyFilter = Callable[[str], bool]
 class Planned:
     """A parameter or buffer of the model with its plan."""
 
-    parameter: ModelParameter
     plan: ParameterPlan
+    tensor: torch.Tensor
+    """The parameter that the optimizer updates, the main weight; or a persistent buffer."""
+    is_buffer: bool
+    """Whether it is a buffer: whole on every rank that has it, of any strides."""
 
-    @property
-    def tensor(self) -> torch.Tensor:
-        """The live tensor."""
-        return self.parameter.tensor
+    def elements(self) -> torch.Tensor:
+        """This rank's shard, flattened, to be read: a copy of a buffer that cannot be flattened in place.
+
+        Raises:
+            UnsupportedStateError: See `refuse_quantized`.
+        """
+        shard = local_shard(self.tensor)
+        refuse_quantized(shard, self.plan.layout.key)
+        return shard.reshape(-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,23 +94,36 @@ class Holding:
         return block.reshape(-1)
 
 
-_plans: WeakKeyDictionary[object, dict[ParameterLayout, ParameterPlan]] = WeakKeyDictionary()
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """The plans of a model's tensors, and whether each is a buffer; and what they were made from."""
+
+    marks: Marks
+    plans: tuple[tuple[ParameterPlan, bool], ...]
+
+
+_known: WeakKeyDictionary[object, _Known] = WeakKeyDictionary()
 
 
 def plan_model(module: Any) -> list[Planned]:
-    """Plan every parameter and persistent buffer of a `MegatronFSDP` module; not twice while its layouts stand.
+    """Plan every parameter and persistent buffer of a `MegatronFSDP` module; not twice while its structure stands.
 
     Raises:
         LayoutError, FamilyError: See `model_parameters`, `FamilyRegistry`.
     """
-    known = _plans.setdefault(module, {})
-    planned = []
-    for parameter in model_parameters(module):
-        if parameter.layout not in known:
-            claim = default_registry().claim(parameter.context) if parameter.context else None
-            known[parameter.layout] = plan_parameter(parameter.layout, claim)
-        planned.append(Planned(parameter, known[parameter.layout]))
-    return planned
+    tensors = tensors_of(module)
+    marks, known = marks_of(module, tensors), _known.get(module)
+    if known is None or known.marks != marks:
+        known = _known[module] = _Known(marks, tuple(map(_plan, model_parameters(module))))
+    return [
+        Planned(plan, tensor, is_buffer)
+        for (plan, is_buffer), tensor in zip(known.plans, tensors.values(), strict=True)
+    ]
+
+
+def _plan(parameter: ModelParameter) -> tuple[ParameterPlan, bool]:
+    claim = default_registry().claim(parameter.context) if parameter.context else None
+    return plan_parameter(parameter.layout, claim), parameter.context is None
 
 
 def model_holdings(
@@ -108,9 +137,9 @@ def model_holdings(
         vocabulary_size: Rows of the vocabulary without its padding, where known.
     """
     for item in planned:
-        if include is None or include(item.plan.layout.key):
+        if item.plan.pieces and (include is None or include(item.plan.layout.key)):
             dtype = dtype_name(item.tensor.dtype)
-            yield from _blocks(item.plan, item.plan.model_key, dtype, item.parameter.elements(), vocabulary_size)
+            yield from _blocks(item.plan, item.plan.model_key, dtype, item.elements(), vocabulary_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +196,7 @@ def optimizer_holdings(
     stateless: list[str] = []
     for part in parts:
         for parameter, plan in part.parameters():
-            slots = part.adapter.slots(parameter)
+            slots = part.adapter.slots(parameter) if plan.pieces else {}
             if not slots and plan.pieces:
                 stateless.append(plan.layout.optimizer_name)
             for name, slot in slots.items():
@@ -197,18 +226,20 @@ def _blocks(
     vocabulary_size: int | None,
 ) -> Iterator[Holding]:
     tokens = vocabulary_size if plan.layout.is_vocabulary else None
-    entries = {
-        component: KeyEntry(
-            dtype=dtype,
-            shape=component.global_shape,
-            family=_family(plan),
-            component=component.suffix.lstrip("._") or component.module,
-            unpadded_rows=tokens if tokens and tokens <= component.global_shape[0] else None,
-        )
-        for component in plan.components
-    }
+    entries = {component: _entry(dtype, component, _family(plan), tokens) for component in plan.components}
     for piece in plan.pieces:
         yield Holding(key_of(piece.component), entries[piece.component], piece, flat, plan)
+
+
+@lru_cache(maxsize=1 << 16)
+def _entry(dtype: str, component: Component, family: str | None, tokens: int | None) -> KeyEntry:
+    return KeyEntry(
+        dtype=dtype,
+        shape=component.global_shape,
+        family=family,
+        component=component.suffix.lstrip("._") or component.module,
+        unpadded_rows=tokens if tokens and tokens <= component.global_shape[0] else None,
+    )
 
 
 def _family(plan: ParameterPlan) -> str | None:

@@ -10,7 +10,7 @@ Nothing is asked of other ranks.  Megatron-FSDP leaves on each optimizer-named p
                                parallelism cut it: of the global shape, its local tensor is that rank's
     _tensor_parallel_mode, tensor_model_parallel, partition_dim    the dimension that Megatron-Core's cuts
 
-This is the one file that reads Megatron-FSDP's attributes.
+This is the one file that reads Megatron-FSDP's attributes; `marks` compares them.
 """
 
 from __future__ import annotations
@@ -41,21 +41,6 @@ class ModelParameter:
     context: ParameterContext | None
     tensor: torch.Tensor
     """The parameter that the optimizer updates, the main weight; or a persistent buffer."""
-
-    @property
-    def is_buffer(self) -> bool:
-        """Whether it is a buffer: whole on every rank that has it, of any strides."""
-        return self.context is None
-
-    def elements(self) -> torch.Tensor:
-        """This rank's shard, flattened, to be read: a copy of a buffer that cannot be flattened in place.
-
-        Raises:
-            UnsupportedStateError: See `refuse_quantized`.
-        """
-        shard = local_shard(self.tensor)
-        refuse_quantized(shard, self.layout.key)
-        return shard.reshape(-1)
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
@@ -108,22 +93,31 @@ def find_fsdp_module(model: Any) -> Any:
     return module
 
 
-def model_parameters(fsdp_module: Any) -> list[ModelParameter]:
-    """Parameters and persistent buffers with their layouts, in the order of the model's state dict.
+def tensors_of(fsdp_module: Any) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers by name, in the order of the model's state dict.
 
     `_extra_state` is left out: it is a pickle; see `live.fp8`.
+    """
+    state = fsdp_module.state_dict(keep_vars=True)  # a hook puts the distributed parameters in place
+    return {
+        name: tensor
+        for name, tensor in state.items()
+        if isinstance(tensor, torch.Tensor) and not name.endswith("_extra_state")
+    }
+
+
+def model_parameters(fsdp_module: Any) -> list[ModelParameter]:
+    """What `tensors_of` finds, with layouts.
 
     Raises:
         LayoutError: A parameter's metadata contradicts its local shard.
     """
-    state = fsdp_module.state_dict(keep_vars=True)  # a hook puts the distributed parameters in place
+    state = tensors_of(fsdp_module)
     names = {id(parameter): name for name, parameter in fsdp_module.named_parameters()}
     modules = dict(fsdp_module.named_modules())
     naming, root = naming_of(fsdp_module), _root(state, names)
     parameters = []
     for state_name, tensor in state.items():
-        if state_name.endswith("_extra_state") or not isinstance(tensor, torch.Tensor):
-            continue
         key, is_copy = naming.on_disk(state_name, root), naming.is_copy(state_name, root)
         if not isinstance(tensor, torch.nn.Parameter):
             parameters.append(ModelParameter(_buffer_layout(tensor, key, fsdp_module, naming.stages), None, tensor))

@@ -76,7 +76,7 @@ def prepare(opened: Opened, agreement: Agreement, *, shared: bool) -> Staged:
     weights: Targets = defaultdict(list)
     held = {storage_of(buffer) for buffer in opened.module.buffers()}
     for item in opened.planned:
-        if item.parameter.is_buffer:
+        if item.is_buffer:
             refuse_copy(item.tensor, held, item.plan.layout.key)
         _add_targets(weights, item.plan, item.plan.model_key, local_shard(item.tensor), opened.asked)
     slots: Targets = defaultdict(list)

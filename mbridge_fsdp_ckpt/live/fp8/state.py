@@ -238,16 +238,16 @@ def _keys(name: str, module: Any, on_disk: OnDisk) -> list[str]:
 
 
 def _meta(module: Any) -> dict[str, Any]:
-    meta: dict[str, Any] = getattr(module, "fp8_meta", {})
-    return meta
+    return vars(module).get("fp8_meta") or {}  # asked of every module: half the time of getattr
 
 
 def _fused_metas(module: Any) -> Iterable[Any]:
-    return (getattr(module, "_fp8_metas", None) or {}).values()
+    return (vars(module).get("_fp8_metas") or {}).values()
 
 
 def _live_tensors(module: Any) -> dict[str, torch.Tensor]:
-    found = {name: getattr(_meta(module).get(f"scaling_{name[-3:]}"), name[:-4], None) for name in _TENSORS}
+    meta = _meta(module)
+    found = {name: getattr(meta.get(f"scaling_{name[-3:]}"), name[:-4], None) for name in _TENSORS if meta}
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 

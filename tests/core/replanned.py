@@ -1,0 +1,126 @@
+"""What a save plans anew: nothing while the model is as it was, all of it once its structure has changed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from mbridge_fsdp_ckpt.errors import CheckpointError
+from mbridge_fsdp_ckpt.families.declaration import ParameterContext
+from mbridge_fsdp_ckpt.families.registry import default_registry
+from mbridge_fsdp_ckpt.live import holdings
+from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module, tensors_of
+from mbridge_fsdp_ckpt.saving.snapshot import Prepared, plan_save
+from mbridge_fsdp_ckpt.testing.models import Recipe, Trainable
+from tests.core import cases
+
+
+class NoFamily:
+    """A family that claims nothing."""
+
+    name, version = "nothing", 1
+
+    def segments(self, parameter: ParameterContext) -> None:
+        """Of no parameter."""
+
+
+@dataclass(slots=True)
+class _Saves:
+    trainable: Trainable
+    plannings: int = 0
+    parameters: int = 0
+
+    @property
+    def module(self) -> Any:
+        return find_fsdp_module(self.trainable.model)
+
+    def parameter(self, name: str) -> Any:
+        return next(tensor for key, tensor in tensors_of(self.module).items() if key.endswith(name))
+
+    def part(self, name: str) -> Any:
+        return next(part for key, part in self.module.named_modules() if key.endswith(name))
+
+    def save(self) -> Prepared:
+        """What a save plans, counted."""
+
+        def counting(what: str, name: str) -> Any:
+            plain = getattr(holdings, name)
+
+            def counted(*arguments: Any) -> Any:
+                setattr(self, what, getattr(self, what) + 1)
+                return plain(*arguments)
+
+            return patch.object(holdings, name, counted)
+
+        with counting("plannings", "model_parameters"), counting("parameters", "plan_parameter"):
+            return plan_save(self.trainable.model, self.trainable.optimizer, None, None)
+
+
+def again() -> dict[str, Any]:
+    """Saves of a model that trains and whose values change: what is planned, and what is seen of the changes."""
+    saves = _Saves(cases.prepared(Recipe(layers=1), steps=1))
+    saves.module.register_buffer("counter", torch.zeros(2))
+    before = saves.save()
+    first = saves.plannings, saves.parameters
+    saves.trainable.step(1)
+    saves.module.counter = torch.ones(2, dtype=torch.float64)
+    group = saves.trainable.optimizer.param_groups[0]
+    group["lr"] = 0.125
+    held = {item.key: item for item in saves.save().holdings}
+    counter = next(item for key, item in held.items() if key.endswith("counter"))
+    group["params"] = group["params"][1:]
+    return {
+        "first": first,
+        "later": (saves.plannings - first[0], saves.parameters - first[1]),
+        "tensors": len(tensors_of(saves.module)),
+        "same": held.keys() == {item.key for item in before.holdings},
+        "counter": (counter.entry.dtype, counter.elements().tolist()),
+        "rates": [values["lr"] for values in saves.save().hyperparameters.values()],
+        "parameters": (len(before.said.parameters), len(saves.save().said.parameters)),
+        "in the end": saves.plannings,
+    }
+
+
+def changed() -> dict[str, tuple[int, str]]:
+    """By what changed in a model: how often the next two saves planned it, and by what error they refused it."""
+    from megatron.core import parallel_state
+
+    saves = _Saves(cases.prepared(Recipe(layers=1, experts=2), steps=1))
+    saves.save()
+    layer, experts, norm = saves.part("layers.0"), saves.part(".experts"), saves.parameter("final_layernorm.weight")
+    router = saves.part(".router")
+    changes: dict[str, Callable[[], object]] = {
+        "a buffer": lambda: router.register_buffer("seen", torch.zeros(2)),
+        "a buffer's shape": lambda: setattr(router, "seen", torch.zeros(3)),
+        "a buffer's name": lambda: router._buffers.update(found=router._buffers.pop("seen")),
+        "a layer's number": lambda: setattr(layer, "layer_number", 5),
+        "a number of experts": lambda: setattr(experts, "num_local_experts", 3),
+        "a module": lambda: setattr(layer, "mlp", copy.copy(layer.mlp)),
+        "an expert-parallel rank": lambda: parallel_state.set_expert_model_parallel_rank(1),
+        "families": lambda: default_registry().register(NoFamily()),
+        "a mesh": lambda: setattr(norm, "megatron_fsdp_dist_index", copy.copy(norm.megatron_fsdp_dist_index)),
+        "a dimension": lambda: setattr(norm, "partition_dim", 0),
+        "a mode": lambda: setattr(norm, "_tensor_parallel_mode", "column"),
+        "a mark of fusion": lambda: setattr(norm.orig_param, "partition_stride", 2),
+        "a slice": lambda: setattr(norm, "megatron_fsdp_slice", slice(0, 1)),
+    }
+    found = {}
+    try:
+        for what, change in changes.items():
+            change()
+            saves.plannings, refused = 0, ""
+            try:
+                saves.save()
+                saves.save()
+            except CheckpointError as error:
+                refused = type(error).__name__
+            found[what] = (saves.plannings, refused)
+    finally:
+        default_registry().unregister("nothing")
+        parallel_state.set_expert_model_parallel_rank(0)
+    return found

@@ -1,0 +1,26 @@
+"""A model is planned once for all its saves; anew, where anything has changed that the plan was made from."""
+
+from __future__ import annotations
+
+from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from tests.core import replanned
+
+
+def test_a_later_save_plans_nothing_and_sees_what_tensors_have_become(megatron_ranks: RankPool) -> None:
+    (found,) = megatron_ranks.run(replanned.again, ranks=1)
+    assert found["first"] == (1, found["tensors"])
+    assert found["later"] == (0, 0)
+    assert found["same"]
+    assert found["counter"] == ("float64", [1.0, 1.0])
+    assert 0.125 in found["rates"]
+    before, after = found["parameters"]
+    assert after == before - 1
+    assert found["in the end"] == 1
+
+
+def test_whatever_changes_in_a_model_is_planned_anew_once(megatron_ranks: RankPool) -> None:
+    (found,) = megatron_ranks.run(replanned.changed, ranks=1)
+    refused = {what: error for what, (_, error) in found.items() if error}
+    assert refused == {"a mark of fusion": "FamilyError", "a slice": "LayoutError"}
+    assert {what: times for what, (times, _) in found.items()} == dict.fromkeys(found, 1)
+    assert len(found) == 13

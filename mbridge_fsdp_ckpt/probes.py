@@ -16,6 +16,8 @@ Need = Literal[
     "random states",
     "Bridge",
     "plain models",
+    "rehearsal",
+    "FusedAdam",
     "conversion",
     "torch_dist",
     "Megatron-LM",
@@ -92,11 +94,7 @@ _TOUCHED: dict[Need, dict[str, dict[str, str]]] = {
             ),
         },
     },
-    "FP8 state": {
-        "live/fp8/state.py": {
-            "transformer_engine.common.recipe": "DelayedScaling Format",
-        },
-    },
+    "FP8 state": {"live/fp8/state.py": {"transformer_engine.common.recipe": "DelayedScaling Format"}},
     "random states": {
         "hosts/restoration.py": {
             "megatron.core.tensor_parallel": (
@@ -173,6 +171,16 @@ _TOUCHED: dict[Need, dict[str, dict[str, str]]] = {
             "megatron.core.distributed.fsdp.mcore_fsdp_adapter": "",
         },
     },
+    "rehearsal": {
+        "rehearsal/shards.py": {
+            "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer": (
+                "BucketingPolicy _get_parameter_groups DataParallelBuffer._get_item_slice_in_shard "
+                "_get_dp_buffer_shard_bucket_index build_data_parallel_buffer_index"
+            ),
+        },
+        "rehearsal/world.py": {"torch.testing._internal.distributed.fake_pg": "FakeStore"},
+    },
+    "FusedAdam": {"rehearsal/slots.py": {"transformer_engine.pytorch.optimizers": "FusedAdam.initialize_state"}},
     "conversion": {
         "bridge/without_gpu.py": {
             "megatron.core.ssm.mamba_mixer": "HAVE_MAMBA_SSM",
@@ -261,10 +269,10 @@ LIVE: dict[str, dict[str, str]] = {
         "loading/fill.py": "install_optimized_model_weights synchronize_param_gather start_param_sync",
     },
     "a parameter of Megatron-FSDP": {
-        "live/megatron_fsdp.py": (
-            "orig_param megatron_fsdp_dist_index.tp_dim megatron_fsdp_dist_index.dp_shard_dim "
-            "megatron_fsdp_dist_index.dp_outer_dim megatron_fsdp_dist_index.use_hybrid_fsdp "
-            "megatron_fsdp_dist_index.hsdp_outer_dp_shard megatron_fsdp_dist_index.get_root_mesh"
+        "live/megatron_fsdp.py": "orig_param megatron_fsdp_dist_index.tp_dim",
+        "live/mesh.py": (
+            "megatron_fsdp_dist_index.dp_shard_dim megatron_fsdp_dist_index.dp_outer_dim megatron_fsdp_dist_index."
+            "use_hybrid_fsdp megatron_fsdp_dist_index.hsdp_outer_dp_shard megatron_fsdp_dist_index.get_root_mesh"
         ),
     },
     "a HybridDeviceOptimizer": {

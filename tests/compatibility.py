@@ -42,6 +42,8 @@ CALLERS = {
     "bridge/plain_model.py": "a model that nothing wraps, such as `load_megatron_model` fills",
     "convert/hugging_face.py": "`convert import` and `export`",
     "convert/torch_dist/description.py": "`convert from-torch-dist`",
+    "rehearsal/shards.py": "`rehearse`",
+    "rehearsal/slots.py": "`rehearse`, where the optimizer is FusedAdam",
     "megatron_lm/plugin.py": "`megatron_lm.register()`",
     "verl/plugin.py": "VeRL's plug-in",
 }

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.scale import chunks, dcp, meetings, opening, pages
+from benchmarks.scale import chunks, dcp, meetings, opening, pages, planning
 from tools.circumstances import circumstances
 
 _RESULTS = Path(__file__).parents[1] / "results"
@@ -37,6 +37,8 @@ def main() -> None:
     small.add_argument("--ranks", type=int, default=4, help="real ranks (default: 4)")
     small.add_argument("--runs", type=int, default=3, help="runs of each checkout, in turn (default: 3)")
     small.add_argument("--repeats", type=int, default=5, help="saves and loads of a run (default: 5)")
+    planned = what.add_parser("planning", help="planning a rank's part of a save of Qwen3.5-397B, first and later")
+    planned.add_argument("--ranks", type=int, nargs="+", default=list(planning.RANKS), help="sizes of the job")
     parser.add_argument("--results", type=Path, default=_RESULTS, help="folder of the results")
     arguments = parser.parse_args()
     console = Console(highlight=False)
@@ -44,7 +46,7 @@ def main() -> None:
     about = circumstances(Path(tempfile.gettempdir()), command=command)
     if (load := os.getloadavg()[0]) > 1.5:
         console.print(f"the machine is busy (load {load:.2f}): these figures are too high")
-    measure = {"meetings": _meetings, "opening": _opening, "chunks": _chunks}[arguments.what]
+    measure = {"meetings": _meetings, "opening": _opening, "chunks": _chunks, "planning": _planning}[arguments.what]
     text, paths = measure(arguments, about, console)
     console.print(text, markup=False, soft_wrap=True)
     for path in paths:
@@ -74,6 +76,14 @@ def _chunks(arguments: argparse.Namespace, about: dict[str, str], console: Conso
     path = arguments.results / "scale_chunks.md"
     path.write_text(text)
     return text, [path]
+
+
+def _planning(arguments: argparse.Namespace, about: dict[str, str], console: Console) -> tuple[str, list[Path]]:
+    found = []
+    for ranks in arguments.ranks:
+        found += planning.measure(ranks)
+        console.print(f"{ranks} ranks: {len(found)} ranks planned")
+    return planning.page(about, found), planning.write(about, found, arguments.results)
 
 
 def versions_of(checkout: Path) -> str:

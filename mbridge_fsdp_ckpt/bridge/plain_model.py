@@ -42,7 +42,7 @@ class PlainModel:
     def __init__(self, module: Any, *, narrows: bool = False) -> None:
         require("plain models")
         self.module = module
-        self._index = _Index()
+        self._index = self._make_index()
         self._narrows = narrows
         _annotate(module)
         parameters = {id(parameter): self._view(name, parameter) for name, parameter in module.named_parameters()}
@@ -75,9 +75,12 @@ class PlainModel:
         yield "", self
         yield from self.module.named_modules(prefix="module")
 
-    def get_distributed_index(self) -> _Index:
+    def get_distributed_index(self) -> Any:
         """Where this rank lies."""
         return self._index
+
+    def _make_index(self) -> Any:
+        return _Index()
 
     def install_optimized_model_weights(self) -> None:
         """The weights are the compute weights."""
@@ -87,7 +90,7 @@ class PlainModel:
     def _view(self, name: str, parameter: Any) -> Any:
         shape, dim = list(parameter.shape), tensor_parallel_dim(parameter)
         if dim is not None:
-            shape[dim] *= self._index.get_root_mesh(is_expert_parallel=is_expert_name(name)).mesh.shape[1]
+            shape[dim] *= self._index.get_root_mesh(is_expert_parallel=is_expert_name(name)).mesh.shape[-1]
         view: Any = torch.nn.Parameter(self._without_memory(parameter, shape), requires_grad=False)
         for attribute in _KEPT:
             if hasattr(parameter, attribute):
@@ -96,10 +99,14 @@ class PlainModel:
         return view
 
     def _without_memory(self, tensor: Any, shape: list[int] | None = None) -> Any:
-        dtype = torch.float32 if self._narrows and tensor.is_floating_point() else tensor.dtype
+        dtype = self._dtype_of(tensor)
         empty: Any = torch.empty(tensor.shape if shape is None else shape, dtype=dtype, device="meta")
         empty._local_tensor = tensor
         return empty
+
+    def _dtype_of(self, tensor: Any) -> torch.dtype:
+        """What a tensor is presented as."""
+        return torch.float32 if self._narrows and tensor.is_floating_point() else tensor.dtype
 
 
 def load_plain(directory: AnyPath, model: list[Any]) -> None:

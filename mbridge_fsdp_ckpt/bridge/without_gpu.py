@@ -7,7 +7,7 @@ to build layers where `torch.cuda.is_available()` is false, and keep random stat
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,21 +15,30 @@ from torch.overrides import TorchFunctionMode
 
 from mbridge_fsdp_ckpt.hosts.patching import Patches
 
-_CPU = torch.device("cpu")
+_CPU, _META = torch.device("cpu"), torch.device("meta")
 _INDEX = 0  # of the current device: CUDA's answer is a number, which callers put into `torch.device("cuda", ...)`
 _CAPABILITY = (9, 0)  # of a device that is refused nothing
 
 
-@contextmanager
-def as_if_there_was_one() -> Iterator[None]:
+def as_if_there_was_one() -> AbstractContextManager[None]:
     """Let the layers of a model be built; every tensor lands on the CPU.  Does nothing where there is a GPU."""
-    if torch.cuda.is_available():
+    return nullcontext() if torch.cuda.is_available() else _pretending(_CPU)
+
+
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """Let the layers of a model be built of tensors that have none, where there is a GPU, too."""
+    with _pretending(_META), _META:
         yield
-        return
+
+
+@contextmanager
+def _pretending(device: torch.device) -> Iterator[None]:
+    """Let tensors that are made on "cuda" land on a device."""
     patches = Patches()
     try:
         _patch(patches)
-        with _OnCpu():
+        with _On(device):
             yield
     finally:
         patches.undo()
@@ -44,7 +53,7 @@ def current_device_is_cpu() -> Iterator[None]:
     patches = Patches()
     try:
         patches.set(torch.cuda, "current_device", _always(_INDEX))
-        with _OnCpu():
+        with _On(_CPU):
             yield
     finally:
         patches.undo()
@@ -68,8 +77,12 @@ def _always(value: Any) -> Callable[..., Any]:
     return lambda *_, **__: value
 
 
-class _OnCpu(TorchFunctionMode):
-    """Tensors that are asked for on "cuda" are made on the CPU."""
+class _On(TorchFunctionMode):
+    """Tensors that are asked for on "cuda" are made on this device."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -77,13 +90,13 @@ class _OnCpu(TorchFunctionMode):
             return args[0]
         if func is torch.device:
             made = func(*args, **kwargs)
-            return _CPU if _is_cuda(made) else made
+            return self._device if _is_cuda(made) else made
         device = kwargs.get("device")
         if _is_cuda(device) or type(device) is int:
-            kwargs = kwargs | {"device": _CPU}
+            kwargs = kwargs | {"device": self._device}
         if func is torch.Tensor.to and len(args) > 1 and type(args[1]) is int:
-            args = (args[0], _CPU, *args[2:])
-        return func(*(_CPU if _is_cuda(arg) else arg for arg in args), **kwargs)
+            args = (args[0], self._device, *args[2:])
+        return func(*(self._device if _is_cuda(arg) else arg for arg in args), **kwargs)
 
 
 def _is_cuda(argument: Any) -> bool:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
+import os
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, NoReturn
@@ -175,3 +178,12 @@ def progress_bar() -> Iterator[Bar]:
     )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         yield Bar(progress)
+
+
+def be_quiet() -> None:
+    """What Megatron and its companions warn of concerns training."""
+    warnings.simplefilter("ignore")
+    quiet: Any = {"TRANSFORMERS_VERBOSITY": "error", "PYTHONWARNINGS": "ignore"}
+    os.environ.update({name: value for name, value in quiet.items() if name not in os.environ})
+    for name in ("megatron", "torch", "transformers"):
+        logging.getLogger(name).setLevel(logging.ERROR)

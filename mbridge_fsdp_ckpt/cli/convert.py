@@ -7,19 +7,17 @@ none, and run in one process, or under torchrun.
 from __future__ import annotations
 
 import difflib
-import logging
 import os
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mbridge_fsdp_ckpt.cli.console import EXIT_CODES, fail, say
+from mbridge_fsdp_ckpt.cli.console import EXIT_CODES, be_quiet, fail, say
 from mbridge_fsdp_ckpt.cli.console import app as frame
 from mbridge_fsdp_ckpt.cli.convert_on_disk import from_stock, from_torch_dist, reshard, to_stock
 from mbridge_fsdp_ckpt.cli.places import checkpoint_at
@@ -94,7 +92,7 @@ def import_(
         _check_sizes(tp, cp, ep, etp)
         model, target = _hugging_face(hf_model), as_path(megatron_path)
         _check_is_new(target)
-        _be_quiet()
+        be_quiet()
         from mbridge_fsdp_ckpt.convert.hugging_face import import_model
 
         import_model(_source(model, torch_dtype, trust_remote_code), _sizes(tp, cp, ep, etp), target)
@@ -136,7 +134,7 @@ def export(
         model, target = _hugging_face(hf_model), Path(hf_path).expanduser()
         _check_is_new(target)
         directory = _checkpoint(megatron_path)
-        _be_quiet()
+        be_quiet()
         from mbridge_fsdp_ckpt.convert.hugging_face import Files, export_model
 
         files = Files(not not_strict, not no_progress, distributed_save, save_every_n_ranks)
@@ -230,12 +228,3 @@ def _sizes(tp: int, cp: int, ep: int, etp: int | None) -> Sizes:
     from mbridge_fsdp_ckpt.convert.hugging_face import Sizes
 
     return Sizes(tp, cp, ep, etp)
-
-
-def _be_quiet() -> None:
-    """What Megatron and its companions warn of concerns training."""
-    warnings.simplefilter("ignore")
-    quiet: Any = {"TRANSFORMERS_VERBOSITY": "error", "PYTHONWARNINGS": "ignore"}
-    os.environ.update({name: value for name, value in quiet.items() if name not in os.environ})
-    for name in ("megatron", "torch", "transformers"):
-        logging.getLogger(name).setLevel(logging.ERROR)

@@ -144,7 +144,7 @@ def _build(source: Source, sizes: Sizes) -> tuple[Any, Any]:
     except (ImportError, OSError, ValueError) as error:
         raise ConfigurationError(
             expected="a Hugging Face model that the installed Megatron-Bridge knows",
-            found=_in_one_line(error),
+            found=in_one_line(error),
             remedy="Give a directory with config.json and safetensors files, or a name on the Hugging Face Hub.",
             key=source.place,
         ) from error
@@ -157,7 +157,7 @@ def _build(source: Source, sizes: Sizes) -> tuple[Any, Any]:
     return bridge, chunks[0]
 
 
-def configure(provider: Any, dtype: torch.dtype, sizes: Sizes) -> None:
+def arrange(provider: Any, dtype: torch.dtype, sizes: Sizes) -> None:
     """Set a model provider's precision and sizes, and leave out what weights do not need."""
     provider.tensor_model_parallel_size, provider.context_parallel_size = sizes.tensor, sizes.context
     provider.expert_model_parallel_size = sizes.expert
@@ -171,13 +171,22 @@ def configure(provider: Any, dtype: torch.dtype, sizes: Sizes) -> None:
     provider.sequence_parallel = sizes.tensor > 1  # some layers are built with it alone
     if getattr(provider, "moe_token_dispatcher_type", None) == "flex":
         provider.moe_token_dispatcher_type = "alltoall"  # no token is dispatched; flex wants packages that do
+
+
+def configure(provider: Any, dtype: torch.dtype, sizes: Sizes) -> None:
+    """Arrange a provider, and Megatron's groups.
+
+    Raises:
+        ConfigurationError: The sizes do not fit.
+    """
+    arrange(provider, dtype, sizes)
     try:
         provider.finalize()
         provider.initialize_model_parallel(seed=0 if torch.cuda.is_available() else None)
     except (AssertionError, RuntimeError, ValueError) as error:
         raise ConfigurationError(
             expected="parallel sizes that fit the model and the number of ranks",
-            found=_in_one_line(error) or type(error).__name__,
+            found=in_one_line(error) or type(error).__name__,
             remedy=f"Given: TP {sizes.tensor}, CP {sizes.context}, EP {sizes.expert}, {dist.get_world_size()} ranks.",
         ) from error
 
@@ -224,5 +233,6 @@ def _tokenizer_arguments(bridge: Any, source: Source) -> dict[str, Any]:
     return dict(wanted) | ({"trust_remote_code": True} if source.trust_remote_code else {})
 
 
-def _in_one_line(error: BaseException) -> str:
+def in_one_line(error: BaseException) -> str:
+    """What an error of others says."""
     return " ".join(str(error).split())[:500]

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from mbridge_fsdp_ckpt.families.naming import is_expert_name
-from mbridge_fsdp_ckpt.live.megatron_fsdp import mates
+from mbridge_fsdp_ckpt.live.mesh import mates
 from mbridge_fsdp_ckpt.plan.pieces import Component, ParameterPlan
 
 Ranks = tuple[int, ...]

@@ -10,14 +10,13 @@ Nothing is asked of other ranks.  Megatron-FSDP leaves on each optimizer-named p
                                parallelism cut it: of the global shape, its local tensor is that rank's
     _tensor_parallel_mode, tensor_model_parallel, partition_dim    the dimension that Megatron-Core's cuts
 
-This is the one file that reads Megatron-FSDP's attributes; `marks` compares them.
+This file and `mesh` alone read Megatron-FSDP's attributes; `marks` compares them.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import Any
 
 import torch
@@ -25,9 +24,9 @@ import torch.distributed as dist
 
 from mbridge_fsdp_ckpt.errors import ConfigurationError, LayoutError, UnsupportedStateError
 from mbridge_fsdp_ckpt.families.declaration import ParameterContext
-from mbridge_fsdp_ckpt.families.lora import is_shared_by_experts
 from mbridge_fsdp_ckpt.families.naming import Naming, is_expert_name
 from mbridge_fsdp_ckpt.live.context import context_of, is_vocabulary
+from mbridge_fsdp_ckpt.live.mesh import axis_of, combined, replica_along, replicated_along
 from mbridge_fsdp_ckpt.plan.boxes import FlatRange
 from mbridge_fsdp_ckpt.plan.layout import LAYOUT_REMEDY, Axis, ParameterLayout
 from mbridge_fsdp_ckpt.versions import probe
@@ -178,7 +177,7 @@ def _buffer_layout(tensor: torch.Tensor, key: str, fsdp_module: Any, stages: int
     """A buffer is whole on every rank that has it: all ranks of a stage, or those of its expert mesh."""
     mesh = fsdp_module.get_distributed_index().get_root_mesh(is_expert_parallel=is_expert_name(key))
     if is_expert_name(key) or stages > 1:
-        replica = _combine([Axis(i, n) for i, n in zip(mesh.get_coordinate(), mesh.mesh.shape, strict=True)])
+        replica = combined([Axis(i, n) for i, n in zip(mesh.get_coordinate(), mesh.mesh.shape, strict=True)])
     else:
         replica = Axis(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Axis(0, 1)
     shape = tuple(tensor.shape)
@@ -189,44 +188,14 @@ def _buffer_layout(tensor: torch.Tensor, key: str, fsdp_module: Any, stages: int
 def _layout(tensor: Any, key: str, optimizer_name: str, context: ParameterContext) -> ParameterLayout:
     index, shape = tensor.megatron_fsdp_dist_index, context.local_shape
     is_expert = is_expert_name(context.name)
-    tensor_parallel = _axis(index, index.tp_dim, is_expert)
+    tensor_parallel = axis_of(index, index.tp_dim, expert=is_expert)
     dim = tensor_parallel_dim(tensor) if tensor_parallel.count > 1 else None
     shard = getattr(tensor, "megatron_fsdp_slice", None)
     flat = FlatRange(0, math.prod(shape)) if shard is None else _flat_range(shard, key)
-    along = [index.tp_dim] if dim is None and index.tp_dim else []
     is_whole = shard is None or not math.prod(shape)
-    if index.use_hybrid_fsdp and (is_whole or not index.hsdp_outer_dp_shard):
-        along.append(index.dp_outer_dim)
-    if is_whole:
-        along.append(index.dp_shard_dim)
-    experts = [_expert_parallel()] if is_shared_by_experts(context) else []
-    replica = _combine([*experts, *(_axis(index, name, is_expert) for name in along)])
-    return ParameterLayout(key, optimizer_name, shape, dim, tensor_parallel, flat, replica, copied_along=tuple(along))
-
-
-def mates(fsdp_module: Any, along: tuple[str, ...], *, expert: bool, whole: bool = False) -> list[int]:
-    """Global ranks that hold the very same elements, in order, this one among them; the same on each of them.
-
-    Copies of weights that experts share, on ranks of other experts, are left out: their mesh does not name those.
-
-    Args:
-        fsdp_module: The model.
-        along: A layout's `copied_along`.
-        expert: Whether it is an expert's.
-        whole: Whether it is a component that tensor parallelism does not cut.
-    """
-    index = fsdp_module.get_distributed_index()
-    mesh = index.get_root_mesh(is_expert_parallel=expert)
-    free = {*along, index.tp_dim} if whole else {*along}
-    places = zip(mesh.mesh_dim_names, mesh.get_coordinate(), strict=True)
-    found = mesh.mesh[tuple(slice(None) if name in free else at for name, at in places)]
-    return sorted(found.flatten().tolist())
-
-
-def _expert_parallel() -> Axis:
-    from megatron.core import parallel_state
-
-    return Axis(parallel_state.get_expert_model_parallel_rank(), parallel_state.get_expert_model_parallel_world_size())
+    replicated = replicated_along(index, context, is_cut=dim is not None, is_whole=is_whole)
+    replica, along = replica_along(index, replicated, expert=is_expert)
+    return ParameterLayout(key, optimizer_name, shape, dim, tensor_parallel, flat, replica, copied_along=along)
 
 
 def _flat_range(shard: slice, key: str) -> FlatRange:
@@ -238,18 +207,6 @@ def _flat_range(shard: slice, key: str) -> FlatRange:
         raise LayoutError(
             expected="a flat slice of the parameter", found=str(error), remedy=LAYOUT_REMEDY, key=key
         ) from error
-
-
-def _axis(index: Any, dim_name: str | None, is_expert: bool) -> Axis:
-    if dim_name is None:
-        return Axis(0, 1)
-    mesh = index.get_root_mesh(is_expert_parallel=is_expert)
-    position = mesh.mesh_dim_names.index(dim_name)
-    return Axis(mesh.get_coordinate()[position], mesh.mesh.size(position))
-
-
-def _combine(axes: list[Axis]) -> Axis:
-    return reduce(Axis.within, axes, Axis(0, 1))
 
 
 def tensor_parallel_dim(tensor: Any) -> int | None:

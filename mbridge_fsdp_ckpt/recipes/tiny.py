@@ -38,11 +38,16 @@ def shrink(config: Any) -> None:
     Args:
         config: Bridge's configuration; its model has not been finalized yet.
     """
-    _shrink_model(config.model)
+    shrink_model(config.model)
     _shrink_run(config)
 
 
-def _shrink_model(model: Any) -> None:
+def shrink_model(model: Any) -> None:
+    """Make Bridge's description of a model small.
+
+    Args:
+        model: The provider; it has not been finalized yet.
+    """
     for name, size in _SIZES.items():
         if getattr(model, name, None):
             setattr(model, name, min(size, getattr(model, name)))

@@ -91,7 +91,7 @@ class Trainable:
 
 def build(recipe: Recipe, seed: int = 123) -> Trainable:
     """Initialise Megatron's groups and build; a process group exists, and a GPU, or what stands in for it."""
-    return _built(recipe, seed, _gpt)
+    return _built(recipe, seed, gpt)
 
 
 def build_fp8(recipe: Recipe, seed: int = 123) -> Trainable:
@@ -164,7 +164,8 @@ def _config(recipe: Recipe) -> Any:
     )
 
 
-def _gpt(recipe: Recipe) -> Any:
+def gpt(recipe: Recipe) -> Any:
+    """The plain module, to be wrapped."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -172,8 +173,8 @@ def _gpt(recipe: Recipe) -> Any:
     config = _config(recipe)
     layers = [_layer(recipe, linear=recipe.gated_delta_net and index % 3 != 2) for index in range(recipe.layers)]
     block = TransformerBlockSubmodules(layer_specs=layers, layer_norm=CpuNorm)
-    gpt = GPTModel(config, block, recipe.vocabulary, SEQUENCE, position_embedding_type="rope")
-    return Float16Module(config, gpt)
+    model = GPTModel(config, block, recipe.vocabulary, SEQUENCE, position_embedding_type="rope")
+    return Float16Module(config, model)
 
 
 def _fp8_gpt(recipe: Recipe) -> Any:

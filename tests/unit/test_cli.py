@@ -13,7 +13,7 @@ from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from mbridge_fsdp_ckpt.cli import console as frame
-from mbridge_fsdp_ckpt.cli import convert, diff, families, inspect, prune, repair, verify
+from mbridge_fsdp_ckpt.cli import convert, diff, families, inspect, prune, rehearse, repair, verify
 from mbridge_fsdp_ckpt.cli import run as run_command
 from mbridge_fsdp_ckpt.families import default_registry
 from mbridge_fsdp_ckpt.plan.boxes import Box
@@ -27,7 +27,7 @@ from mbridge_fsdp_ckpt.storage.format.told import write_own_index
 from mbridge_fsdp_ckpt.storage.ranges import ByteRange
 from tests.unit.handmade import write_manifest
 
-SUBCOMMANDS = [convert, diff, families, inspect, prune, repair, run_command, verify]
+SUBCOMMANDS = [convert, diff, families, inspect, prune, rehearse, repair, run_command, verify]
 
 SURFACE = {
     "convert": [],
@@ -35,10 +35,15 @@ SURFACE = {
     "families": ["--json", "checkpoint"],
     "inspect": ["--html", "--json", "--key", "--png", "checkpoint"],
     "prune": ["--dry-run", "--json", "--keep", "--yes", "-y", "root"],
+    "rehearse": [
+        "--cp", "--ep", "--etp", "--host-read", "--host-write", "--json", "--main-weights", "--moments", "--offload",
+        "--optimizer", "--outer", "--outer-strategy", "--picture", "--pp", "--ranks-per-host", "--run",
+        "--storage-read", "--storage-write", "--strategy", "--to", "--tp", "--world", "model",
+    ],
     "repair": ["--dry-run", "--force", "--json", "--stock-view", "--yes", "-y", "root"],
     "run": ["--module", "--takeover", "-m", "command"],
     "verify": ["--header", "--json", "--workers", "checkpoint"],
-}
+}  # fmt: skip
 
 CONVERT_SURFACE = {
     "export": [

@@ -20,8 +20,11 @@ _INK, _FAINT, _EMPTY = "#222222", "#666666", "#eeeeee"
 _AS_IT_IS: Any = {"parse_math": False}  # a dollar in a key begins no formula
 
 
-def require_matplotlib() -> Any:
+def require_matplotlib(instead: str = "--html needs nothing.") -> Any:
     """The class `Figure` of matplotlib.
+
+    Args:
+        instead: What does without it.
 
     Raises:
         ConfigurationError: It is not installed.
@@ -30,9 +33,9 @@ def require_matplotlib() -> Any:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigurationError(
-            expected="matplotlib, to draw a PNG",
+            expected="matplotlib, to draw a picture",
             found=str(error),
-            remedy="Install it: pip install 'mbridge-fsdp-ckpt[tools]'. --html needs nothing.",
+            remedy=f"Install it: pip install 'mbridge-fsdp-ckpt[tools]'. {instead}",
         ) from error
     return Figure
 

@@ -112,7 +112,7 @@ class PayloadWriter:
         flat = torch.from_numpy(raw).view(dtype) if raw.nbytes else torch.empty(0, dtype=dtype)
         record = flat.reshape(box.size)
         try:
-            with _without_crc32():
+            with without_crc32():
                 torch.save(record, cast("IO[bytes]", self))
         except RuntimeError:
             if self._refused is not None:
@@ -154,7 +154,7 @@ def host_bytes(elements: torch.Tensor) -> npt.NDArray[np.uint8]:
 
 
 @contextmanager
-def _without_crc32() -> Iterator[None]:
+def without_crc32() -> Iterator[None]:
     """The chunk's own checksum covers what zip's CRC-32 would, at a tenth of the time."""
     before = serialization.get_crc32_options()
     serialization.set_crc32_options(False)

@@ -1,0 +1,141 @@
+"""What planning a save costs one rank of a large model: the first time, and later.
+
+Ranks of Qwen3.5-397B with FusedAdam, tensors without memory (`mbridge_fsdp_ckpt rehearse`); what is measured is the
+function that a save calls.  Each rank is a process of its own, forked from one that has built the model.  Garbage is
+collected before, as it is in a job that has trained.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+
+from mbridge_fsdp_ckpt.live.megatron_fsdp import tensors_of
+from mbridge_fsdp_ckpt.rehearsal.choices import Choices, describe
+from mbridge_fsdp_ckpt.rehearsal.model import RehearsedModel, Subject, optimizer_over
+from mbridge_fsdp_ckpt.rehearsal.world import as_rank
+from mbridge_fsdp_ckpt.saving.snapshot import plan_save
+
+_ABOUT = (__doc__ or "").partition("\n")[2].strip()
+MODEL = "qwen35_397b_a17b_pretrain"
+RANKS = 8, 512, 8960
+SHARES, LATER = 8, 9
+MOST_EXPERTS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Planning:
+    """One rank's.
+
+    Args:
+        ranks: Of the job.
+        expert: Its expert-parallel size.
+        rank: The rank.
+        parameters: Parameters and buffers of its model.
+        blocks: What it holds of these and of their optimizer's state.
+        first: CPU seconds of the first save's planning.
+        later: CPU seconds of a later one: the median of several.
+        seconds: Wall-clock seconds of both.
+    """
+
+    ranks: int
+    expert: int
+    rank: int
+    parameters: int
+    blocks: int
+    first: float
+    later: float
+    seconds: tuple[float, float]
+
+
+def measure(ranks: int) -> list[Planning]:
+    """Ranks that are spread over a job."""
+    command = [sys.executable, "-m", "benchmarks.scale.planning", str(ranks)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    return [Planning(**one) for one in json.loads(done.stdout.splitlines()[-1])]
+
+
+def _measure(ranks: int) -> list[Planning]:
+    expert = min(ranks, MOST_EXPERTS)
+    chosen = {"world": ranks, "tensor": 2, "context": 1, "expert": expert}
+    job = describe(MODEL, Choices(chosen, {})).job()
+    with as_rank(job.layout, 0):
+        subject = job.subject()
+
+    found = []
+    gc.collect()
+    gc.freeze()
+    for share in range(min(SHARES, ranks)):
+        rank = share * (ranks - 1) // (min(SHARES, ranks) - 1)
+        ours, theirs = multiprocessing.Pipe()
+        forked = multiprocessing.get_context("fork").Process(target=_in_process, args=(theirs, subject, rank))
+        forked.start()
+        theirs.close()
+        found.append(ours.recv())
+        forked.join()
+    return found
+
+
+def _in_process(parent: Connection, subject: Subject, rank: int) -> None:
+    with as_rank(subject.layout, rank):
+        parent.send(_planned(subject, rank))
+
+
+def _planned(subject: Subject, rank: int) -> Planning:
+    model = RehearsedModel(subject, rank)
+    optimizer = optimizer_over(subject, model)
+    gc.collect()
+    cpu, wall, blocks = [], [], 0
+    for _ in range(1 + LATER):
+        start, begin = time.process_time(), time.perf_counter()
+        blocks = len(plan_save(model, optimizer, None, None, subject.vocabulary_size).holdings)
+        cpu.append(time.process_time() - start)
+        wall.append(time.perf_counter() - begin)
+    layout = subject.layout
+    seconds = wall[0], median(wall[1:])
+    count = len(tensors_of(model))
+    return Planning(layout.world, layout.expert, rank, count, blocks, cpu[0], median(cpu[1:]), seconds)
+
+
+def page(about: dict[str, str], found: Sequence[Planning]) -> str:
+    """Medians and worst of each job, as Markdown."""
+    lines = [f"# Planning a save\n\n{_ABOUT}\n"]
+    lines += [f"- {name}: {value}" for name, value in about.items()]
+    lines += [
+        f"\nTP 2; CPU seconds, median and most of the job's measured ranks. Wall-clock seconds: `{_NAME}.json`.\n",
+        "| ranks | EP | measured | tensors of a rank | blocks it holds | first save, s | most | later, s | most |",
+        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for ranks in sorted({one.ranks for one in found}):
+        those = [one for one in found if one.ranks == ranks]
+        blocks = sorted(one.blocks for one in those)
+        first, later = ([getattr(one, name) for one in those] for name in ("first", "later"))
+        held = f"{those[0].parameters:,} | {blocks[0]:,} to {blocks[-1]:,}"
+        figures = f"{median(first):.3f} | {max(first):.3f} | {median(later):.3f} | {max(later):.3f}"
+        lines.append(f"| {ranks:,} | {those[0].expert} | {len(those)} | {held} | {figures} |")
+    return "\n".join(lines) + "\n"
+
+
+_NAME = "scale_planning"
+
+
+def write(about: dict[str, str], found: Sequence[Planning], folder: Path) -> list[Path]:
+    """The page and its figures."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text, data = folder / f"{_NAME}.md", folder / f"{_NAME}.json"
+    text.write_text(page(about, found))
+    data.write_text(json.dumps({"about": about, "measured": [asdict(one) for one in found]}, indent=1) + "\n")
+    return [text, data]
+
+
+if __name__ == "__main__":
+    print(json.dumps([asdict(one) for one in _measure(int(sys.argv[1]))]))

@@ -1,0 +1,86 @@
+"""A load in another layout: which records the planned ranks of one job would read of what another job wrote.
+
+A load verifies every record that it uses a part of, and so reads all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from mbridge_fsdp_ckpt.families.declaration import Claim
+from mbridge_fsdp_ckpt.families.registry import default_registry
+from mbridge_fsdp_ckpt.live.holdings import Holding
+from mbridge_fsdp_ckpt.live.megatron_fsdp import ModelParameter, model_parameters
+from mbridge_fsdp_ckpt.plan.boxes import Box, FlatRange
+from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
+from mbridge_fsdp_ckpt.plan.layout import Axis, ParameterLayout
+from mbridge_fsdp_ckpt.plan.pieces import Component, plan_parameter
+from mbridge_fsdp_ckpt.rehearsal.model import RehearsedModel, Subject
+from mbridge_fsdp_ckpt.rehearsal.records import record_bytes
+from mbridge_fsdp_ckpt.rehearsal.rehearse import Rehearsal
+from mbridge_fsdp_ckpt.rehearsal.world import as_expert_rank, as_rank
+
+_Boxes = dict[Component, set[Box]]
+
+
+def read_over_held(saved: Rehearsal, loading: Rehearsal) -> float:
+    """Bytes of the records that the planned ranks of a loading job read, over those of what they hold.
+
+    Args:
+        saved: The job that saved.
+        loading: A job of the same model in another layout.
+    """
+    holdings = [item for plan in loading.plans.values() for item in plan.holdings if not item.is_scalar]
+    wanted = {item.plan.layout.key for item in holdings}
+    written: dict[str, _Boxes] = {}
+    for key, parameter, subject in _parameters(saved, wanted):
+        written[key] = _written(parameter, subject)
+    met: dict[tuple[str, Component, Box], list[Box]] = {}
+    read = sum(_read_bytes(item, written, met) for item in holdings)
+    return read / sum(record_bytes(item.box.size, dtype_from_name(item.entry.dtype)) for item in holdings)
+
+
+def _parameters(saved: Rehearsal, wanted: set[str]) -> Iterator[tuple[str, ModelParameter, Subject]]:
+    """The parameters of these names on disk, as ranks with coordinates of zero hold them."""
+    layout, left = saved.layout, set(wanted)
+    for stage, subject in enumerate(saved.subjects):
+        with as_rank(layout, stage * layout.stage_world):
+            model = RehearsedModel(subject, stage * layout.stage_world)
+            for expert in range(layout.expert):
+                with as_expert_rank(expert):
+                    found = {parameter.layout.key: parameter for parameter in model_parameters(model)}
+                yield from ((key, found[key], subject) for key in left & found.keys())
+                left -= found.keys()
+                if not left:
+                    return
+
+
+def _written(parameter: ModelParameter, subject: Subject) -> _Boxes:
+    layout, context = parameter.layout, parameter.context
+    item = None if context is None else subject.sharding.item(parameter.tensor.orig_param)  # type: ignore[attr-defined]
+    whole = [(0, layout.flat)] if item is None else item.parts()
+    claim = default_registry().claim(context) if context is not None else None
+    found: _Boxes = {}
+    for _, flat in whole:
+        for component, box in _blocks(layout, claim, flat):
+            found.setdefault(component, set()).add(box)
+    return found
+
+
+def _blocks(layout: ParameterLayout, claim: Claim | None, flat: FlatRange) -> Iterator[tuple[Component, Box]]:
+    """What tensor-parallel ranks have of one data-parallel rank's part."""
+    count = layout.tensor_parallel.count if layout.tensor_parallel_dim is not None else 1
+    for index in range(count):
+        cut = replace(layout, flat=flat, tensor_parallel=Axis(index, layout.tensor_parallel.count))
+        for piece in plan_parameter(cut, claim).pieces:
+            yield piece.component, piece.box
+
+
+def _read_bytes(item: Holding, written: dict[str, _Boxes], met: dict[tuple[str, Component, Box], list[Box]]) -> int:
+    place = item.plan.layout.key, item.piece.component, item.box
+    if place not in met:
+        boxes = written[place[0]].get(place[1], ())
+        met[place] = [box for box in boxes if box.intersect(item.box) is not None]
+    dtype = dtype_from_name(item.entry.dtype)
+    return sum(record_bytes(box.size, dtype) for box in met[place])

@@ -1,0 +1,84 @@
+"""One rank, planned by the very functions that a save calls."""
+
+from __future__ import annotations
+
+import gc
+import time
+from dataclasses import dataclass
+
+from mbridge_fsdp_ckpt.live.holdings import Holding
+from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
+from mbridge_fsdp_ckpt.rehearsal.model import RehearsedModel, Subject, optimizer_over
+from mbridge_fsdp_ckpt.rehearsal.records import record_bytes
+from mbridge_fsdp_ckpt.saving.snapshot import plan_save
+
+
+@dataclass(frozen=True, slots=True)
+class RankWork:
+    """What one rank has to do with a save and a load in the same layout.
+
+    Args:
+        bytes: Of its payload file.
+        chunks: Records in it.
+        numbers: Numbers that it declares, such as step counters.
+        keys: Keys that it is the one to declare.
+        held_bytes: Of records that hold what it has, whoever writes them: what it reads in a load.
+        held_chunks: How many these are.
+    """
+
+    bytes: int
+    chunks: int
+    numbers: int
+    keys: int
+    held_bytes: int
+    held_chunks: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """A rank's holdings.
+
+    Args:
+        holdings: All, those that other ranks write among them.
+        seconds: Of CPU, that planning them took the first time, and again.
+    """
+
+    holdings: list[Holding]
+    seconds: tuple[float, float]
+
+    @property
+    def work(self) -> RankWork:
+        """The holdings, counted."""
+        own = [item for item in self.holdings if item.piece.writes]
+        chunks = [item for item in own if not item.is_scalar]
+        held = [item for item in self.holdings if not item.is_scalar]
+        return RankWork(
+            bytes=sum(map(_record_bytes, chunks)),
+            chunks=len(chunks),
+            numbers=len(own) - len(chunks),
+            keys=len({item.key for item in own if item.piece.is_origin}),
+            held_bytes=sum(map(_record_bytes, held)),
+            held_chunks=len(held),
+        )
+
+
+def plan_rank(subject: Subject, rank: int) -> RankPlan:
+    """Plan a rank's part of a save; this process passes for that rank (`world.as_rank`).
+
+    Raises:
+        LayoutError, FamilyError: As a save does.
+    """
+    model = RehearsedModel(subject, rank)
+    optimizer = optimizer_over(subject, model)
+    seconds = []
+    holdings: list[Holding] = []
+    gc.collect()  # what building the model has left behind is none of planning's cost
+    for _ in range(2):  # the plan is kept for the next save
+        start = time.process_time()
+        holdings = plan_save(model, optimizer, None, None, subject.vocabulary_size).holdings
+        seconds.append(time.process_time() - start)
+    return RankPlan(holdings, (seconds[0], seconds[1]))
+
+
+def _record_bytes(holding: Holding) -> int:
+    return record_bytes(holding.box.size, dtype_from_name(holding.entry.dtype))

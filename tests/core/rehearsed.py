@@ -1,0 +1,136 @@
+"""A rehearsal of the core tests' models, and what a real save of them wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from mbridge_fsdp_ckpt.bridge.without_gpu import without_memory
+from mbridge_fsdp_ckpt.plan.boxes import Box
+from mbridge_fsdp_ckpt.rehearsal import rehearse as rehearsal
+from mbridge_fsdp_ckpt.rehearsal.costs import files_of
+from mbridge_fsdp_ckpt.rehearsal.described import JobToRehearse
+from mbridge_fsdp_ckpt.rehearsal.elsewhere import read_over_held
+from mbridge_fsdp_ckpt.rehearsal.layout import JobLayout, Outer, Strategy
+from mbridge_fsdp_ckpt.rehearsal.model import Subject
+from mbridge_fsdp_ckpt.rehearsal.predicted import index_of
+from mbridge_fsdp_ckpt.rehearsal.rank import RankWork, plan_rank
+from mbridge_fsdp_ckpt.rehearsal.records import record_bytes
+from mbridge_fsdp_ckpt.rehearsal.shards import Sharding
+from mbridge_fsdp_ckpt.rehearsal.slots import Optimizer, slots_of
+from mbridge_fsdp_ckpt.rehearsal.world import as_rank
+from mbridge_fsdp_ckpt.storage.format.columns import box_of
+from mbridge_fsdp_ckpt.storage.format.names import payload_name
+from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
+from mbridge_fsdp_ckpt.storage.store import as_path
+from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
+from mbridge_fsdp_ckpt.testing.models import Recipe, gpt
+from mbridge_fsdp_ckpt.testing.ranks import no_process_group
+
+Rows = list[tuple[str, tuple[int, ...], tuple[int, ...]]]
+"""What a rank writes: key, offset, size."""
+
+
+def _job(recipe: Recipe, ranks: int) -> JobToRehearse:
+    layout = JobLayout(
+        ranks,
+        tensor=recipe.tensor,
+        expert=recipe.expert,
+        instances=recipe.instances,
+        outer=cast(Outer, recipe.outer),
+        strategy=cast(Strategy, recipe.strategy),
+    )
+    main = torch.float32
+    moments = (recipe.optimizer_settings.get("exp_avg_dtype", main),) * 2
+    optimizer: Optimizer = "torch" if recipe.offload or recipe.optimizer == "torch" else "fused"
+    slots = slots_of(optimizer, main, moments, is_hybrid=recipe.offload is not None)
+
+    def subject() -> Subject:
+        replace_cuda_only_kernels()
+        with without_memory():
+            module = gpt(recipe)
+        return Subject(module, Sharding(module, layout), main, slots)
+
+    return JobToRehearse("a model of the core tests", layout, subject)
+
+
+@no_process_group
+def rehearse(recipe: Recipe, ranks: int) -> dict[str, Any]:
+    """What the two ways of a rehearsal say: every rank's rows and work as planned, and work as counted."""
+    found = rehearsal.rehearse(_job(recipe, ranks))
+    planned = {}
+    for rank in range(ranks):
+        with as_rank(found.layout, rank):
+            planned[rank] = plan_rank(found.subjects[0], rank)
+    return {
+        "rows": {rank: _rows(plan) for rank, plan in planned.items()},
+        "keys": {rank: _keys(plan) for rank, plan in planned.items()},
+        "planned": {rank: plan.work for rank, plan in planned.items()},
+        "counted": {rank: found.tally.work(rank) for rank in range(ranks)},
+        "files": files_of(found.tally),
+        "index": index_of(found).total,
+    }
+
+
+@no_process_group
+def elsewhere(saved: Recipe, ranks: int, loading: Recipe, other_ranks: int) -> tuple[float, list[tuple[str, Box, int]]]:
+    """What a load in another layout reads over what it holds, and all it holds: key, block, bytes of a record."""
+    jobs = [rehearsal.rehearse(_job(saved, ranks)), rehearsal.rehearse(_job(loading, other_ranks))]
+    held = [
+        (item.key, item.box, record_bytes(item.box.size, item.flat.dtype))
+        for plan in jobs[1].plans.values()
+        for item in plan.holdings
+        if not item.is_scalar
+    ]
+    return read_over_held(*jobs), held
+
+
+def really_read(directory: Path, held: list[tuple[str, Box, int]]) -> float:
+    """The same ratio, by the records that were written."""
+    source = SafeSource(as_path(directory))
+    chunks = source.chunks({key for key, _, _ in held})
+    read = 0
+    for key, box, _ in held:
+        met = [chunk for chunk in chunks[key] if chunk.box.intersect(box) is not None]
+        assert met, f"nothing of {key} {box} was written"
+        read += sum(chunk.record.length for chunk in met)
+    return read / sum(size for _, _, size in held)
+
+
+def _rows(plan: Any) -> Rows:
+    own = [item for item in plan.holdings if item.piece.writes]
+    return sorted((item.key, item.box.offset, item.box.size) for item in own)
+
+
+def _keys(plan: Any) -> list[str]:
+    return sorted({item.key for item in plan.holdings if item.piece.writes and item.piece.is_origin})
+
+
+def written(directory: Path) -> dict[str, Any]:
+    """The same of a checkpoint, and the sizes of its payload files."""
+    source = SafeSource(as_path(directory))
+    found: dict[str, Any] = {"rows": {}, "keys": {}, "payload": {}, "counted": {}}
+    for rank, index in source.own_indexes():
+        columns = index.columns()
+        keys = [index.text_of_key(place) for place in range(len(columns.keys))]
+        chunks = [
+            (keys[place], box.offset, box.size)
+            for place, rows in index.sharded_rows()
+            for box in (box_of(row, len(index.entry(place).shape)) for row in rows)
+        ]
+        counted = zip(keys, columns.keys["origins"].tolist(), strict=True)
+        declared = sorted(key for key, origins in counted if origins)
+        numbers = [key for key in declared if not source.head.keys[key].is_sharded]
+        found["rows"][rank] = sorted([*chunks, *((key, (), ()) for key in numbers)])
+        found["keys"][rank] = declared
+        payload = directory / payload_name(rank)
+        found["payload"][rank] = payload.stat().st_size if payload.exists() else 0
+        found["counted"][rank] = (len(chunks), len(numbers), len(declared))
+    return found
+
+
+def counts(work: RankWork) -> tuple[int, int, int]:
+    """Chunks, numbers and keys."""
+    return work.chunks, work.numbers, work.keys

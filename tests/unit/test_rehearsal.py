@@ -1,0 +1,171 @@
+"""The arithmetic of a rehearsal, and its command's answers to what cannot work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mbridge_fsdp_ckpt.errors import ConfigurationError, RankFailedError
+from mbridge_fsdp_ckpt.plan.boxes import Box
+from mbridge_fsdp_ckpt.rehearsal import small
+from mbridge_fsdp_ckpt.rehearsal.choices import Choices
+from mbridge_fsdp_ckpt.rehearsal.costs import Bandwidths, files_of, groups_of
+from mbridge_fsdp_ckpt.rehearsal.job import Tally
+from mbridge_fsdp_ckpt.rehearsal.layout import JobLayout, coordinates, in_small, other_than
+from mbridge_fsdp_ckpt.rehearsal.records import record_bytes
+from mbridge_fsdp_ckpt.rehearsal.rehearse import Rehearsal
+from mbridge_fsdp_ckpt.rehearsal.shards import shard_rank
+from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter
+from mbridge_fsdp_ckpt.storage.store import as_path
+from tests.unit.test_cli import call
+
+
+def test_ranks_of_a_stage_are_laid_out_as_megatron_numbers_them() -> None:
+    layout = JobLayout(16, tensor=2, pipeline=2, expert=2)
+    assert layout.mesh(expert=False, stage=1).tolist() == [[[8, 9], [10, 11], [12, 13], [14, 15]]]
+    assert layout.mesh(expert=True, stage=1).tolist() == [
+        [[[8], [9]], [[10], [11]], [[12], [13]], [[14], [15]]],
+    ]
+    assert coordinates(layout.mesh(expert=True, stage=1), 13) == (0, 2, 1, 0)
+
+
+@pytest.mark.parametrize(("outer", "expected"), [("no_shard", [0, 1, 0, 1]), ("optim", [0, 2, 1, 3])])
+def test_hybrid_sharding_numbers_inner_ranks_first(outer: Any, expected: list[int]) -> None:
+    layout = JobLayout(4, instances=2, outer=outer)
+    assert [shard_rank(o, s, layout) for o in range(2) for s in range(2)] == expected
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ({"world": 0}, "1 to 16,384 ranks"),
+        ({"world": 16_385}, "1 to 16,384 ranks"),
+        ({"world": 6, "tensor": 4}, "--tp 4 --pp 1 --cp 1 divides"),
+        ({"world": 8, "pipeline": 3}, "--pp 3"),
+        ({"world": 8, "expert": 3}, "--ep 3 --etp 1"),
+        ({"world": 8, "expert": 4, "expert_tensor": 4}, "--ep 4 --etp 4"),
+        ({"world": 8, "tensor": 4, "instances": 4}, "--outer 4 to divide the data-parallel size"),
+        ({"world": 8, "expert": 4, "instances": 4}, "the expert data-parallel size"),
+        ({"world": 8, "instances": 2, "outer": "optim", "strategy": "optim"}, "optim_grads_params"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_named(sizes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says.replace("-", r"\-")):
+        JobLayout(**sizes)
+
+
+def test_a_layout_in_small_keeps_what_a_few_ranks_can_show() -> None:
+    large = JobLayout(8960, tensor=2, expert=64)
+    assert in_small(large, 4) == JobLayout(4, tensor=2, expert=2)
+    assert other_than(in_small(large, 4)) == JobLayout(4, expert=2)
+    assert in_small(JobLayout(64, context=4, instances=2, strategy="optim"), 2) == JobLayout(
+        2, context=2, instances=2, strategy="optim"
+    )
+    assert other_than(JobLayout(3)) == JobLayout(1)
+
+
+@pytest.mark.parametrize("text", ["", "tp", "tp=", "tp=0", "tp=two", "size=4", "tp=2;ep=4"])
+def test_another_layout_is_given_by_sizes(text: str) -> None:
+    given = Choices.of({"world": 8, "tp": 2, "ep": None}, {"strategy": None}, {"moments": None})
+    assert given == Choices({"world": 8, "tensor": 2}, {})
+    assert given.laid_out("world=16, ep=4").layout == {"world": 16, "tensor": 2, "expert": 4}
+    with pytest.raises(ConfigurationError, match="--to with sizes"):
+        given.laid_out(text)
+
+
+SHAPES = [
+    (),
+    (0,),
+    (1,),
+    (7,),
+    (300,),
+    (70_000,),
+    (3, 5),
+    (255, 256),
+    (256, 257),
+    (2, 70_000),
+    (2, 3, 5),
+    (1, 1, 300, 4),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_a_record_is_as_long_as_it_is_written(dtype: torch.dtype, tmp_path: Path) -> None:
+    payload = PayloadWriter(as_path(tmp_path / "payload"))
+    for size in SHAPES * 2:  # what is written around elements is kept by form, here as there
+        elements = torch.zeros(size, dtype=dtype).reshape(-1)
+        chunk = payload.add("key", elements, Box((0,) * len(size), size))
+        assert record_bytes(size, dtype) == chunk.record.length, size
+    payload.close()
+
+
+def test_seconds_are_the_slowest_hosts_or_the_storages() -> None:
+    by_rank = np.array([4, 2, 1, 1, 3], dtype=np.int64) * 10**9  # hosts of two: 6, 2, 3
+    slow_host = Bandwidths(host_write=2.0, host_read=3.0, storage_write=100.0, storage_read=100.0, ranks=2)
+    assert slow_host.write_seconds(by_rank) == pytest.approx(3.0)
+    assert slow_host.read_seconds(by_rank) == pytest.approx(2.0)
+    slow_storage = Bandwidths(host_write=2.0, host_read=3.0, storage_write=1.0, storage_read=0.5, ranks=2)
+    assert slow_storage.write_seconds(by_rank) == pytest.approx(11.0)
+    assert slow_storage.read_seconds(by_rank) == pytest.approx(22.0)
+
+
+def test_a_rank_that_writes_nothing_has_no_payload() -> None:
+    tally = Tally(3)
+    tally.bytes[:] = [5, 0, 7]
+    assert files_of(tally) == 2 + 3 + 1 + 1 + 2
+    tally.chunks[0] = 64_001
+    assert files_of(tally) == 2 + 3 + 1 + 1
+
+
+@pytest.mark.parametrize(("world", "expected"), [(1, 0), (2, 1), (33, 1), (34, 2), (1025, 32), (1026, 32), (8960, 32)])
+def test_a_group_of_several_ranks_has_an_index_file(world: int, expected: int) -> None:
+    assert groups_of(world) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["qwen3_8b_pretrian"], "Did you mean 'qwen3_8b_pretrain'?"),
+        (["{folder}/config.json", "--world", "8"], "no such file"),
+        (["{folder}", "--world", "8"], "no such file"),
+        (["{folder}"], "Give --world"),
+        (["{folder}/config.json", "--world", "8", "--tp", "3"], "--tp 3"),
+        (["{folder}/config.json", "--world", "20000"], "16,384"),
+        (["qwen3_8b_pretrain", "--picture", "ranks.pdf"], "FILE.png"),
+        (["{folder}", "--world", "8", "--to", "pp"], "--to with sizes"),
+    ],
+)
+def test_what_cannot_be_rehearsed_is_said_in_one_line(arguments: list[str], says: str, tmp_path: Path) -> None:
+    found = call("rehearse", *(argument.format(folder=tmp_path) for argument in arguments))
+    assert (found.exit_code, found.stdout) == (2, "")
+    assert found.stderr.startswith("ConfigurationError: ")
+    assert says in found.stderr
+    assert len(found.stderr.splitlines()) == 1
+
+
+def _found() -> Rehearsal:
+    tally = Tally(3_000)
+    tally.bytes[:] = 10**6
+    tally.bytes[7] = 3 * 10**6
+    tally.by_part["$experts"] = tally.bytes.copy()
+    return Rehearsal("a_$model", JobLayout(3_000, tensor=2), tally, (), {}, 1.0)
+
+
+@pytest.mark.parametrize(("kind", "begins"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
+def test_a_picture_shows_the_heaviest_of_many_ranks(kind: str, begins: bytes) -> None:
+    pytest.importorskip("matplotlib")
+    from mbridge_fsdp_ckpt.rehearsal.picture import draw
+
+    found = _found()
+    assert draw(found, kind).startswith(begins)
+    assert found.balance.ratio == pytest.approx(3.0, rel=1e-2)
+
+
+def test_a_small_job_that_fails_is_a_named_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(small, "PROGRAM", "mbridge_fsdp_ckpt.nothing")
+    with pytest.raises(RankFailedError, match=r"No module named mbridge_fsdp_ckpt\.nothing"):
+        small.run_small("qwen3_8b_pretrain", Choices({}, {}), 2)

@@ -11,13 +11,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from mbridge_fsdp_ckpt import checkpoint
 from mbridge_fsdp_ckpt.bridge.choice import settings_of
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.families.naming import is_expert_name
 from mbridge_fsdp_ckpt.live.megatron_fsdp import tensor_parallel_dim
-from mbridge_fsdp_ckpt.plan.layout import Axis
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 from mbridge_fsdp_ckpt.versions import lacking, require
 
@@ -139,17 +139,23 @@ def _annotate(module: Any) -> None:
 
 
 class _Mesh:
-    """One of the two meshes, as far as it is asked: names, sizes and this rank's place."""
+    """One of the two meshes, as far as it is asked: names, ranks and this rank's place.
+
+    Args:
+        groups: This rank's data- and tensor-parallel group.  In Megatron's order of ranks a step along a group is the
+            same number everywhere, so that the two tell of all others.
+    """
 
     mesh_dim_names = (_DATA, _TENSOR)
 
-    def __init__(self, data: Axis, tensor: Axis) -> None:
-        self._axes = (data, tensor)
-        self.mesh = torch.empty(data.count, tensor.count, device="meta")
+    def __init__(self, *groups: dist.ProcessGroup) -> None:
+        self._groups = groups
+        data, tensor = (torch.tensor(dist.get_process_group_ranks(group), device="cpu") for group in groups)
+        self.mesh = data[:, None] + tensor[None, :] - dist.get_rank()
 
     def get_coordinate(self) -> list[int]:
         """This rank's place along each dimension."""
-        return [axis.index for axis in self._axes]
+        return [group.rank() for group in self._groups]
 
 
 class _Index:
@@ -161,17 +167,9 @@ class _Index:
     def __init__(self) -> None:
         from megatron.core import parallel_state as state
 
-        self._dense = _Mesh(
-            Axis(
-                state.get_data_parallel_rank(with_context_parallel=True),
-                state.get_data_parallel_world_size(with_context_parallel=True),
-            ),
-            Axis(state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size()),
-        )
-        self._expert = _Mesh(
-            Axis(state.get_expert_data_parallel_rank(), state.get_expert_data_parallel_world_size()),
-            Axis(state.get_expert_tensor_parallel_rank(), state.get_expert_tensor_parallel_world_size()),
-        )
+        dense = state.get_data_parallel_group(with_context_parallel=True), state.get_tensor_model_parallel_group()
+        self._dense = _Mesh(*dense)
+        self._expert = _Mesh(state.get_expert_data_parallel_group(), state.get_expert_tensor_parallel_group())
 
     def get_root_mesh(self, *, is_expert_parallel: bool) -> _Mesh:
         """The mesh of experts, or of all else."""

@@ -92,11 +92,12 @@ def open_and_match(directory: AnyPath, wanted: Wanted, settings: Settings, agree
     """
     require("save and load")
     recover(directory)
+    source = open_checkpoint(directory, near=[agreement.rank])
+    _check_families(source, settings)  # before the model is planned: it would miss them, too
     module, include = find_fsdp_module(wanted.model), wanted.include
     everything = plan_model(module)
-    copies = ranks_with_copies(Mates(module), (item.plan for item in everything), agreement.rank)
-    source = open_checkpoint(directory, near=[agreement.rank, *copies])
-    _check_families(source, settings)
+    if copies := ranks_with_copies(Mates(module), (item.plan for item in everything), agreement.rank):
+        source = open_checkpoint(source.head.directory, near=[agreement.rank, *copies])
     source = under_new_names(source, [item.plan for item in everything])
     planned = [p for p in everything if include is None or include(p.plan.layout.key)]
     parts = optimizer_parts(wanted.optimizer, everything) if wanted.optimizer is not None else []

@@ -90,7 +90,7 @@ def _enter(path: Path, deadline: float) -> tuple[_SharedFile | None, bool]:
         OSError: There is no such folder, or it refuses.
     """
     _remove_others(path)
-    file = _SharedFile(path)
+    file, drawing = _SharedFile(path), random.Random()  # the job's own generator is part of its state
     while time.monotonic() < deadline:
         if not file.is_ours():
             break
@@ -101,7 +101,7 @@ def _enter(path: Path, deadline: float) -> tuple[_SharedFile | None, bool]:
                 return file, False
             file.release()
             file = _SharedFile(path)
-        time.sleep(random.uniform(*_PAUSES))
+        time.sleep(drawing.uniform(*_PAUSES))
     file.release()
     return None, False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import resource
 import signal
 from collections.abc import Callable, Iterator
@@ -144,9 +145,12 @@ def test_after_a_death_in_the_middle_the_next_one_reads(folder: Path, parts: Par
 
 
 def test_nobody_waits_beyond_the_limit(folder: Path) -> None:
+    """And who waits leaves the job's random numbers as they were: they are part of what a load restores."""
     with process(stuck) as (first, _):
         assert first.recv() == "reading"
+        before = random.getstate()
         assert once_a_host("these", never, wait_limit=0.1) is None
+        assert random.getstate() == before
         assert len(list(folder.iterdir())) == 1
 
 

@@ -182,6 +182,8 @@ def progress_bar() -> Iterator[Bar]:
 
 def be_quiet() -> None:
     """What Megatron and its companions warn of concerns training."""
+    import torch  # noqa: F401  (it sets its loggers' levels when it is imported: that must come first)
+
     warnings.simplefilter("ignore")
     quiet: Any = {"TRANSFORMERS_VERBOSITY": "error", "PYTHONWARNINGS": "ignore"}
     os.environ.update({name: value for name, value in quiet.items() if name not in os.environ})

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 import mbridge_fsdp_ckpt
+from benchmarks.cache import prepare_cache
 from mbridge_fsdp_ckpt.storage.format import payload
 from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
 from mbridge_fsdp_ckpt.testing.models import Recipe, build
@@ -70,7 +70,7 @@ def measure(folder: str, recipe: Recipe, repeats: int) -> Times:
         for verify in ("full", "header"):
             settings = mbridge_fsdp_ckpt.Settings(verify=verify)
             for place in ("cached", "from disk"):
-                _prepare_cache(with_sums, cached=place == "cached")
+                prepare_cache(with_sums, cached=place == "cached")
                 name = f"load, {place}, {verify}"
                 timed(name, lambda s=settings: mbridge_fsdp_ckpt.load(with_sums, settings=s, **arguments), number)
     return times
@@ -95,19 +95,6 @@ def measure_copies(folder: str, recipe: Recipe, repeats: int) -> Times:
             if number:
                 times.setdefault(name, []).append(time.perf_counter() - begin)
     return times
-
-
-def _prepare_cache(directory: Path, *, cached: bool) -> None:
-    """Rank 0 reads the files, or drops them from the page cache; the others wait."""
-    if dist.get_rank() == 0:
-        for path in directory.iterdir():
-            with path.open("rb") as file:
-                if cached:
-                    while file.read(1 << 24):
-                        pass
-                else:
-                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    dist.barrier()
 
 
 def compare(times: list[Times]) -> dict[str, dict[str, float]]:

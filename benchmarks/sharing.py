@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -24,6 +23,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 import mbridge_fsdp_ckpt
+from benchmarks.cache import prepare_cache
 from mbridge_fsdp_ckpt.storage import file_system
 from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
 from mbridge_fsdp_ckpt.testing.models import Recipe, build
@@ -58,7 +58,7 @@ def measure(folder: str, recipe: Recipe, repeats: int) -> dict[str, dict[str, An
     for number in range(repeats + 1):
         for storage, rate in STORAGES.items():
             for mode in MODES:
-                _prepare_cache(directory, cached=storage != "disk")
+                prepare_cache(directory, cached=storage != "disk")
                 settings = mbridge_fsdp_ckpt.Settings(share_reads=mode)
                 with _slow(rate) as read:
                     begin = time.perf_counter()
@@ -92,19 +92,6 @@ def _slow(rate: int | None) -> Iterator[list[int]]:
 
     with patch.object(file_system._OpenFile, "begin", begin):
         yield read
-
-
-def _prepare_cache(directory: Path, *, cached: bool) -> None:
-    """Rank 0 reads the files, or drops them from the page cache; the others wait."""
-    if dist.get_rank() == 0:
-        for path in directory.iterdir():
-            with path.open("rb") as file:
-                if cached:
-                    while file.read(1 << 24):
-                        pass
-                else:
-                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    dist.barrier()
 
 
 def compare(ranks: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, float]]:

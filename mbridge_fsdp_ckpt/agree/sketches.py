@@ -8,9 +8,9 @@ up over all ranks, each is zero if
     presence    all n replicas are there, and one of them writes: each counts 1/n of a word, the writer less a whole one
 
 Where every bucket is zero, each element of each tensor is written once, or by ranks that know nothing of each other
-at all: these declare a key twice, which `declare` sees when all have written.  Otherwise the ranks name their blocks
-in the bad buckets, and these are judged one by one: a tensor that only some ranks hold is in order if its writer is
-one of them.
+at all: the index then has a key's first element twice, which `merged` sees when all have written.  Otherwise the ranks
+name their blocks in the bad buckets, and these are judged one by one: a tensor that only some ranks hold is in order
+if its writer is one of them.
 """
 
 from __future__ import annotations
@@ -263,22 +263,3 @@ def ranks_listed(ranks: Iterable[int]) -> str:
     """Ranks for an error, up to a bound."""
     found = sorted(set(ranks))
     return ", ".join(map(str, found[:8])) + (", ..." if len(found) > 8 else "")
-
-
-def declare(declared_by: dict[str, int], rank: int, keys: Iterable[str]) -> None:
-    """Note the keys whose first element a rank has written.
-
-    Two ranks that each plan all of a tensor, and do not know of each other, leave nothing in the sketch.
-
-    Raises:
-        PlanDisagreementError: Another rank has written one, too.
-    """
-    for key in keys:
-        if key in declared_by:
-            raise PlanDisagreementError(
-                expected="one rank to write the first element of a tensor",
-                found=f"ranks {declared_by[key]} and {rank} did",
-                remedy="The ranks hold different models, or do not know of each other. Nothing was committed.",
-                key=key,
-            )
-        declared_by[key] = rank

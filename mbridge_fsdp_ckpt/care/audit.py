@@ -28,6 +28,7 @@ from mbridge_fsdp_ckpt.storage.files import blocks, check_file, hold, size_of
 from mbridge_fsdp_ckpt.storage.format.columns import box_of, chunk_of
 from mbridge_fsdp_ckpt.storage.format.directory import Directory
 from mbridge_fsdp_ckpt.storage.format.index import IndexFile
+from mbridge_fsdp_ckpt.storage.format.indexes import written_by
 from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
 from mbridge_fsdp_ckpt.storage.format.names import MANIFEST_NAME, Files
 from mbridge_fsdp_ckpt.storage.format.rows import Chunk
@@ -168,10 +169,7 @@ class Audit:
         return part
 
     def _own(self, rank: int) -> IndexFile:
-        path = self._directory / self._files.of_rank(rank)
-        size = size_of(path) if path.is_file() else 0
-        check_file(self._directory, FileEntry(name=path.name, size=size, checksum=""))
-        return IndexFile(path, size, self._files, OpenFiles())
+        return written_by(rank, self._directory, self._files, OpenFiles())
 
     def _rank(self, index: Directory, group: IndexFile, place: int) -> _Part:
         """What a rank wrote: its own index file, and its payload by the group's index."""

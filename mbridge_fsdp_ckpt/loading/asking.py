@@ -80,8 +80,7 @@ def announce(opened: Opened, lost: ErrorData | None = None) -> Asked:
 def _slots_word(opened: Opened) -> int:
     """Each holder adds a word for a parameter's slots as often as it has elements; who has the first takes all off."""
     total = 0
-    plans = (plan for part in opened.parts for _, plan in part.parameters()) if opened.with_state else ()
-    for plan in plans:
+    for plan in opened.updated:
         if plan.layout.is_copy or not plan.pieces:
             continue
         slots = sorted({slot for piece in plan.pieces for slot in opened.slots[plan.state_name(piece.component)]})
@@ -110,12 +109,10 @@ def _declared(opened: Opened) -> list[tuple[str, Piece]]:
     declared = []
     for item in opened.planned:
         declared += [(item.plan.model_key(piece.component), piece) for piece in _origins(item.plan)]
-    if opened.with_state:
-        for part in opened.parts:
-            for _, plan in part.parameters():
-                for piece in _origins(plan):
-                    slots = opened.slots.get(plan.state_name(piece.component), {})
-                    declared += [(plan.slot_key(piece.component, slot), piece) for slot in slots]
+    for plan in opened.updated:
+        for piece in _origins(plan):
+            slots = opened.slots.get(plan.state_name(piece.component), {})
+            declared += [(plan.slot_key(piece.component, slot), piece) for slot in slots]
     return [(key, piece) for key, piece in declared if key in opened.asked]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from mbridge_fsdp_ckpt.loading.match import Match, check_coverage
 from mbridge_fsdp_ckpt.loading.renaming import under_new_names
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
+from mbridge_fsdp_ckpt.plan.pieces import ParameterPlan
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.commit.methods import recover
 from mbridge_fsdp_ckpt.storage.files import malformed
@@ -78,6 +79,13 @@ class Opened:
     skipped: list[str] = field(default_factory=list)
 
     @property
+    def updated(self) -> Iterator[ParameterPlan]:
+        """Plans of the parameters whose optimizer state is loaded."""
+        for part in self.parts if self.with_state else ():
+            for _, plan in part.parameters():
+                yield plan
+
+    @property
     def verified(self) -> bool:
         """Whether every byte is checked before it is used."""
         return self.settings.verify == "full"
@@ -96,8 +104,7 @@ def open_and_match(directory: AnyPath, wanted: Wanted, settings: Settings, agree
     _check_families(source, settings)  # before the model is planned: it would miss them, too
     module, include = find_fsdp_module(wanted.model), wanted.include
     everything = plan_model(module)
-    if copies := ranks_with_copies(Mates(module), (item.plan for item in everything), agreement.rank):
-        source = open_checkpoint(source.head.directory, near=[agreement.rank, *copies])
+    source.look_near(ranks_with_copies(Mates(module), (item.plan for item in everything), agreement.rank))
     source = under_new_names(source, [item.plan for item in everything])
     planned = [p for p in everything if include is None or include(p.plan.layout.key)]
     parts = optimizer_parts(wanted.optimizer, everything) if wanted.optimizer is not None else []
@@ -106,8 +113,7 @@ def open_and_match(directory: AnyPath, wanted: Wanted, settings: Settings, agree
     if not match.fits:
         match = _match(opened, everything=True)
     if opened.with_state:
-        plans = (plan for part in parts for _, plan in part.parameters())
-        opened.hyperparameters = source.hyperparameters(plan.layout.optimizer_name for plan in plans)
+        opened.hyperparameters = source.hyperparameters(plan.layout.optimizer_name for plan in opened.updated)
         _check_groups(opened)
     match.finish()
     opened.scaling = restorations(module, source.states)
@@ -127,9 +133,8 @@ def _match(opened: Opened, *, everything: bool) -> Match:
     if opened.with_state:
         match.section("optimizer")
         opened.slots = {}
-        for part in opened.parts:
-            for _, plan in part.parameters():
-                opened.slots |= match.slots(plan)
+        for plan in opened.updated:
+            opened.slots |= match.slots(plan)
     return match
 
 

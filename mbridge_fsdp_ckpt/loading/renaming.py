@@ -63,6 +63,10 @@ class _Renamed:
         self._keys = _Keys(source.head.keys)
         self.head = replace(source.head, keys=self._keys)
 
+    def look_near(self, ranks: Iterable[int]) -> None:
+        """See `CheckpointSource`."""
+        self._source.look_near(ranks)
+
     def chunks(
         self, keys: Iterable[str], needed: Mapping[str, Sequence[Box]] | None = None
     ) -> dict[str, list[StoredChunk]]:

@@ -132,11 +132,10 @@ def _keys(opened: Opened) -> Iterator[tuple[str, ParameterPlan, Component]]:
     for item in opened.planned:
         for component in _held(item.plan):
             yield item.plan.model_key(component), item.plan, component
-    for part in opened.parts if opened.with_state else ():
-        for _, plan in part.parameters():
-            for component in _held(plan):
-                for slot in opened.slots.get(plan.state_name(component), {}):
-                    yield plan.slot_key(component, slot), plan, component
+    for plan in opened.updated:
+        for component in _held(plan):
+            for slot in opened.slots.get(plan.state_name(component), {}):
+                yield plan.slot_key(component, slot), plan, component
 
 
 def _held(plan: ParameterPlan) -> Iterable[Component]:

@@ -20,8 +20,8 @@ class RankWork:
     Args:
         bytes: Of its payload file.
         chunks: Records in it.
-        numbers: Numbers that it declares, such as step counters.
-        keys: Keys that it is the one to declare.
+        numbers: Numbers of which its value counts, such as step counters.
+        keys: Keys of which it writes the first element.
         held_bytes: Of records that hold what it has, whoever writes them: what it reads in a load.
         held_chunks: How many these are.
     """

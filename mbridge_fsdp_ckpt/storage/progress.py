@@ -20,3 +20,15 @@ class Progress(Protocol):
     def advance(self, count: int) -> None:
         """So many more bytes are done."""
         ...
+
+
+class Unwatched:
+    """Nobody looks."""
+
+    shown = False
+
+    def begin(self, what: str, total: int) -> None:
+        """See `Progress`."""
+
+    def advance(self, count: int) -> None:
+        """See `Progress`."""

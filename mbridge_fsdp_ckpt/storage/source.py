@@ -1,4 +1,4 @@
-"""What an opened checkpoint is, in this format or stock's: a head, and five things that can be asked of it."""
+"""What an opened checkpoint is, in this format or stock's: a head, and what can be asked of the rest."""
 
 from __future__ import annotations
 
@@ -101,6 +101,9 @@ class CheckpointSource(Protocol):
     @property
     def head(self) -> Head:
         """What it says of itself as a whole."""
+
+    def look_near(self, ranks: Iterable[int]) -> None:
+        """Say that these ranks, too, probably wrote what is going to be asked for."""
 
     def chunks(
         self, keys: Iterable[str], needed: Mapping[str, Sequence[Box]] | None = None

@@ -29,6 +29,7 @@ from mbridge_fsdp_ckpt.rehearsal.choices import Choices, Described, describe
 from mbridge_fsdp_ckpt.rehearsal.layout import JobLayout, in_small, other_than
 from mbridge_fsdp_ckpt.rehearsal.rehearse import rehearse
 from mbridge_fsdp_ckpt.storage.format.names import payload_name
+from mbridge_fsdp_ckpt.storage.progress import Unwatched
 from mbridge_fsdp_ckpt.storage.store import as_path
 from mbridge_fsdp_ckpt.testing.models import torch_adam
 from mbridge_fsdp_ckpt.testing.modules import BRIDGE_MODULES, installed
@@ -161,7 +162,7 @@ def run_small(pool: RankPool, asked: Asked, folder: Path) -> dict[str, Any]:
     own = pool.run(saved_and_loaded, asked, place, ranks=layout.world)
     seconds = pool.run(resharded, asked, other, place, again, ranks=other.world)
     rehearsed = pool.run(predicted, asked, ranks=1)[0]
-    differing = differences(as_path(place), as_path(again), Tolerance(0.0, 0.0), progress=_Nobody())
+    differing = differences(as_path(place), as_path(again), Tolerance(0.0, 0.0), progress=Unwatched())
     sizes = {rank: _size(Path(place) / payload_name(rank)) for rank in range(layout.world)}
     return {
         "layout": layout.as_data(),
@@ -173,18 +174,6 @@ def run_small(pool: RankPool, asked: Asked, folder: Path) -> dict[str, Any]:
         "resharded_load_is_identical": differing.equal and differing.compared > 0,
         "seconds": {"save": own[0]["save"], "load": own[0]["load"], "resharded_load": max(seconds)},
     }
-
-
-class _Nobody:
-    """Nobody watches."""
-
-    shown = False
-
-    def begin(self, what: str, total: int) -> None:
-        """See `Progress`."""
-
-    def advance(self, count: int) -> None:
-        """See `Progress`."""
 
 
 def _size(path: Path) -> int:

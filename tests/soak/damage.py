@@ -20,6 +20,7 @@ from torch import distributed as dist
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.care.verify import verify
 from mbridge_fsdp_ckpt.errors import CheckpointError
+from mbridge_fsdp_ckpt.storage.progress import Unwatched
 from mbridge_fsdp_ckpt.testing.models import Recipe
 from tests.core import cases, oracle
 
@@ -267,18 +268,6 @@ def _found(path: Path, damaged: set[str]) -> bool:
     except CheckpointError as error:
         return MANIFEST in damaged and str(path) in (error.key or "")
     return any(name == found.file or name in found.expected for found in report.damage for name in damaged)
-
-
-class Unwatched:
-    """Progress that nobody looks at."""
-
-    shown = False
-
-    def begin(self, what: str, total: int) -> None:
-        """Nobody looks."""
-
-    def advance(self, count: int) -> None:
-        """Nobody looks."""
 
 
 def try_all(

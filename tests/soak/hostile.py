@@ -33,8 +33,8 @@ from mbridge_fsdp_ckpt.loading.match import check_coverage
 from mbridge_fsdp_ckpt.plan.boxes import Box, whole
 from mbridge_fsdp_ckpt.storage.format.names import READING
 from mbridge_fsdp_ckpt.storage.opening import check_other_files, open_checkpoint
+from mbridge_fsdp_ckpt.storage.progress import Unwatched
 from mbridge_fsdp_ckpt.storage.source import sizes_of
-from tests.soak.damage import Unwatched
 from tests.unit import handmade
 
 ADDRESS_SPACE = 3 << 29  # 1.5 GiB more than the imports had mapped

@@ -16,9 +16,16 @@ from mbridge_fsdp_ckpt.agree.sketches import Block
 from mbridge_fsdp_ckpt.errors import PlanDisagreementError
 from mbridge_fsdp_ckpt.live.holdings import Holding
 from mbridge_fsdp_ckpt.plan.boxes import Box, FlatRange, whole
+from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.plan.layout import Axis, ParameterLayout
 from mbridge_fsdp_ckpt.plan.pieces import plan_parameter
+from mbridge_fsdp_ckpt.storage.format.columns import Columns
+from mbridge_fsdp_ckpt.storage.format.group_index import merged
+from mbridge_fsdp_ckpt.storage.format.names import Files
+from mbridge_fsdp_ckpt.storage.format.own_index import RankIndex, own_index
+from mbridge_fsdp_ckpt.storage.format.rows import Chunk, Number, Row
+from mbridge_fsdp_ckpt.storage.ranges import ByteRange
 
 Plans = list[list[Block]]
 """By rank."""
@@ -215,17 +222,28 @@ def _counts(blocks: list[Block]) -> bool:
     return bool((times == 1).all())
 
 
+def _row(block: Block) -> Row:
+    if block.kind == "sharded":
+        return Chunk(block.key, block.box, ByteRange(0, 0), 0, 0)
+    return Number(block.key, bytes(dtype_from_name(block.dtype).itemsize))
+
+
+def _index_of(rank: int, blocks: list[Block]) -> Columns:
+    """The index of what a rank writes, without its bytes."""
+    written = {(block.key, block.box): block for block in blocks if block.writes}.values()
+    keys = {block.key: KeyEntry(dtype=block.dtype, shape=block.shape, kind=block.kind) for block in written}
+    rows = [_row(block) for block in written]
+    return own_index(RankIndex(rank, {"rank": rank}, None, keys), rows, Files("0" * 32, ".distcp"))
+
+
 def refusal(plans: Plans) -> str:
     """The meetings of a save about a plan, as data that passed through the store; why it is refused, or nothing."""
-    declared: dict[str, int] = {}
     try:
         bad = sketches.add(json.loads(json.dumps([sketches.sketch(blocks) for blocks in plans])))
         if bad:
             named = [sketches.blocks_in(rank, blocks, bad) for rank, blocks in enumerate(plans)]
             sketches.judge(sketches.combine(json.loads(json.dumps(named))), bad)
-        for rank, blocks in enumerate(plans):
-            # One index file a rank: a key that one rank declares twice is one entry there.
-            sketches.declare(declared, rank, {block.key: None for block in blocks if block.writes and block.is_origin})
+        merged([_index_of(rank, blocks) for rank, blocks in enumerate(plans)])
     except PlanDisagreementError as error:
         return str(error)
     return ""

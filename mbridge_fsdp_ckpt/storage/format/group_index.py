@@ -110,8 +110,7 @@ class _Keys:
         origins = np.bincount(self._place, every["origins"], len(first)).astype(np.uint32)
         self._check(origins[self._place] > 1, "one rank to write the first element of a tensor", "several")
         self._keys["origins"] = origins
-        sharded = np.array([entry.is_sharded for entry in self.entries], dtype=bool)
-        self._sharded = sharded[self._keys["entry"]]
+        self._sharded = sharded_keys(self.entries, self._keys)
         counts = np.bincount(self._place, every["count"].astype(np.float64), len(first)).astype(np.uint64)
         self._keys["count"] = counts
         for mask in (self._sharded, ~self._sharded):

@@ -29,14 +29,15 @@ class Indexes:
     """
 
     def __init__(self, directory: AnyPath, manifest: Manifest, near: Sequence[int], opened: OpenFiles) -> None:
-        self._directory, self._manifest, self._near, self._opened = directory, manifest, near, opened
+        self._directory, self._manifest, self._opened = directory, manifest, opened
+        self.near_ranks = [*near]
         self._files = Files(manifest.save, manifest.suffix)
         self._near_files: dict[int, IndexFile | None] = {}
 
     @cached_property
     def all(self) -> Directory:
         """The directories of all groups' index files; in a load they are read once a host."""
-        if self._near:
+        if self.near_ranks:
             what = f"index of {self._directory}, {self._manifest.checksum}"
             heads = once_a_host(what, lambda: (group.head for group in self.share(0, 1)))
             if heads is not None:
@@ -56,7 +57,8 @@ class Indexes:
             yield from self.all.groups[index::count]
             return
         for entry in self._manifest.index[index::count]:
-            yield self._opened_at(check_file(self._directory, entry, MANIFEST_NAME))
+            path = check_file(self._directory, entry, MANIFEST_NAME)
+            yield IndexFile(path, entry.size, self._files, self._opened)
 
     def of_rank(self, rank: int) -> IndexFile:
         """The index file that a rank wrote.
@@ -65,21 +67,15 @@ class Indexes:
             DamagedCheckpointError: It is not there.
             ManifestError: It contradicts the format, or is of another rank or save.
         """
-        path = self._directory / self._files.of_rank(rank)
-        size = size_of(path) if path.is_file() else 0
-        check_file(self._directory, FileEntry(name=path.name, size=size, checksum=""))
-        found = self._opened_at(path)
+        found = written_by(rank, self._directory, self._files, self._opened)
         if found.ranks["rank"].tolist() != [rank]:
-            raise malformed(path, f"the index file of rank {rank}", f"that of {found.ranks['rank'].tolist()[:8]}")
+            raise malformed(found.path, f"the index file of rank {rank}", f"that of {found.ranks['rank'].tolist()[:8]}")
         return found
-
-    def _opened_at(self, path: AnyPath) -> IndexFile:
-        return IndexFile(path, size_of(path), self._files, self._opened)
 
     def near(self) -> Iterator[IndexFile]:
         """What ranks wrote that probably have what is asked for; each is opened when it is first looked at."""
         world = self._manifest.topology.get("world")
-        for rank in self._near:
+        for rank in self.near_ranks:
             if not isinstance(world, int) or rank >= world:
                 continue
             if rank not in self._near_files:
@@ -118,3 +114,16 @@ class Indexes:
                     yield from ((file, place) for place in found)
                     return
         yield from self.all.names(kind, name)
+
+
+def written_by(rank: int, directory: AnyPath, files: Files, opened: OpenFiles) -> IndexFile:
+    """The index file of a rank's name, whichever rank it says it is of.
+
+    Raises:
+        DamagedCheckpointError: It is not there.
+        ManifestError: It contradicts the format, or is of another save.
+    """
+    path = directory / files.of_rank(rank)
+    size = size_of(path) if path.is_file() else 0
+    check_file(directory, FileEntry(name=path.name, size=size, checksum=""))
+    return IndexFile(path, size, files, opened)

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from mbridge_fsdp_ckpt.errors import UnsupportedStateError
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
+from mbridge_fsdp_ckpt.storage.checksums import as_number
 from mbridge_fsdp_ckpt.storage.entries import FileEntry
 from mbridge_fsdp_ckpt.storage.format import columns
 from mbridge_fsdp_ckpt.storage.format.columns import Array, Columns, key_hash
@@ -76,7 +77,7 @@ def own_index(index: RankIndex, rows: Iterable[Row], files: Files) -> Columns:
         chunks += [row for row in held if isinstance(row, Chunk)]
         numbers += [row for row in held if isinstance(row, Number)]
     names = _names(index, text)
-    payload = (index.payload.size, int(index.payload.checksum.rpartition(":")[2], 16)) if index.payload else (0, 0)
+    payload = (index.payload.size, as_number(index.payload.checksum)) if index.payload else (0, 0)
     return Columns(
         save=files.save,
         suffix=files.suffix,

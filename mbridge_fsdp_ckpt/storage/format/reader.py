@@ -41,7 +41,7 @@ class SafeSource:
     Args:
         directory: The iteration directory.
         near: In a load, ranks whose index files are looked at first: the loading rank, then those with copies of what
-            it holds.  Ranks of these numbers wrote what the same layout needs.
+            it holds.  Ranks of these numbers wrote what the same layout needs.  `look_near` adds to them.
         manifest: The head, where it is not written yet.
 
     Raises:
@@ -69,6 +69,10 @@ class SafeSource:
             families=manifest.families,
             chunks=manifest.chunks,
         )
+
+    def look_near(self, ranks: Iterable[int]) -> None:
+        """See `CheckpointSource`."""
+        self._indexes.near_ranks += ranks
 
     @property
     def index(self) -> Directory:

@@ -105,6 +105,9 @@ class DcpSource:
                     found.setdefault(name, {})[hyperparameter] = self.read_object(key)
         return found
 
+    def look_near(self, ranks: Iterable[int]) -> None:
+        """See `CheckpointSource`: all is known of all ranks."""
+
     def chunks(
         self, keys: Iterable[str], needed: Mapping[str, Sequence[Box]] | None = None
     ) -> dict[str, list[StoredChunk]]:

@@ -164,11 +164,12 @@ class Synthetic:
         return rows
 
     def _names(self, first: Numbers, rank: int | None, base: int) -> tuple[Array, list[bytes]]:
-        """Parameters whose first element is there, and in a rank's own index file all others of its model."""
-        others = np.setdiff1d(self.model(rank), first) if rank is not None else np.zeros(0, dtype=np.int64)
-        texts = [self.optimizer_name(int(number)).encode() for number in (*first, *others)]
+        """Parameters whose first element is there, and in a rank's own index file the param group of its model."""
+        texts = [self.optimizer_name(int(number)).encode() for number in first]
+        if rank is not None:
+            texts.append(columns.param_group_name(map(self.optimizer_name, self.model(rank))).encode())
         names = np.zeros(len(texts), dtype=columns.NAME)
-        names["kind"][len(first) :] = columns.COPY
+        names["kind"][len(first) :] = columns.PARAM_GROUP
         names["hash"], names["value"] = [key_hash(text) for text in texts], np.uint64(hash_of(dict(_SETS)))
         order = np.lexsort((names["hash"], names["kind"]))
         names, ordered = names[order], [texts[number] for number in order]

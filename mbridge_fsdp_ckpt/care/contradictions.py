@@ -28,13 +28,7 @@ def contradictions(
         manifest: The head.
         own_index: Opens a rank's own; what it raises is no contradiction of the group's.
     """
-    try:
-        lost = group.without_its_hash()
-    except CheckpointError as error:
-        yield error.expected, error.found
-    else:
-        if lost is not None:
-            yield "keys and names by their hashes", f"{lost} by another"[:500]
+    yield from _by_another_hash(group)
     said = set(group.names["value"][group.names["kind"] == columns.PARAMETER].tolist())
     unknown = {f"{hashed:016x}" for hashed in said} - manifest.hyperparameters.keys()
     if unknown:
@@ -52,16 +46,25 @@ def contradictions(
             yield _OWN, "another"
 
 
+def _by_another_hash(file: IndexFile) -> Iterator[tuple[str, str]]:
+    try:
+        lost = file.without_its_hash()
+    except CheckpointError as error:
+        yield error.expected, error.found
+    else:
+        if lost is not None:
+            yield "keys and names by their hashes", f"{lost} by another"[:500]
+
+
 def unlike_copies(own: IndexFile, index: Directory) -> Iterator[tuple[str, str]]:
     """What a rank's index has twice, or has copied otherwise than the index has it: expected and found."""
+    yield from _by_another_hash(own)
     entries = own.header.entries
     if len(set(entries)) < len(entries):
         yield "each description of keys once", f"{len(entries)}, of which {len(set(entries))} differ"
-    for place in np.flatnonzero(own.names["kind"] == columns.COPY).tolist():
-        name, value = own.text_of_name(place), int(own.names["value"][place])
-        for group, there in index.names(columns.PARAMETER, name):
-            if int(group.names["value"][there]) != value:
-                yield f"the hyperparameters of {name} that {group.path.name} has", "others"
+    sets = [set(own.names["value"][own.names["kind"] == k].tolist()) for k in (columns.PARAM_GROUP, columns.PARAMETER)]
+    if sets[0] and sets[1] - sets[0]:
+        yield "a param group with the hyperparameters of each parameter", f"none with {min(sets[1] - sets[0]):016x}"
     for place in np.flatnonzero(~own.are_sharded).tolist():
         key, number = own.text_of_key(place), own.number(place)
         for group, there in index.places(key):

@@ -113,7 +113,9 @@ def open_and_match(directory: AnyPath, wanted: Wanted, settings: Settings, agree
     if not match.fits:
         match = _match(opened, everything=True)
     if opened.with_state:
-        opened.hyperparameters = source.hyperparameters(plan.layout.optimizer_name for plan in opened.updated)
+        for part in parts:
+            for _, names in part.group_names():
+                opened.hyperparameters |= source.hyperparameters(names)
         _check_groups(opened)
     match.finish()
     opened.scaling = restorations(module, source.states)

@@ -86,8 +86,10 @@ class _Renamed:
 
     def hyperparameters(self, names: Iterable[str] | None = None) -> dict[str, dict[str, Any]]:
         """See `CheckpointSource`; what was saved under a new name counts for more."""
-        asked = None if names is None else {both for name in names for both in (name, name.replace(_NEW, _OLD))}
-        found = self._source.hyperparameters(asked)
+        wanted = None if names is None else set(names)
+        found = self._source.hyperparameters(wanted)
+        if wanted is not None and found.keys() != wanted:
+            found |= self._source.hyperparameters(name.replace(_NEW, _OLD) for name in wanted - found.keys())
         older = {name: values for name, values in found.items() if _OLD in name}
         newer = {name: values for name, values in found.items() if _OLD not in name}
         return {name.replace(_OLD, _NEW): values for name, values in older.items()} | newer

@@ -29,7 +29,7 @@ _KEY_BYTES = columns.KEY.itemsize + _TEXT_BYTES
 _NAME_BYTES = columns.NAME.itemsize + _TEXT_BYTES
 _ROW_BYTES = columns.row_dtype(_DIMENSIONS).itemsize + columns.CHECK.itemsize // columns.BLOCK_ROWS
 _NUMBER_BYTES = columns.NUMBER.itemsize
-_FILE_BYTES = 1500  # header and record
+_FILE_BYTES = 1500  # header, record and param groups
 GIGA = 1e9
 
 
@@ -53,31 +53,27 @@ class IndexBytes:
         return self.own + self.directories + self.rows
 
 
-def index_bytes(tally: Tally, slots: Slots, parameters: int) -> IndexBytes:
+def index_bytes(tally: Tally, slots: Slots) -> IndexBytes:
     """Bytes of the index.  A chunk counts as one of a key of its own: of groups it is a bound.
 
     Args:
         tally: What ranks write.
         slots: What the optimizer keeps of a parameter.
-        parameters: That it updates, of a rank.
     """
     numbers = sum(spec.kind != "sharded" for spec in slots.values())
     held = int(tally.held_chunks.sum()) * numbers // (1 + len(slots) - numbers)  # a number by each that has a piece
     chunks, keys = int(tally.chunks.sum()), int(tally.keys.sum())
-    names, all_names = (parameters, keys // (1 + len(slots))) if slots else (0, 0)
+    all_names = keys // (1 + len(slots)) if slots else 0
     files, rows = groups_of(tally.world), chunks * _ROW_BYTES
     own = rows + chunks * _KEY_BYTES + held * (_NUMBER_BYTES + _KEY_BYTES)
-    own += tally.world * (names * _NAME_BYTES + _FILE_BYTES)
-    if not files:
-        return IndexBytes(own, 0, 0)
+    own += all_names * _NAME_BYTES + tally.world * _FILE_BYTES
     merged = int(tally.numbers.sum()) * (_NUMBER_BYTES + _KEY_BYTES) + all_names * _NAME_BYTES + files * _FILE_BYTES
     return IndexBytes(own, merged + min(chunks, files * keys) * _KEY_BYTES, rows)
 
 
 def groups_of(world: int) -> int:
-    """Groups of several ranks, whose index is merged; rank 0 is alone where all below it lead."""
-    leading = sum(Node(rank, world).leads for rank in range(world))
-    return leading - (leading == 1 + len(Node(0, world).children))
+    """Groups of ranks, whose index is merged."""
+    return sum(Node(rank, world).leads for rank in range(world))
 
 
 def files_of(tally: Tally) -> int:

@@ -77,8 +77,7 @@ def predict(found: Rehearsal, rates: Bandwidths, other: Rehearsal | None) -> Pre
 
 def index_of(found: Rehearsal) -> IndexBytes:
     """Bytes of the index of a rehearsed job."""
-    subject = found.subjects[0]
-    return index_bytes(found.tally, subject.slots, sum(one.requires_grad for one in subject.module.parameters()))
+    return index_bytes(found.tally, found.subjects[0].slots)
 
 
 def _elsewhere(found: Rehearsal, rates: Bandwidths, other: Rehearsal, index: IndexBytes) -> LoadElsewhere:

@@ -25,6 +25,7 @@ from mbridge_fsdp_ckpt.plan.keys import Section
 from mbridge_fsdp_ckpt.saving import replicas
 from mbridge_fsdp_ckpt.saving.replicas import Copy, CopyRow
 from mbridge_fsdp_ckpt.storage.files import Json
+from mbridge_fsdp_ckpt.storage.format.columns import param_group_name
 from mbridge_fsdp_ckpt.storage.format.own_index import RankIndex
 from mbridge_fsdp_ckpt.storage.format.schema import RankOwn
 from mbridge_fsdp_ckpt.storage.format.values import encode, hash_of
@@ -84,14 +85,14 @@ def plan_save(
     slots, stateless = optimizer_holdings(parts, vocabulary_size)
     place = coordinates()
     states = own_states(module)
-    parameters, copies, hyperparameters = _hyperparameters(parts)
+    parameters, param_groups, hyperparameters = _hyperparameters(parts)
     said = RankIndex(
         rank=place["rank"],
         coordinates=place,
         payload=None,
         keys={},
         parameters=parameters,
-        copies=copies,
+        param_groups=param_groups,
         stateless=stateless,
         states=sorted({name for kind in (states or {}).values() for name in kind}),
         own=RankOwn(values=encode(dict(rank_values or {}), "rank_values"), extra_state=encode(states, "extra_state")),
@@ -106,18 +107,18 @@ def plan_save(
 def _hyperparameters(
     parts: Iterable[OptimizerPart],
 ) -> tuple[dict[str, int], dict[str, int], dict[int, dict[str, Json]]]:
-    """Checksums of the hyperparameters of parameters that this rank tells of, of all others, and of each, encoded."""
+    """Checksums of the hyperparameters of parameters that this rank tells of, of its param groups, and each encoded."""
     parameters: dict[str, int] = {}
-    copies: dict[str, int] = {}
+    param_groups: dict[str, int] = {}
     known: dict[int, dict[str, Json]] = {}
     for part in parts:
         for values, plans in part.group_plans():
             encoded = cast("dict[str, Json]", encode(dict(values), "optimizer.param_to_group_meta"))
             hashed = hash_of(encoded)
             known[hashed] = encoded
-            for plan in plans:
-                (parameters if plan.writes_first else copies)[plan.layout.optimizer_name] = hashed
-    return parameters, copies, known
+            param_groups[param_group_name(plan.layout.optimizer_name for plan in plans)] = hashed
+            parameters |= {plan.layout.optimizer_name: hashed for plan in plans if plan.writes_first}
+    return parameters, param_groups, known
 
 
 def announce(prepared: Prepared) -> Announced:

@@ -147,7 +147,8 @@ class CheckpointSource(Protocol):
         """Saved hyperparameters by optimizer parameter, for those that have some.
 
         Args:
-            names: The parameters that are of interest, by the optimizer's name; None means all.
+            names: The parameters that are of interest, by the optimizer's name, best a whole param group: it is known
+                as such to the rank that saved it.  None means all.
         """
 
     def slots(self, name: str) -> dict[str, KeyEntry]:

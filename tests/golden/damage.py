@@ -12,7 +12,7 @@ from tests.soak import forge
 Damage = tuple[str, Callable[[Path], Any], type[CheckpointError]]
 """Of which checkpoint, what is done, what a reader says."""
 
-PAYLOAD, INDEX = "__0_0.distcp", "rank_00000.index"
+PAYLOAD, INDEX = "__0_0.distcp", "group_00000.index"
 
 
 def _change(name: str, change: Callable[[bytearray], bytes | bytearray]) -> Callable[[Path], Any]:

@@ -65,6 +65,7 @@ GROUP = "group_00000.index"
 SAVE = "0123456789ab"
 SETS = {"lr": 0.1, "betas": {"$tuple": [0.9, 0.95]}}
 SET = index_bytes.hashed(json.dumps(SETS, sort_keys=True, separators=(",", ":")).encode())
+PARAM_GROUP = f"{index_bytes.hashed(NAME.encode()):016x}"
 ENTRIES = [{**KEYS[key].model_dump(mode="json")} for key in KEYS]
 
 
@@ -102,7 +103,7 @@ def make_rank(directory: Path, rank: int, tensors: Mapping[str, torch.Tensor] = 
         payload=(file.size, int(file.checksum.rpartition(":")[2], 16)),
         entries=ENTRIES,
         keys=list(keys.values()),
-        names=[(3 if rank else 0, NAME, SET), (1, f"module.module.frozen{rank}", 0)],
+        names=[*([] if rank else [(0, NAME, SET)]), (3, PARAM_GROUP, SET), (1, f"module.module.frozen{rank}", 0)],
         record={"values": encode({"rng_state": states}), "extra_state": None},
     )
     (directory / index(rank)).write_bytes(index_bytes.encode(found))
@@ -130,7 +131,7 @@ def grouped(parts: list[dict[str, Any]]) -> dict[str, Any]:
             held["rows"] += [widened(row, dimensions) | {"rank": number} for row in found]
         for entry, text in zip(part["names"], texts[len(part["keys"]) :], strict=True):
             if entry["kind"] == 3:
-                continue  # a copy
+                continue  # a param group
             place = entry["kind"], entry["hash"], number if entry["kind"] == 2 else 0
             names.setdefault(place, (entry | {"rank": number}, text))
     total: dict[str, Any] = {"keys": [], "names": [], "rows": [], "numbers": [], "texts": b"", "record": b""}

@@ -149,13 +149,28 @@ def test_hyperparameters_that_the_head_does_not_have_are_found(directory: Path) 
 def test_copies_that_say_otherwise_than_the_index_are_found(directory: Path) -> None:
     part = index_bytes.decode((directory / index(1)).read_bytes())
     part["numbers"][0].update(data=b"1234".ljust(16, b"\0"))
-    part["names"][-1].update(value=5)
     (directory / index(1)).write_bytes(index_bytes.encode(part))
     step = handmade.TENSORS[STEP].numpy().tobytes().hex()
     assert list(Audit(directory).findings()) == [
-        Finding("index", index(1), f"the hyperparameters of {handmade.NAME} that {GROUP} has", "others"),
         Finding("index", index(1), f"{step} for {STEP}, as {GROUP} has it", b"1234".hex()),
     ]
+
+
+def test_a_param_group_that_says_otherwise_than_its_parameters_is_found(directory: Path) -> None:
+    part = index_bytes.decode((directory / index(0)).read_bytes())
+    part["names"][-1].update(value=5)
+    (directory / index(0)).write_bytes(index_bytes.encode(part))
+    expected = "a param group with the hyperparameters of each parameter"
+    assert list(Audit(directory).findings()) == [Finding("index", index(0), expected, f"none with {handmade.SET:016x}")]
+
+
+def test_a_param_group_that_is_not_found_by_its_hash_is_named(directory: Path) -> None:
+    """No load asks for it in vain: it finds each parameter in the group's index instead."""
+    part = index_bytes.decode((directory / index(1)).read_bytes())
+    part["names"][-1].update(hash=(1 << 64) - 1)
+    (directory / index(1)).write_bytes(index_bytes.encode(part))
+    [finding] = Audit(directory).findings()
+    assert (finding.file, finding.expected) == (index(1), "keys and names by their hashes")
 
 
 def test_an_index_of_another_payload_is_found(directory: Path) -> None:
@@ -189,8 +204,10 @@ def test_one_rank_alone_is_its_own_group(tmp_path: Path) -> None:
     directory = tmp_path / "iter_0000010"
     directory.mkdir()
     handmade.make_rank(directory, 0)
-    data = (directory / index(0)).read_bytes()
-    handmade.write_head(directory, [index_bytes.decode(data)])
+    part = index_bytes.decode((directory / index(0)).read_bytes())
+    part = handmade.grouped([part]) | {"record": part["record"]}  # without what is private
+    (directory / index(0)).write_bytes(data := index_bytes.encode(part))
+    handmade.write_head(directory, [part])
     (directory / GROUP).unlink()
     head = read_manifest(directory)
     own = head.index[0].model_copy(update={"name": index(0), "size": len(data), "checksum": handmade.checksum(data)})

@@ -51,7 +51,7 @@ def drawn(random: Random, ranks: int, copies: int = 0) -> tuple[list[RankIndex],
     Args:
         random: Draws.
         ranks: How many.
-        copies: At most so many ranks have a number besides the one whose counts; some parameters are copies then, too.
+        copies: At most so many ranks have a number besides the one whose counts; there are as many param groups.
     """
     rows: list[list[Row]] = [[] for _ in range(ranks)]
     for key, entry in KEYS.items():
@@ -79,9 +79,9 @@ def drawn(random: Random, ranks: int, copies: int = 0) -> tuple[list[RankIndex],
         names = [random.sample(SAID, k=random.randrange(len(SAID))) for _ in range(3)]
         keys = {row.key: KEYS[row.key] for row in rows[rank]}
         parameters = {name: random.getrandbits(64) for name in names[0]}
-        others = {name: random.getrandbits(64) for name in SAID if copies and name not in parameters}
+        groups = {f"{random.getrandbits(64):016x}": random.getrandbits(64) for _ in range(copies)}
         place = {"rank": rank, **axes}
-        said.append(RankIndex(2 * rank, place, payload, keys, parameters, names[1], names[2], copies=others))
+        said.append(RankIndex(2 * rank, place, payload, keys, parameters, names[1], names[2], param_groups=groups))
     return said, rows
 
 
@@ -270,7 +270,7 @@ def test_groups_tell_the_same_however_ranks_are_grouped(tmp_path: Path, groups: 
     assert found["pending"] == []
     assert [entry["rank"] for entry in found["index"]] == [said[sum(groups[:n])].rank for n in range(len(groups))]
     names = [entry["name"] for entry in found["index"]]
-    assert [str(name).partition("_")[0] for name in names] == ["rank" if size == 1 else "group" for size in groups]
+    assert names == [FILES.of_group(said[sum(groups[:n])].rank) for n in range(len(groups))]
     assert found["chunks"] == sum(map(len, rows))
     assert found["states"] == sum(len(one.states) for one in said)
     assert found["slots"] == ["step"]

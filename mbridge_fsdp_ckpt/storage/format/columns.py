@@ -43,9 +43,9 @@ NUMBER = np.dtype([("rank", "<u4"), ("bytes", "<u4"), ("data", "u1", (NUMBER_BYT
 CHECK = np.dtype("<u8")
 COORDINATE = np.dtype("<i8")
 
-PARAMETER, STATELESS, STATE, COPY = range(4)
+PARAMETER, STATELESS, STATE, PARAM_GROUP = range(4)
 """Kinds of names: an optimizer parameter with its hyperparameters, one without state, FP8 state of a module, and a
-parameter with its hyperparameters whose first element another rank writes."""
+param group of a rank's optimizer, see `param_group_name`."""
 
 
 def row_dtype(dimensions: int) -> np.dtype[np.void]:
@@ -79,8 +79,8 @@ class Columns:
         coordinates: (ranks, axes): each rank's place; -1 where it has none along an axis.
         keys: By hash: where a key's rows, or its number, begin and how many there are, where its text ends, its entry,
             and how many of its rows hold its first element.
-        names: By kind and hash, each with the index of the rank that has it; a parameter's with the checksum of its
-            hyperparameters.
+        names: By kind and hash, each with the index of the rank that has it; a parameter's and a param group's with
+            the checksum of their hyperparameters.
         numbers: Values of keys that are not sharded.
         texts: Of keys and names, in order.
         rows: By key and offset.
@@ -157,6 +157,11 @@ def block_count(header: IndexHeader) -> int:
 def rows_bytes(header: IndexHeader) -> int:
     """Bytes of all rows."""
     return header.rows * row_dtype(header.dimensions).itemsize
+
+
+def param_group_name(parameters: Iterable[str]) -> str:
+    """What tells a param group of a rank's optimizer from all others: a hash of the names of its parameters."""
+    return f"{digest('\n'.join(sorted(parameters)).encode()):016x}"
 
 
 def key_hash(text: bytes) -> int:

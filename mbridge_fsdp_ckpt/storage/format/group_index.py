@@ -28,7 +28,7 @@ def merged(parts: Sequence[Columns]) -> Columns:
     Raises:
         PlanDisagreementError: Two ranks describe a key differently, or both wrote its first element.
     """
-    parts = [_without_copies(part) for part in parts]
+    parts = [_without_private(part) for part in parts]
     if len(parts) == 1:
         return replace(parts[0], record=b"")
     keys = _Keys(parts)
@@ -51,21 +51,15 @@ def merged(parts: Sequence[Columns]) -> Columns:
     )
 
 
-def has_copies(part: Columns) -> bool:
-    """Whether a rank's index has numbers and parameters that count elsewhere."""
-    numbers, names = _copies(part)
-    return bool(numbers.any() or names.any())
-
-
-def _copies(part: Columns) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Which keys and which names are copies."""
+def _private(part: Columns) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """Which keys and which names are for the rank alone."""
     numbers = ~sharded_keys(part.entries, part.keys)
-    return numbers & (part.keys["origins"] == 0), part.names["kind"] == columns.COPY
+    return numbers & (part.keys["origins"] == 0), part.names["kind"] == columns.PARAM_GROUP
 
 
-def _without_copies(part: Columns) -> Columns:
-    """A rank's index, without what counts elsewhere."""
-    of_keys, of_names = _copies(part)
+def _without_private(part: Columns) -> Columns:
+    """A rank's index, without what is for that rank alone."""
+    of_keys, of_names = _private(part)
     if not (of_keys.any() or of_names.any()):
         return part
     numbers = ~sharded_keys(part.entries, part.keys)

@@ -46,7 +46,7 @@ def _of_ranks_and_names(header: IndexHeader, ranks: Array, names: Array) -> _Che
     yield "each rank once, in order", len(ranks) > 0 and _increases(ranks["rank"])
     yield "no record where there are several ranks", len(ranks) == 1 or not header.record
     yield "payload of a possible size", bool(np.all(ranks["size"] <= MAX_INT))
-    known = np.all(names["kind"] <= columns.COPY) and np.all(names["rank"] < len(ranks))
+    known = np.all(names["kind"] <= columns.PARAM_GROUP) and np.all(names["rank"] < len(ranks))
     yield "names of known kinds, of ranks of the file", bool(known)
     order = np.lexsort((names["hash"], names["kind"]))
     yield "names by kind and hash", bool(np.all(order[:-1] < order[1:]))

@@ -8,7 +8,6 @@ from functools import cached_property
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.storage.entries import FileEntry
 from mbridge_fsdp_ckpt.storage.files import check_file, malformed, size_of
-from mbridge_fsdp_ckpt.storage.format import columns
 from mbridge_fsdp_ckpt.storage.format.directory import Directory
 from mbridge_fsdp_ckpt.storage.format.index import IndexFile
 from mbridge_fsdp_ckpt.storage.format.names import MANIFEST_NAME, Files
@@ -107,12 +106,10 @@ class Indexes:
 
     def names(self, kind: int, name: str) -> Iterator[tuple[IndexFile, int]]:
         """The index files that have a name of a kind, each with its places there."""
-        kinds = (kind, columns.COPY) if kind == columns.PARAMETER else (kind,)
         for file in self.near():
-            for known in kinds:
-                if found := file.find_names(known, name):
-                    yield from ((file, place) for place in found)
-                    return
+            if found := file.find_names(kind, name):
+                yield from ((file, place) for place in found)
+                return
         yield from self.all.names(kind, name)
 
 

@@ -28,12 +28,12 @@ class RankIndex:
         coordinates: Its place.
         payload: Its payload file; None where it writes no chunks.
         keys: The descriptions of all keys that it has rows of.
-        parameters: Optimizer parameters with the checksum of their hyperparameters: those of which this rank writes the
-            first element.
+        parameters: Optimizer parameters of which this rank writes the first element, with the checksum of their
+            hyperparameters.
         stateless: Optimizer parameters without state.
         states: Modules whose FP8 state is in `own`.
         own: Values that are its own.
-        copies: All other parameters of its optimizer, with the checksum of their hyperparameters.
+        param_groups: Of its optimizer, by `param_group_name`, with the checksum of their hyperparameters.
     """
 
     rank: int
@@ -44,7 +44,7 @@ class RankIndex:
     stateless: Sequence[str] = ()
     states: Sequence[str] = ()
     own: RankOwn = field(default_factory=RankOwn)
-    copies: Mapping[str, int] = field(default_factory=dict)
+    param_groups: Mapping[str, int] = field(default_factory=dict)
 
 
 def own_index(index: RankIndex, rows: Iterable[Row], files: Files) -> Columns:
@@ -108,7 +108,7 @@ def _record(index: RankIndex) -> bytes:
 
 def _names(index: RankIndex, text: bytearray) -> Array:
     said = [(columns.PARAMETER, name, value) for name, value in index.parameters.items()]
-    said += [(columns.COPY, name, value) for name, value in index.copies.items()]
+    said += [(columns.PARAM_GROUP, name, value) for name, value in index.param_groups.items()]
     said += [(columns.STATELESS, name, 0) for name in index.stateless]
     said += [(columns.STATE, name, 0) for name in index.states]
     encoded = [(kind, key_hash(data := name.encode()), data, value) for kind, name, value in said]

@@ -87,6 +87,11 @@ class SafeSource:
         """See `CheckpointSource`."""
         if names is None:
             return {name: self._hyperparameters(hashed) for name, hashed in self.parameters().items()}
+        names = list(names)
+        param_group = columns.param_group_name(names)
+        for file in self._indexes.near():
+            for place in file.find_names(columns.PARAM_GROUP, param_group):
+                return {name: self._hyperparameters(int(file.names["value"][place])) for name in names}
         found = {}
         for name in names:
             for file, place in self._indexes.names(columns.PARAMETER, name):

@@ -12,7 +12,7 @@ from mbridge_fsdp_ckpt.storage.entries import FileEntry
 from mbridge_fsdp_ckpt.storage.files import Json, check_file, write_file
 from mbridge_fsdp_ckpt.storage.format.columns import Columns
 from mbridge_fsdp_ckpt.storage.format.directory import Directory
-from mbridge_fsdp_ckpt.storage.format.group_index import has_copies, merged
+from mbridge_fsdp_ckpt.storage.format.group_index import merged
 from mbridge_fsdp_ckpt.storage.format.index import IndexFile
 from mbridge_fsdp_ckpt.storage.format.names import Files
 from mbridge_fsdp_ckpt.storage.format.own_index import RankIndex, own_index
@@ -111,7 +111,7 @@ def together(told: Iterable[Told]) -> Told:
 
 
 def write_group_index(directory: AnyPath, files: Files, leader: int, told: Told) -> Told:
-    """Merge the index files that are pending into one, the group's; a single one without copies stands for itself.
+    """Merge the index files that are pending into one, the group's.
 
     Raises:
         PlanDisagreementError: See `merged`.
@@ -120,8 +120,6 @@ def write_group_index(directory: AnyPath, files: Files, leader: int, told: Told)
     """
     pending = [IndexEntry.model_validate(entry) for entry in told["pending"]]
     parts = [_part(directory, files, entry) for entry in sorted(pending, key=lambda entry: entry.rank)]
-    if len(parts) == 1 and not has_copies(parts[0]):
-        return {**told, "pending": [], "index": [*told["index"], *told["pending"]]}
     name, data = files.of_group(leader), merged(parts).to_bytes()
     write_file(directory / name, data)
     entry = IndexEntry(rank=leader, name=name, size=len(data), checksum=checksum(data))

@@ -160,6 +160,12 @@ class OptimizerPart:
         for hyperparameters, plans in self.group_plans():
             yield hyperparameters, [plan.layout.optimizer_name for plan in plans]
 
+    def held_groups(self) -> Iterator[tuple[Hyperparameters, list[ParameterPlan]]]:
+        """Hyperparameters and plans of the groups of which this rank holds something."""
+        for hyperparameters, plans in self.group_plans():
+            if any(plan.pieces for plan in plans):
+                yield hyperparameters, plans
+
     def group_plans(self) -> Iterator[tuple[Hyperparameters, list[ParameterPlan]]]:
         """Hyperparameters and plans, a group."""
         for group in self.adapter.groups():

@@ -114,8 +114,8 @@ def open_and_match(directory: AnyPath, wanted: Wanted, settings: Settings, agree
         match = _match(opened, everything=True)
     if opened.with_state:
         for part in parts:
-            for _, names in part.group_names():
-                opened.hyperparameters |= source.hyperparameters(names)
+            for _, plans in part.held_groups():
+                opened.hyperparameters |= source.hyperparameters(plan.layout.optimizer_name for plan in plans)
         _check_groups(opened)
     match.finish()
     opened.scaling = restorations(module, source.states)

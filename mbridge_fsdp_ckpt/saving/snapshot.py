@@ -107,12 +107,15 @@ def plan_save(
 def _hyperparameters(
     parts: Iterable[OptimizerPart],
 ) -> tuple[dict[str, int], dict[str, int], dict[int, dict[str, Json]]]:
-    """Checksums of the hyperparameters of parameters that this rank tells of, of its param groups, and each encoded."""
+    """Checksums of the hyperparameters of parameters that this rank tells of, of its param groups, and each encoded.
+
+    A group of which it holds nothing says nothing: FusedAdam counts its steps where it steps something.
+    """
     parameters: dict[str, int] = {}
     param_groups: dict[str, int] = {}
     known: dict[int, dict[str, Json]] = {}
     for part in parts:
-        for values, plans in part.group_plans():
+        for values, plans in part.held_groups():
             encoded = cast("dict[str, Json]", encode(dict(values), "optimizer.param_to_group_meta"))
             hashed = hash_of(encoded)
             known[hashed] = encoded

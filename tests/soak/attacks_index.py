@@ -162,7 +162,8 @@ def counts() -> Made:
         for count in lies:
             for target in TARGETS:
                 if count != TRUE[target].get(name):
-                    yield f"{target}: {count} {name}", on(target, lambda file: None, **{name: count}), ""
+                    lie = on(target, lambda file: None, **{name: count})
+                    yield f"{target}: {count} {name}", partial(_to_another, target, lie), ""
     for dimensions in (1, 3, 64, 65, 1 << 40):
         yield from everywhere(f"{dimensions} dimensions", lambda file: None, dimensions=dimensions)
     for target in TARGETS:
@@ -175,7 +176,7 @@ def counts() -> Made:
 
 
 TRUE = {
-    "own": {"ranks": 1, "keys": 3, "numbers": 1},
+    "own": {"ranks": 1, "keys": 3, "names": 3, "numbers": 1},
     "group": {"names": 3, "numbers": 1, "record": 0},
     "alone": {"ranks": 1, "names": 3, "numbers": 1},
 }
@@ -236,7 +237,7 @@ def contradictions() -> Made:
         "no descriptions": lambda file: file["header"].update(entries=[]),
         "no axes": lambda file: (file["header"].update(axes=[]), file.update(coordinates=[[]] * len(file["ranks"]))),
         "hyperparameters that are not in the head": lambda file: [
-            name.update(value=name["value"] ^ 1) for name in file["names"] if name["kind"] == 0
+            name.update(value=name["value"] ^ 1) for name in file["names"] if name["kind"] in (0, 3)
         ],
     }
     for what, change in changes.items():

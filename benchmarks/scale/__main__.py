@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import subprocess
@@ -73,9 +74,10 @@ def _chunks(arguments: argparse.Namespace, about: dict[str, str], console: Conso
     rows = chunks.measure(against, arguments.layers, arguments.ranks, arguments.runs, arguments.repeats)
     text = chunks.page(about, versions_of(against), rows)
     arguments.results.mkdir(parents=True, exist_ok=True)
-    path = arguments.results / "scale_chunks.md"
-    path.write_text(text)
-    return text, [path]
+    table, numbers = arguments.results / "scale_chunks.md", arguments.results / "scale_chunks.json"
+    table.write_text(text)
+    numbers.write_text(json.dumps({"about": about, "other": versions_of(against), "rows": rows}, indent=1) + "\n")
+    return text, [table, numbers]
 
 
 def _planning(arguments: argparse.Namespace, about: dict[str, str], console: Console) -> tuple[str, list[Path]]:

@@ -15,7 +15,7 @@ from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, STOCK_FORMAT
 
 if TYPE_CHECKING:
     from mbridge_fsdp_ckpt.bridge import register, unregister
-    from mbridge_fsdp_ckpt.checkpoint import Loaded, Settings, load, load_weights_only, save
+    from mbridge_fsdp_ckpt.checkpoint import Loaded, Saved, Settings, load, load_weights_only, save
 
 __version__ = "0.1.0"
 
@@ -23,6 +23,7 @@ __all__ = [
     "FORMAT_NAME",
     "STOCK_FORMAT",
     "Loaded",
+    "Saved",
     "Settings",
     "__version__",
     "load",
@@ -34,6 +35,7 @@ __all__ = [
 
 _HOMES = {
     "Loaded": "checkpoint",
+    "Saved": "checkpoint",
     "Settings": "checkpoint",
     "load": "checkpoint",
     "load_weights_only": "checkpoint",

@@ -12,10 +12,11 @@ passed, so are model and optimizer.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,42 +25,27 @@ from mbridge_fsdp_ckpt.agree import sketches
 from mbridge_fsdp_ckpt.agree.agreement import Agreement, next_agreement
 from mbridge_fsdp_ckpt.agree.outcome import Outcome
 from mbridge_fsdp_ckpt.agree.wire import nothing
-from mbridge_fsdp_ckpt.errors import CheckpointError, LoadInterruptedError
+from mbridge_fsdp_ckpt.errors import CheckpointError
 from mbridge_fsdp_ckpt.live.holdings import KeyFilter
-from mbridge_fsdp_ckpt.loading import asking, exchange, fill, opened
+from mbridge_fsdp_ckpt.loading import asking, exchange, fill, loaded, opened
 from mbridge_fsdp_ckpt.loading.budget import read_budget
+from mbridge_fsdp_ckpt.loading.loaded import Loaded
 from mbridge_fsdp_ckpt.loading.opened import Opened, Wanted
 from mbridge_fsdp_ckpt.loading.sharing import reads_are_shared
+from mbridge_fsdp_ckpt.phases import Phases, Spent, line
 from mbridge_fsdp_ckpt.saving import replicas, snapshot, writer
 from mbridge_fsdp_ckpt.saving.commit import Job
+from mbridge_fsdp_ckpt.saving.saved import Saved
+from mbridge_fsdp_ckpt.saving.snapshot import Prepared
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.commit.retention import reading
-from mbridge_fsdp_ckpt.storage.source import RankRecord
-from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path
+from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path, called
 
-__all__ = ["Loaded", "Settings", "load", "load_weights_only", "save"]
+__all__ = ["Loaded", "Saved", "Settings", "load", "load_weights_only", "save"]
 
-Accept = Callable[["Loaded"], Callable[[], None]]
+_log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """What a load returns besides filling model and optimizer.
-
-    Args:
-        values: The non-tensor state that `save` was given.
-        topology: The saving job's sizes.
-        own: The saving rank's record with this rank's coordinates, if there is one.
-        nearest: The record of one saving rank that shares this rank's (pipeline, tensor) place, if there is one: `own`,
-            where there is that.
-        skipped: Keys that were allowed to be missing, or to stay unread; of what other ranks found, the first 20.
-    """
-
-    values: Mapping[str, Any]
-    topology: Mapping[str, int | str]
-    own: RankRecord | None
-    nearest: RankRecord | None
-    skipped: tuple[str, ...] = field(default=())
+Accept = Callable[[Loaded], Callable[[], None]]
 
 
 def save(
@@ -73,7 +59,7 @@ def save(
     add_files: Callable[[Path], None] | None = None,
     after_commit: Callable[[], None] | None = None,
     settings: Settings | None = None,
-) -> None:
+) -> Saved:
     """Save a model and its optimizer to `directory`.  All ranks call it with the same arguments.
 
     Args:
@@ -88,38 +74,61 @@ def save(
             tracker name it.  Where it raises, all ranks raise.
         settings: See `Settings`.
 
+    Returns:
+        What it cost.
+
     Raises:
         CheckpointError: The same on every rank.  Nothing was committed, the previous checkpoint stands; unless the
             error says that the checkpoint is in its place, because `after_commit` failed.
     """
-    settings = settings or Settings()
-    agreement = next_agreement(f"save to {_place(directory)}", settings.time_limit, settings.storage_limit)
+    settings, phases = settings or Settings(), Phases()
+    agreement = next_agreement(f"save to {called(directory)}", settings.time_limit, settings.storage_limit)
     job = Job(as_path(directory), settings, agreement, values or {}, add_files, after_commit)
 
     prepare = partial(snapshot.plan_save, model, optimizer, include, rank_values, settings.vocabulary_size)
-    prepared = Outcome.of(prepare, agreement.rank, "planning the save")
+    with phases("plan"):
+        prepared = Outcome.of(prepare, agreement.rank, "planning the save")
     try:
-        announced = prepared.message(snapshot.announce)
-        judged = agreement.meet("agreement on the plan", announced, job.judge_plans, snapshot.combine)
-        place = judged["place"]
-        if place is None:
-            disputed = snapshot.disputed(agreement.rank, prepared.value, judged["disputed"])
-            place = agreement.meet("disagreement on the plan", disputed, job.judge_dispute, sketches.combine)
+        with phases("agree"):
+            place = _agree_to_write(job, prepared)
         with agreement.at_work():
-            write = partial(writer.write, prepared.value, place, agreement, settings.replicas)
+            write = partial(writer.write, prepared.value, place, agreement, settings.replicas, phases)
             written = Outcome.of(write, agreement.rank, "writing chunks")
         try:
-            combine = partial(writer.combine, place, agreement.leads)
-            differing = agreement.meet("commit", written.brought, job.judge_written, combine)
-            if differing:
-                named = snapshot.differing(agreement.rank, prepared.value, differing)
-                agreement.meet("comparison of copies", named, job.judge_replicas, replicas.combine)
-            agreement.end()
+            with phases("commit"):
+                total = _commit(job, prepared.value, written, place)
         except CheckpointError:
             writer.take_back(place, agreement)
             raise
     finally:
         job.clean_up()
+    saved = Saved(written.value["told"]["bytes"], total, phases.seconds, phases.elapsed)
+    _say("save", directory, saved, agreement)
+    return saved
+
+
+def _agree_to_write(job: Job, prepared: Outcome[Prepared]) -> writer.Place:
+    """The first meeting, and the one that it may call for; returns where to write."""
+    agreement = job.agreement
+    judged = agreement.meet(
+        "agreement on the plan", prepared.message(snapshot.announce), job.judge_plans, snapshot.combine
+    )
+    if judged["place"] is not None:
+        return judged["place"]
+    disputed = snapshot.disputed(agreement.rank, prepared.value, judged["disputed"])
+    return agreement.meet("disagreement on the plan", disputed, job.judge_dispute, sketches.combine)
+
+
+def _commit(job: Job, prepared: Prepared, written: Outcome[writer.Written], place: writer.Place) -> int:
+    """The second meeting, and the one that it may call for; returns the bytes that all ranks wrote."""
+    agreement = job.agreement
+    combine = partial(writer.combine, place, agreement.leads)
+    judged = agreement.meet("commit", written.brought, job.judge_written, combine)
+    if judged["differing"]:
+        named = snapshot.differing(agreement.rank, prepared, judged["differing"])
+        agreement.meet("comparison of copies", named, job.judge_replicas, replicas.combine)
+    agreement.end()
+    return judged["bytes"]
 
 
 def load(
@@ -181,40 +190,40 @@ def load_weights_only(
 def _load(
     directory: str | os.PathLike[str] | AnyPath, wanted: Wanted, accept: Accept | None, settings: Settings
 ) -> Loaded:
-    source = as_path(directory)
+    source, phases = as_path(directory), Phases()
     shared = reads_are_shared(settings, source)
-    purpose = f"{'load' if wanted.with_state else 'load of weights'} from {_place(directory)}"
+    purpose = f"{'load' if wanted.with_state else 'load of weights'} from {called(directory)}"
     purpose += ", reads shared" if shared else ""
     agreement = next_agreement(purpose, settings.time_limit, settings.storage_limit)
 
     def prepare() -> _Prepared:
         found = opened.open_and_match(source, wanted, settings, agreement)
         values, topology = found.source.head.values, opened.topology_of(found.source)
-        loaded = Loaded(values, topology, *opened.records_of(found), skipped=tuple(found.skipped))
-        put_in_place = accept(loaded) if accept is not None else _nothing
-        return _Prepared(fill.prepare(found, agreement, shared=shared), loaded, put_in_place)
+        read = Loaded(values, topology, *opened.records_of(found), skipped=tuple(found.skipped))
+        put_in_place = accept(read) if accept is not None else _nothing
+        return _Prepared(fill.prepare(found, agreement, shared=shared, phases=phases), read, put_in_place)
 
     with ExitStack() as stack:
-        with agreement.at_work():
+        with phases("open"), agreement.at_work():
             agreement.on_beat = stack.enter_context(reading(source, enabled=agreement.rank == 0))
             prepared = Outcome.of(prepare, agreement.rank, "reading the checkpoint")
         if shared:
-            read = prepared.message(lambda own: [own.opened.source.head.identity])
-            agreement.meet("agreement on what to read", read, asking.judge_identities, asking.combine_identities)
+            with phases("agree"):
+                read = prepared.message(lambda own: [own.opened.source.head.identity])
+                agreement.meet("agreement on what to read", read, asking.judge_identities, asking.combine_identities)
             stack.callback(prepared.value.staged.exchange.leave)
         stage = partial(fill.stage, budget=read_budget(settings, source), agreement=agreement)
         staged = prepared.then(lambda own: stage(own.staged), agreement.rank, "reading the checkpoint")
-        skipped = _agree(prepared, staged, agreement)
-        own = prepared.value
-        filled = Outcome.of(lambda: _fill(own, agreement), agreement.rank, "filling tensors")
-        try:
-            lost = exchange.message(filled, lambda lost: lost)
-            agreement.meet("completion of the load", lost, exchange.judge, exchange.first)
-            agreement.end()
-        except CheckpointError as error:
-            raise _interrupted(error) from error
-    fill.refresh(own.opened.module)
-    return replace(own.loaded, skipped=tuple(sorted({*own.loaded.skipped, *skipped})))
+        with phases("agree"):
+            skipped = _agree(prepared, staged, agreement)
+        total = _fill(prepared.value, staged.value, agreement, phases)
+    own = prepared.value
+    with phases("refresh"):
+        fill.refresh(own.opened.module)
+    done = replace(own.loaded, skipped=tuple(sorted({*own.loaded.skipped, *skipped})))
+    done = replace(done, bytes=staged.value, bytes_of_all=total, seconds=phases.seconds, duration=phases.elapsed)
+    _say("load", directory, done, agreement)
+    return done
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +240,7 @@ class _Prepared:
         return self.staged.opened
 
 
-def _agree(prepared: Outcome[_Prepared], staged: Outcome[None], agreement: Agreement) -> list[str]:
+def _agree(prepared: Outcome[_Prepared], staged: Outcome[int], agreement: Agreement) -> list[str]:
     """The first meeting, and those that it calls for; returns the keys that were skipped."""
     asked = exchange.message(staged, lambda lost: asking.announce(prepared.value.opened, lost))
     judged = agreement.meet(
@@ -247,30 +256,35 @@ def _agree(prepared: Outcome[_Prepared], staged: Outcome[None], agreement: Agree
     return judged["skipped"]
 
 
-def _fill(prepared: _Prepared, agreement: Agreement) -> None:
-    fill.fill(prepared.staged, agreement)
-    with agreement.at_work():
-        fill.finish(prepared.staged)
-        prepared.put_in_place()
+def _fill(prepared: _Prepared, read: int, agreement: Agreement, phases: Phases) -> int:
+    """Change what is live, and the second meeting; returns the bytes that all ranks have read.
+
+    Raises:
+        LoadInterruptedError: Some rank could not.
+    """
+
+    def action() -> None:
+        fill.fill(prepared.staged, agreement)
+        with phases("fill"), agreement.at_work():
+            fill.finish(prepared.staged)
+            prepared.put_in_place()
+
+    filled = Outcome.of(action, agreement.rank, "filling tensors")
+    message = exchange.message(filled, lambda lost: loaded.Filled(lost=lost, bytes=read))
+    try:
+        with phases("agree"):
+            total = agreement.meet("completion of the load", message, loaded.judge, loaded.combine)
+            agreement.end()
+    except CheckpointError as error:
+        raise loaded.interrupted(error) from error
+    return total
+
+
+def _say(what: str, directory: str | os.PathLike[str] | AnyPath, spent: Spent, agreement: Agreement) -> None:
+    """Rank 0's one line about a save or load."""
+    if agreement.rank == 0:
+        _log.info("%s", line(what, called(directory), spent))
 
 
 def _nothing() -> None:
     """What puts in place nothing."""
-
-
-def _place(directory: str | os.PathLike[str] | AnyPath) -> str:
-    """The directory as all ranks call it, before anything is asked of its storage."""
-    text = str(directory)
-    return text if "://" in text else str(Path(text).absolute())
-
-
-def _interrupted(error: CheckpointError) -> CheckpointError:
-    return LoadInterruptedError(
-        expected="all ranks to fill what they had verified",
-        found=str(error),
-        remedy="Model and optimizer are partly loaded: end this process and load again.",
-        rank=error.rank,
-        key=error.key,
-        host=error.host,
-        phase=error.phase,
-    )

@@ -110,6 +110,10 @@ class DamagedCheckpointError(CheckpointError):
     """A file that is missing, truncated, or whose bytes are not those that were written."""
 
 
+class NoTimesError(CheckpointError):
+    """A checkpoint that does not say how long its save took."""
+
+
 class KeyMismatchError(CheckpointError):
     """Keys that the model and the checkpoint do not share, or share with another shape or dtype."""
 

@@ -261,6 +261,7 @@ def told_of(directory: Path) -> Told:
         "pending": [],
         "index": [entry.model_dump() for entry in head.index],
         "chunks": head.chunks,
+        "bytes": 0,
         "states": 0,
         "families": {},
         "slots": list(head.slots),

@@ -8,7 +8,18 @@ import sys
 def main() -> None:
     """Run the command."""
     try:
-        from mbridge_fsdp_ckpt.cli import convert, diff, families, inspect, prune, rehearse, repair, run, verify  # noqa: F401
+        from mbridge_fsdp_ckpt.cli import (  # noqa: F401
+            convert,
+            diff,
+            families,
+            inspect,
+            prune,
+            rehearse,
+            repair,
+            run,
+            timeline,
+            verify,
+        )
         from mbridge_fsdp_ckpt.cli.console import app
 
         app()

@@ -39,7 +39,7 @@ def inspect(
 ) -> None:
     """Show what a checkpoint holds: format, topology, sizes, families, and how the ranks share it."""
     if png is not None:
-        from mbridge_fsdp_ckpt.care.shard_map.png import require_matplotlib
+        from mbridge_fsdp_ckpt.care.drawing import require_matplotlib
 
         require_matplotlib()  # before a long read
     from mbridge_fsdp_ckpt.care.shard_map.blocks import ShardMap

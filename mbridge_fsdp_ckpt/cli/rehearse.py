@@ -141,7 +141,7 @@ def rehearse(
 
 
 def _check_picture(picture: str | None) -> None:
-    from mbridge_fsdp_ckpt.care.shard_map.png import require_matplotlib
+    from mbridge_fsdp_ckpt.care.drawing import require_matplotlib
 
     if picture is None:
         return

@@ -86,7 +86,7 @@ def describe(source: SafeSource) -> Description:
         places = index.names["kind"] == STATELESS
         stateless |= dict.fromkeys(index.text_of_name(int(place)) for place in np.flatnonzero(places))
         states = tuple(index.text_of_name(int(place)) for place in np.flatnonzero(index.names["kind"] == STATE))
-        records[rank] = Record(index.coordinates_of(), index.record(), states)
+        records[rank] = Record(index.coordinates_of(), index.record().without_times(), states)
     return Description(
         keys=source.head.keys,
         sections=head.sections,

@@ -54,7 +54,7 @@ _HEADER = ALIGNED  # bytes before a slot's parcels: their hash
 _LOOK = timedelta(seconds=0.2)  # how long a wait goes on before it looks whether anybody is alive
 
 
-def message[M](outcome: Outcome[None], announce: Callable[[ErrorData | None], M]) -> M | CheckpointError:
+def message[T, M](outcome: Outcome[T], announce: Callable[[ErrorData | None], M]) -> M | CheckpointError:
     """What to bring to the meeting that follows an exchange.
 
     A rank that lost its mates does not fail the meeting at once: one of them brings the cause, or is missing there.

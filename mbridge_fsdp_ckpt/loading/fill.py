@@ -20,6 +20,7 @@ from mbridge_fsdp_ckpt.loading.exchange import Exchange
 from mbridge_fsdp_ckpt.loading.match import in_file_order
 from mbridge_fsdp_ckpt.loading.opened import Opened
 from mbridge_fsdp_ckpt.loading.sharing import Sharing
+from mbridge_fsdp_ckpt.phases import Phases
 from mbridge_fsdp_ckpt.plan.boxes import Box, whole
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
 from mbridge_fsdp_ckpt.plan.pieces import Component, ParameterPlan
@@ -41,6 +42,7 @@ class Staged:
         allocated: Of which parameters that is.
         exchange: With ranks that want the same.
         scratch: Memory for one read after another.
+        phases: The load's clock.
         kept: Chunks of weights that were verified.
     """
 
@@ -50,6 +52,7 @@ class Staged:
     allocated: list[_Allocated]
     exchange: Exchange
     scratch: Scratch
+    phases: Phases
     kept: dict[StoredChunk, torch.Tensor] = field(default_factory=dict)
 
     def take(self, chunk: StoredChunk) -> torch.Tensor:
@@ -62,13 +65,14 @@ class Staged:
         return self.opened.source.read(chunk, verify=self.opened.verified, scratch=self.scratch)
 
 
-def prepare(opened: Opened, agreement: Agreement, *, shared: bool) -> Staged:
+def prepare(opened: Opened, agreement: Agreement, *, shared: bool, phases: Phases) -> Staged:
     """Find or make the memory that is to be filled; nothing is read.
 
     Args:
         opened: The checkpoint.
         agreement: The load's.
         shared: Whether ranks read for each other.
+        phases: The load's clock.
 
     Raises:
         UnsupportedStateError: Live memory that cannot be filled.
@@ -82,26 +86,32 @@ def prepare(opened: Opened, agreement: Agreement, *, shared: bool) -> Staged:
     slots: Targets = defaultdict(list)
     allocated = [item for part in opened.parts for item in _allocate(opened, part, slots)] if opened.with_state else []
     exchange = Exchange(opened, Sharing(opened, agreement.rank, shared=shared), agreement)
-    return Staged(opened, weights, slots, allocated, exchange, Scratch(agreement.beat))
+    return Staged(opened, weights, slots, allocated, exchange, Scratch(agreement.beat), phases)
 
 
-def stage(staged: Staged, budget: int, agreement: Agreement) -> None:
+def stage(staged: Staged, budget: int, agreement: Agreement) -> int:
     """Read and verify what this rank needs, or reads for others, and change nothing.
 
     Optimizer state goes straight into new slots.  Of the weights, whose memory is live, the first `budget` bytes are
     kept; without verification they are not read here.
 
+    Returns:
+        Bytes of payload that this rank reads, here or, of weights, when it fills; each counted once.
+
     Raises:
         CheckpointError, OSError: Bytes are damaged, or cannot be read.
     """
-    opened, sharing = staged.opened, staged.exchange.sharing
+    opened, sharing, phases = staged.opened, staged.exchange.sharing, staged.phases
     filling, own = _Filling(opened, staged.slots), sharing.own(staged.weights)
+    count = sum(chunk.record.length for chunk in sharing.own(staged.slots))
     with staged.exchange.kept():
-        staged.exchange.connect()
-        with agreement.at_work():
+        with phases("exchange"):
+            staged.exchange.connect()
+        with phases("read"), agreement.at_work():
             for chunk in in_file_order(opened.chunks, opened.needed):
                 if sharing.is_shared(chunk) and chunk not in own:
                     continue
+                count += chunk.record.length
                 if chunk.key not in staged.weights:
                     filling.copy(chunk.key, chunk.box, staged.read(chunk))
                 elif opened.verified and chunk.record.length <= budget:
@@ -110,8 +120,10 @@ def stage(staged: Staged, budget: int, agreement: Agreement) -> None:
                 elif opened.verified:
                     opened.source.verify(chunk, staged.scratch)
                 agreement.beat()
-        staged.exchange.pass_on(staged.slots, staged.read, filling.copy)
+        with phases("exchange"):
+            staged.exchange.pass_on(staged.slots, staged.read, filling.copy)
         filling.finish()
+    return count
 
 
 def fill(staged: Staged, agreement: Agreement) -> None:
@@ -120,16 +132,17 @@ def fill(staged: Staged, agreement: Agreement) -> None:
     Raises:
         CheckpointError, OSError: The storage failed since it was verified, or a rank was lost that reads for this one.
     """
-    opened, sharing = staged.opened, staged.exchange.sharing
+    opened, sharing, phases = staged.opened, staged.exchange.sharing, staged.phases
     filling = _Filling(opened, staged.weights)
     needed = {key: boxes for key, boxes in opened.needed.items() if key in staged.weights}
     with staged.exchange.kept():
-        with agreement.at_work():
+        with phases("fill"), agreement.at_work():
             for chunk in in_file_order(opened.chunks, needed):
                 if not sharing.is_shared(chunk):
                     filling.copy(chunk.key, chunk.box, staged.take(chunk))
                     agreement.beat()
-        staged.exchange.pass_on(staged.weights, staged.take, filling.copy)
+        with phases("exchange"):
+            staged.exchange.pass_on(staged.weights, staged.take, filling.copy)
     filling.finish()
 
 

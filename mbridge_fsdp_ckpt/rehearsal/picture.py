@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 from rich.filesize import decimal
 
-from mbridge_fsdp_ckpt.care.shard_map.png import require_matplotlib
+from mbridge_fsdp_ckpt.care.drawing import FAINT, INK, require_matplotlib, tidy
 from mbridge_fsdp_ckpt.printable import printable
 from mbridge_fsdp_ckpt.rehearsal.cuts import Counts
 from mbridge_fsdp_ckpt.rehearsal.rehearse import Rehearsal
 
-_INK, _FAINT = "#222222", "#666666"
 _COLOURS = ("#2f7fc1", "#d4a72c", "#4ac26b", "#b45f9c", "#8c959f")
 _COLUMNS = 1_200
 """At most so many ranks are drawn one by one; of more, a column is the heaviest of its ranks."""
@@ -52,12 +51,12 @@ def _draw_bytes(axes: Any, found: Rehearsal, parts: dict[str, Counts]) -> None:
         axes.stairs(bottom + shown, edges, baseline=bottom, fill=True, color=colour, label=part, linewidth=0)
         bottom = bottom + shown
     mean = float(found.tally.bytes.mean())
-    axes.axhline(mean, color=_INK, linewidth=0.8, linestyle=":")
+    axes.axhline(mean, color=INK, linewidth=0.8, linestyle=":")
     axes.set_title(f"bytes that each rank writes; dotted the mean, max/mean {found.balance.ratio:.2f}", **_title())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: decimal(round(value))))
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False, fontsize=8, ncols=len(parts), loc="upper left", bbox_to_anchor=(0, -0.02))
-    _tidy(axes)
+    tidy(axes, keep="")
 
 
 def _draw_parts(axes: Any, world: int, parts: dict[str, Counts]) -> None:
@@ -70,8 +69,8 @@ def _draw_parts(axes: Any, world: int, parts: dict[str, Counts]) -> None:
     names = [f"{part}, up to {decimal(most)}" for part, most in zip(parts, heaviest, strict=True)]
     axes.set_yticks(range(len(parts)), names)
     axes.set_title("who writes which part: nothing is white, what the heaviest rank has of it is dark", **_title())
-    axes.set_xlabel("rank", fontsize=9, color=_FAINT)
-    _tidy(axes)
+    axes.set_xlabel("rank", fontsize=9, color=FAINT)
+    tidy(axes, keep="")
 
 
 def _heaviest(sizes: Counts) -> Counts:
@@ -82,10 +81,4 @@ def _heaviest(sizes: Counts) -> Counts:
 
 
 def _title() -> dict[str, Any]:
-    return {"fontsize": 10, "color": _INK, "loc": "left"}
-
-
-def _tidy(axes: Any) -> None:
-    for side in ("left", "right", "top", "bottom"):
-        axes.spines[side].set_visible(False)
-    axes.tick_params(length=0, labelcolor=_INK, labelsize=8)
+    return {"fontsize": 10, "color": INK, "loc": "left"}

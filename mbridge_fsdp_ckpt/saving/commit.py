@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +39,13 @@ class PlansJudged(TypedDict):
 
     disputed: list[int]
     place: Place | None
+
+
+class WrittenJudged(TypedDict):
+    """Buckets in which copies do not add up; without any, it is committed.  And what all wrote, in bytes of payload."""
+
+    differing: list[int]
+    bytes: int
 
 
 @dataclass(slots=True)
@@ -84,13 +92,13 @@ class Job:
         self._files = Files(token(), self._commit.suffix)
         return {"directory": str(self._commit.directory), "save": self._files.save, "suffix": self._files.suffix}
 
-    def judge_written(self, written: Written) -> list[int]:
+    def judge_written(self, written: Written) -> WrittenJudged:
         """Second meeting: commit what all ranks wrote, unless there are buckets in which copies do not add up."""
         self._told = written["told"]
         self._remainders = sketches.remainders_of(written["replicas"])
         if not self._remainders:
             self._finish()
-        return list(self._remainders)
+        return {"differing": list(self._remainders), "bytes": self._told["bytes"]}
 
     def judge_replicas(self, rows: Rows[CopyRow]) -> None:
         """Only where hashes of copies do not add up: name the copies, then commit or not, as the settings say."""
@@ -114,6 +122,7 @@ class Job:
             told=told,
             keys=keys,
             values=encode(dict(self.values), "values"),
+            time=time.time(),
         )
         chunks = told["chunks"]
         with_view = self.settings.writes_dcp_metadata(chunks)

@@ -11,14 +11,16 @@ import torch
 from mbridge_fsdp_ckpt.agree import sketches
 from mbridge_fsdp_ckpt.agree.agreement import Agreement
 from mbridge_fsdp_ckpt.live.holdings import Holding
+from mbridge_fsdp_ckpt.phases import Phases
 from mbridge_fsdp_ckpt.saving import replicas
 from mbridge_fsdp_ckpt.saving.snapshot import Prepared
 from mbridge_fsdp_ckpt.storage.commit import lease
+from mbridge_fsdp_ckpt.storage.entries import FileEntry
 from mbridge_fsdp_ckpt.storage.format.names import Files
 from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter, number_of
 from mbridge_fsdp_ckpt.storage.format.rows import Number, Row
 from mbridge_fsdp_ckpt.storage.format.told import Told, together, write_group_index, write_own_index
-from mbridge_fsdp_ckpt.storage.store import as_path, is_local
+from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path, is_local
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +45,9 @@ def files_of(place: Place) -> Files:
     return Files(place["save"], place["suffix"])
 
 
-def write(prepared: Prepared, place: Place, agreement: Agreement, choice: str = "warn") -> Written:
+def write(
+    prepared: Prepared, place: Place, agreement: Agreement, choice: str = "warn", phases: Phases | None = None
+) -> Written:
     """Write this rank's chunks and its index file, and hash what others hold, too.
 
     Args:
@@ -51,6 +55,7 @@ def write(prepared: Prepared, place: Place, agreement: Agreement, choice: str = 
         place: Where.
         agreement: Gets signs of life.
         choice: `Settings.replicas`.
+        phases: The save's clock.
 
     Returns:
         The message for the next meeting.
@@ -58,30 +63,44 @@ def write(prepared: Prepared, place: Place, agreement: Agreement, choice: str = 
     Raises:
         OSError: The storage refused.
     """
-    staging, files = as_path(place["directory"]), files_of(place)
+    staging, files, phases = as_path(place["directory"]), files_of(place), phases or Phases()
     if is_local(staging):
         agreement.on_beat = lease.renewing(staging)
     own = [holding for holding in prepared.holdings if holding.piece.writes]
     keys = {holding.key: holding.entry for holding in (*own, *prepared.numbers)}
-    rows: list[Row] = [_number(prepared, item, choice) for item in prepared.numbers]
-    file = None
-    if not all(holding.is_scalar for holding in own):
-        payload = PayloadWriter(staging / files.payload(agreement.rank), progress=agreement.beat)
-        try:
-            for holding in own:
-                if not holding.is_scalar:
-                    rows.append(payload.add(holding.key, _hashed(prepared, holding, choice), holding.box))
-                    agreement.beat()
-            file = payload.close()
-        finally:
-            payload.abort()
-    for holding in prepared.holdings:
-        if not (holding.piece.writes or holding.is_scalar):
-            _hashed(prepared, holding, choice)
-            agreement.beat()
-    said = replace(prepared.said, rank=agreement.rank, payload=file, keys=keys)
-    told = write_own_index(staging, files, said, rows, prepared.hyperparameters)
-    return {"told": told, "replicas": replicas.sketch(prepared.copies)}
+    rows: list[Row] = []
+    file = _write_chunks(prepared, staging / files.payload(agreement.rank), agreement, choice, phases, rows)
+    with phases("compare"):
+        for holding in prepared.holdings:
+            if not (holding.piece.writes or holding.is_scalar):
+                _hashed(prepared, holding, choice)
+                agreement.beat()
+    with phases("index"):
+        timed = prepared.said.own.model_copy(update={"begun": phases.begun, "phases": tuple(phases.rounded)})
+        said = replace(prepared.said, rank=agreement.rank, payload=file, keys=keys, own=timed)
+        told = write_own_index(staging, files, said, rows, prepared.hyperparameters)
+        return {"told": told, "replicas": replicas.sketch(prepared.copies)}
+
+
+def _write_chunks(
+    prepared: Prepared, path: AnyPath, agreement: Agreement, choice: str, phases: Phases, rows: list[Row]
+) -> FileEntry | None:
+    """Write this rank's payload file and add its rows; returns its entry, or None where there are no chunks."""
+    with phases("write"):
+        rows += [_number(prepared, item, choice) for item in prepared.numbers]
+    chunks = [holding for holding in prepared.holdings if holding.piece.writes and not holding.is_scalar]
+    if not chunks:
+        return None
+    payload = PayloadWriter(path, progress=agreement.beat)
+    try:
+        with phases("write"):
+            for holding in chunks:
+                rows.append(payload.add(holding.key, _hashed(prepared, holding, choice), holding.box))
+                agreement.beat()
+        with phases("flush"):
+            return payload.close()
+    finally:
+        payload.abort()
 
 
 def _number(prepared: Prepared, holding: Holding, choice: str) -> Number:

@@ -28,6 +28,7 @@ def head(
     told: Told,
     keys: int,
     values: Json,
+    time: float | None = None,
 ) -> Manifest:
     """The head of a checkpoint of this version, but for the files that are put beside its tensors."""
     return Manifest(
@@ -46,6 +47,7 @@ def head(
         states=told["states"],
         index=tuple(IndexEntry.model_validate(entry) for entry in told["index"]),
         values=values,
+        time=time,
     )
 
 

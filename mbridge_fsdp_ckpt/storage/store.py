@@ -93,3 +93,9 @@ def as_path(place: str | os.PathLike[str] | AnyPath) -> AnyPath:
 def is_local(path: AnyPath) -> bool:
     """Whether it is a file system's, not an object store's."""
     return store_of(path).local is not None
+
+
+def called(directory: str | os.PathLike[str] | AnyPath) -> str:
+    """The directory as all ranks call it, before anything is asked of its storage."""
+    text = str(directory)
+    return text if "://" in text else str(Path(text).absolute())

@@ -58,11 +58,14 @@ HARMLESS: dict[str, str] = {
     "manifest.index.0.rank": "number",
     "manifest.files": "list",
     "manifest.values": ", ".join(WRONG),
+    "manifest.time": "null, 1.5, whole float, number",
     "header.suffix": "no text",
     "header.axes": "list",
     **{f"header.entries.0.{field}": right for field, right in _KEY.items()},
     "record.values": ", ".join(WRONG),
     "record.extra_state": ", ".join(WRONG),
+    "record.begun": "null, 1.5, whole float, number",
+    "record.phases": "list",
 }
 """Field -> the values that are right for it, by docs/format.md, or that nothing goes by."""
 

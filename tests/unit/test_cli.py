@@ -13,7 +13,7 @@ from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from mbridge_fsdp_ckpt.cli import console as frame
-from mbridge_fsdp_ckpt.cli import convert, diff, families, inspect, prune, rehearse, repair, verify
+from mbridge_fsdp_ckpt.cli import convert, diff, families, inspect, prune, rehearse, repair, timeline, verify
 from mbridge_fsdp_ckpt.cli import run as run_command
 from mbridge_fsdp_ckpt.families import default_registry
 from mbridge_fsdp_ckpt.plan.boxes import Box
@@ -27,7 +27,7 @@ from mbridge_fsdp_ckpt.storage.format.told import write_own_index
 from mbridge_fsdp_ckpt.storage.ranges import ByteRange
 from tests.unit.handmade import write_manifest
 
-SUBCOMMANDS = [convert, diff, families, inspect, prune, rehearse, repair, run_command, verify]
+SUBCOMMANDS = [convert, diff, families, inspect, prune, rehearse, repair, run_command, timeline, verify]
 
 SURFACE = {
     "convert": [],
@@ -42,6 +42,7 @@ SURFACE = {
     ],
     "repair": ["--dry-run", "--force", "--json", "--stock-view", "--yes", "-y", "root"],
     "run": ["--module", "--takeover", "-m", "command"],
+    "timeline": ["--html", "--json", "--png", "checkpoint"],
     "verify": ["--header", "--json", "--workers", "checkpoint"],
 }  # fmt: skip
 

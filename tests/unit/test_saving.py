@@ -57,7 +57,7 @@ def save(target: Path, ranks: list[Prepared], settings: Settings = NO_VIEW, afte
                 sketches.combine([snapshot.disputed(n, rank, judged["disputed"]) for n, rank in enumerate(ranks)])
             )
         written = [writer.write(rank, place, agreement(n), settings.replicas) for n, rank in enumerate(ranks)]
-        if differing := running.judge_written(writer.combine(place, 0, written)):
+        if differing := running.judge_written(writer.combine(place, 0, written))["differing"]:
             running.judge_replicas(
                 replicas.combine([snapshot.differing(n, rank, differing) for n, rank in enumerate(ranks)])
             )

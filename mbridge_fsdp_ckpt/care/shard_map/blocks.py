@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
+from mbridge_fsdp_ckpt.care.drawing import FEW
 from mbridge_fsdp_ckpt.care.survey import Survey
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
-from mbridge_fsdp_ckpt.printable import printable
 
 MAX_KEYS = 100
 """Bars on one map."""
@@ -25,9 +25,6 @@ _MAX_COLLECTED = 200_000
 
 NAMED_RANKS = 32
 """Up to here each rank is named; beyond, ranks are summarised."""
-
-_FEW = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377", "#EE8866", "#777777")
-"""Paul Tol's bright scheme, told apart by colour-blind readers, and an orange."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +129,8 @@ def _block(group: list[tuple[Box, int]], shape: tuple[int, ...]) -> Block:
 def colours(ranks: Iterable[int]) -> Mapping[int, str]:
     """A colour for each rank: told apart at a glance where they are few, a scale where they are many."""
     ordered = sorted(ranks)
-    if len(ordered) <= len(_FEW):
-        return dict(zip(ordered, _FEW, strict=False))
+    if len(ordered) <= len(FEW):
+        return dict(zip(ordered, FEW, strict=False))
     return {rank: _on_scale(index, len(ordered)) for index, rank in enumerate(ordered)}
 
 
@@ -148,9 +145,3 @@ def describe(entry: KeyEntry) -> str:
     """Shape, dtype and bytes: 4096 × 1024 bfloat16."""
     shape = " × ".join(map(str, entry.shape)) or "scalar"
     return f"{shape} {entry.dtype}"
-
-
-def elided(text: str, limit: int) -> str:
-    """Text of at most so many characters, all of which print, without its middle."""
-    text, keep = printable(text), limit - 1
-    return text if len(text) <= limit else f"{text[: keep // 3]}…{text[len(text) - (keep - keep // 3) :]}"

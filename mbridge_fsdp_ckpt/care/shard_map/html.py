@@ -1,20 +1,15 @@
-"""The shard map as one HTML file: SVG with tooltips, and tables; it links to nothing.
-
-`page.html` is a template of Jinja's.  Whatever it prints is made printable first, and then escaped.
-"""
+"""The shard map as one HTML file: SVG with tooltips, and tables; it links to nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich.filesize import decimal
 
 from mbridge_fsdp_ckpt.care.balance import NAMED_RANKS
-from mbridge_fsdp_ckpt.care.shard_map.blocks import Bar, ShardMap, colours, describe, elided
+from mbridge_fsdp_ckpt.care.drawing import elided, render
+from mbridge_fsdp_ckpt.care.shard_map.blocks import Bar, ShardMap, colours, describe
 from mbridge_fsdp_ckpt.care.survey import Survey
-from mbridge_fsdp_ckpt.printable import printable
 
 _NAMES, _BARS, _SHAPES, _ROW = 520, 640, 260, 22  # pixels
 
@@ -22,41 +17,27 @@ _NAMES, _BARS, _SHAPES, _ROW = 520, 640, 260, 22  # pixels
 def draw_html(found: Survey, shown: ShardMap) -> str:
     """The page."""
     bars = shown.bars()
-    return (
-        _environment()
-        .get_template("page.html")
-        .render(
-            found=found,
-            facts=_facts(found),
-            shares=found.balance,
-            palette=colours(found.ranks),
-            pattern=shown.pattern,
-            notes=[note for note in (shown.left_out(), _merged_note(bars)) if note],
-            bars=bars,
-            width=_NAMES + _BARS + _SHAPES,
-            height=len(bars) * _ROW,
-            place={"names": _NAMES, "bars": _BARS, "row": _ROW, "thick": _ROW - 5},
-        )
+    return render(
+        "shard_map/page.html",
+        {
+            "describe": describe,
+            "elided": elided,
+            "tooltip": _tooltip,
+            "holders": _holders,
+            "size": decimal,
+            "pixels": "{:.2f}".format,
+        },
+        directory=found.directory,
+        facts=_facts(found),
+        shares=found.balance,
+        palette=colours(found.ranks),
+        pattern=shown.pattern,
+        notes=[note for note in (shown.left_out(), _merged_note(bars)) if note],
+        bars=bars,
+        width=_NAMES + _BARS + _SHAPES,
+        height=len(bars) * _ROW,
+        place={"names": _NAMES, "bars": _BARS, "row": _ROW, "thick": _ROW - 5},
     )
-
-
-def _environment() -> Environment:
-    environment = Environment(
-        loader=PackageLoader("mbridge_fsdp_ckpt.care.shard_map", "."),
-        autoescape=True,
-        finalize=_as_text,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.globals |= {"describe": describe, "elided": elided, "tooltip": _tooltip, "holders": _holders}
-    environment.globals |= {"size": decimal, "pixels": "{:.2f}".format}
-    return environment
-
-
-def _as_text(value: Any) -> Any:
-    return printable(value) if isinstance(value, str) else value
 
 
 def _merged_note(bars: Iterable[Bar]) -> str:

@@ -3,41 +3,18 @@
 from __future__ import annotations
 
 import io
-import textwrap
 from typing import Any
 
 from rich.filesize import decimal
 
 from mbridge_fsdp_ckpt.care.balance import NAMED_RANKS
-from mbridge_fsdp_ckpt.care.shard_map.blocks import Bar, ShardMap, colours, describe, elided
+from mbridge_fsdp_ckpt.care.drawing import AS_IT_IS, EMPTY, FAINT, INK, elided, folded, require_matplotlib, tidy
+from mbridge_fsdp_ckpt.care.shard_map.blocks import Bar, ShardMap, colours, describe
 from mbridge_fsdp_ckpt.care.survey import Survey
-from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.printable import printable
 
 _WIDTH, _BAR, _BALANCE = 14.0, 0.215, 1.5  # inches
 _LEFT, _RIGHT = 0.345, 0.155  # of the width: names, shapes
-_INK, _FAINT, _EMPTY = "#222222", "#666666", "#eeeeee"
-_AS_IT_IS: Any = {"parse_math": False}  # a dollar in a key begins no formula
-
-
-def require_matplotlib(instead: str = "--html needs nothing.") -> Any:
-    """The class `Figure` of matplotlib.
-
-    Args:
-        instead: What does without it.
-
-    Raises:
-        ConfigurationError: It is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigurationError(
-            expected="matplotlib, to draw a picture",
-            found=str(error),
-            remedy=f"Install it: pip install 'mbridge-fsdp-ckpt[tools]'. {instead}",
-        ) from error
-    return Figure
 
 
 def draw_png(found: Survey, shown: ShardMap) -> bytes:
@@ -62,7 +39,7 @@ def draw_png(found: Survey, shown: ShardMap) -> bytes:
     _draw_bars(axes, bars, palette)
     for index, note in enumerate(notes):
         place = (bottom - 0.62 - 0.2 * index) / height
-        figure.text(0.015, place, note, fontsize=9, color=_FAINT, **_AS_IT_IS)
+        figure.text(0.015, place, note, fontsize=9, color=FAINT, **AS_IT_IS)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=120)
     return buffer.getvalue()
@@ -72,9 +49,9 @@ def _title(figure: Any, found: Survey, height: float) -> None:
     name = elided(found.directory, 110)
     sizes = ", ".join(f"{section} {decimal(found.section_bytes(section))}" for section in found.sections)
     version = f" {'.'.join(map(str, found.version))}" if found.version else ""
-    figure.text(0.015, 1 - 0.32 / height, name, fontsize=13, fontweight="bold", color=_INK, **_AS_IT_IS)
+    figure.text(0.015, 1 - 0.32 / height, name, fontsize=13, fontweight="bold", color=INK, **AS_IT_IS)
     text = f"{found.format}{version}   ·   {len(found.ranks)} ranks   ·   {len(found.keys)} keys   ·   {sizes}"
-    figure.text(0.015, 1 - 0.6 / height, printable(text), fontsize=10, color=_FAINT, **_AS_IT_IS)
+    figure.text(0.015, 1 - 0.6 / height, printable(text), fontsize=10, color=FAINT, **AS_IT_IS)
 
 
 def _draw_balance(axes: Any, found: Survey, palette: Any) -> None:
@@ -84,13 +61,13 @@ def _draw_balance(axes: Any, found: Survey, palette: Any) -> None:
     few = len(ranks) <= NAMED_RANKS
     positions = range(len(ranks)) if few else ranks
     axes.bar(positions, sizes, color=[palette[rank] for rank in ranks], width=0.8 if few else 1.0)
-    axes.set_title("bytes of each rank", fontsize=10, color=_INK, loc="left")
+    axes.set_title("bytes of each rank", fontsize=10, color=INK, loc="left")
     axes.yaxis.set_major_locator(MaxNLocator(3))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: decimal(round(value))))
     if few:
         axes.set_xticks(list(positions), [_label(rank, len(ranks)) for rank in ranks])
     axes.margins(x=0.01)
-    _tidy(axes, keep="left")
+    tidy(axes, keep="left")
 
 
 def _label(rank: int, count: int) -> str:
@@ -107,7 +84,7 @@ def _draw_bars(axes: Any, bars: list[Bar], palette: Any) -> None:
     thick = 0.76
     for row, bar in enumerate(bars):
         patches.append(Rectangle((0, row - thick / 2), 1, thick))
-        faces.append(_EMPTY)
+        faces.append(EMPTY)
         for block in bar.blocks:
             corner = block.left, row - thick / 2 + block.top * thick
             patches.append(Rectangle(corner, block.width, block.height * thick))
@@ -117,18 +94,12 @@ def _draw_bars(axes: Any, bars: list[Bar], palette: Any) -> None:
     axes.set_xlim(0, 1)
     axes.set_ylim(max(3, len(bars)) - 0.5, -0.5)
     names = [elided(bar.key, 68) for bar in bars]
-    axes.set_yticks(range(len(bars)), names, fontsize=8, family="monospace", **_AS_IT_IS)
+    axes.set_yticks(range(len(bars)), names, fontsize=8, family="monospace", **AS_IT_IS)
     axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["first row", "¼", "½", "¾", "last row"])
     axes.set_title("blocks of each key: rows from left to right, columns from top to bottom", fontsize=10, loc="left")
     for row, bar in enumerate(bars):
-        axes.text(1.01, row, elided(describe(bar.entry), 34), fontsize=8, color=_FAINT, va="center")
-    _tidy(axes, keep="")
-
-
-def _tidy(axes: Any, keep: str) -> None:
-    for side in ("left", "right", "top", "bottom"):
-        axes.spines[side].set_visible(side == keep)
-    axes.tick_params(length=0, labelcolor=_INK, labelsize=8)
+        axes.text(1.01, row, elided(describe(bar.entry), 34), fontsize=8, color=FAINT, va="center")
+    tidy(axes, keep="")
 
 
 def _notes(found: Survey, shown: ShardMap, bars: list[Bar]) -> list[str]:
@@ -139,4 +110,4 @@ def _notes(found: Survey, shown: ShardMap, bars: list[Bar]) -> list[str]:
         notes.append(f"No key matches {shown.pattern}.")
     if -1 in found.ranks:
         notes.append("Some file names don't tell the rank.")
-    return [line for note in notes for line in textwrap.wrap(printable(note), 150)]
+    return folded(notes)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, SerializerFunctionWrapHandler, model_serializer
 
 from mbridge_fsdp_ckpt.plan.keys import Count, Entry, KeyEntry, Section
 from mbridge_fsdp_ckpt.storage.entries import ExtraEntry, FileEntry
@@ -15,6 +15,9 @@ from mbridge_fsdp_ckpt.storage.entries import ExtraEntry, FileEntry
 VERSION = (1, 0)
 MAX_DIMENSIONS = 64
 MAX_RECORD_BYTES = 1 << 27
+MAX_SECONDS = 1e11
+"""Of a UNIX time and of a phase: some three thousand years."""
+MAX_PHASES = 64
 
 
 class IndexEntry(FileEntry):
@@ -35,7 +38,25 @@ Suffix = Annotated[str, Field(pattern="^(-[0-9a-f]{12})?$")]
 """What the names of a save's files end with, before their extension; empty on file systems."""
 
 
-class Manifest(Entry):
+Seconds = Annotated[float, Field(ge=0, le=MAX_SECONDS, allow_inf_nan=False, strict=True)]
+PhaseName = Annotated[str, Field(pattern="^[a-z][a-z_]{0,31}$")]
+TimedPhase = tuple[PhaseName, Seconds, Seconds]
+"""A phase of a rank's save: when it began, in seconds since `RankOwn.begun`, and how many it took."""
+
+
+_TIMES = ("time", "begun", "phases")
+
+
+class _Timed(Entry):
+    """Data whose times are left out where they are not known."""
+
+    @model_serializer(mode="wrap")
+    def _without_unknown_times(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        written: dict[str, Any] = serialize(self)
+        return {name: value for name, value in written.items() if name not in _TIMES or value}
+
+
+class Manifest(_Timed):
     """The head."""
 
     format: Literal["fsdp_dtensor_safe"]  # FORMAT_NAME, which a type cannot name
@@ -54,6 +75,7 @@ class Manifest(Entry):
     index: Annotated[tuple[IndexEntry, ...], AfterValidator(_one_a_group)]
     files: tuple[ExtraEntry, ...] = ()
     values: Any
+    time: Seconds | None = None
     checksum: str = ""
 
 
@@ -75,8 +97,14 @@ class IndexHeader(Entry):
     record_checksum: Hash
 
 
-class RankOwn(Entry):
-    """The record of a rank's own index file: values that are its own."""
+class RankOwn(_Timed):
+    """The record of a rank's own index file: values that are its own, and how long its part of the save took."""
 
     values: Any = None
     extra_state: Any = None
+    begun: Seconds | None = None
+    phases: Annotated[tuple[TimedPhase, ...], Field(max_length=MAX_PHASES)] = ()
+
+    def without_times(self) -> RankOwn:
+        """The same, for a checkpoint that another one is made of."""
+        return self.model_copy(update={"begun": None, "phases": ()})

@@ -32,6 +32,7 @@ class Told(TypedDict):
         pending: Index files of ranks that are not merged into a group's yet.
         index: Index files of groups.
         chunks: Rows and numbers.
+        bytes: Of payload files.
         states: Modules with FP8 state, each counted by every rank that has some.
         families: See `Manifest`.
         slots: See `Manifest`.
@@ -41,6 +42,7 @@ class Told(TypedDict):
     pending: list[dict[str, str | int]]
     index: list[dict[str, str | int]]
     chunks: int
+    bytes: int
     states: int
     families: dict[str, str]
     slots: list[str]
@@ -67,6 +69,7 @@ def write_own_index(
         "pending": [entry.model_dump()],
         "index": [],
         "chunks": sum(not isinstance(row, Number) or row.counts for row in rows),
+        "bytes": said.payload.size if said.payload is not None else 0,
         "states": len(said.states),
         "families": families_of(said.keys),
         "slots": sorted(slots),
@@ -90,12 +93,14 @@ def together(told: Iterable[Told]) -> Told:
         UnsupportedStateError: There are too many sets of hyperparameters.
     """
     total: Told = {
-        "pending": [], "index": [], "chunks": 0, "states": 0, "families": {}, "slots": [], "hyperparameters": {}
+        "pending": [], "index": [], "chunks": 0, "bytes": 0, "states": 0, "families": {}, "slots": [],
+        "hyperparameters": {},
     }  # fmt: skip
     for one in told:
         total["pending"] += one["pending"]
         total["index"] += one["index"]
         total["chunks"] += one["chunks"]
+        total["bytes"] += one["bytes"]
         total["states"] += one["states"]
         total["slots"] = sorted({*total["slots"], *one["slots"]})
         total["hyperparameters"] |= one["hyperparameters"]

@@ -1,0 +1,85 @@
+"""What all pictures and pages have in common.
+
+A page is a template of Jinja's that extends `page.html`, and links to nothing.  Whatever it prints is made printable
+first, and then escaped.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from mbridge_fsdp_ckpt.errors import ConfigurationError
+from mbridge_fsdp_ckpt.printable import printable
+
+INK, FAINT, EMPTY = "#222222", "#666666", "#eeeeee"
+FEW = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377", "#EE8866", "#777777")
+"""Paul Tol's bright scheme, told apart by colour-blind readers, and an orange."""
+AS_IT_IS: Any = {"parse_math": False}
+"""A dollar in a name begins no formula."""
+
+
+def require_matplotlib(instead: str = "--html needs nothing.") -> Any:
+    """The class `Figure` of matplotlib.
+
+    Args:
+        instead: What does without it.
+
+    Raises:
+        ConfigurationError: It is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigurationError(
+            expected="matplotlib, to draw a picture",
+            found=str(error),
+            remedy=f"Install it: pip install 'mbridge-fsdp-ckpt[tools]'. {instead}",
+        ) from error
+    return Figure
+
+
+def tidy(axes: Any, keep: str) -> None:
+    """Axes without a frame, but for one side of it."""
+    for side in ("left", "right", "top", "bottom"):
+        axes.spines[side].set_visible(side == keep)
+    axes.tick_params(length=0, labelcolor=INK, labelsize=8)
+
+
+def folded(notes: Iterable[str]) -> list[str]:
+    """Sentences below a picture, in lines that fit."""
+    return [line for note in notes for line in textwrap.wrap(printable(note), 150)]
+
+
+def elided(text: str, limit: int) -> str:
+    """Text of at most so many characters, all of which print, without its middle."""
+    text, keep = printable(text), limit - 1
+    return text if len(text) <= limit else f"{text[: keep // 3]}…{text[len(text) - (keep - keep // 3) :]}"
+
+
+def render(template: str, names: Mapping[str, Any], **values: Any) -> str:
+    """A page.
+
+    Args:
+        template: Its file, below this folder.
+        names: Functions that it calls.
+        values: What it shows.
+    """
+    environment = Environment(
+        loader=PackageLoader(__package__, "."),
+        autoescape=True,
+        finalize=_as_text,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.globals |= names
+    return environment.get_template(template).render(**values)
+
+
+def _as_text(value: Any) -> Any:
+    return printable(value) if isinstance(value, str) else value

@@ -1,0 +1,72 @@
+"""What a load returns besides filling model and optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypedDict
+
+from mbridge_fsdp_ckpt.errors import CheckpointError, ErrorData, LoadInterruptedError
+from mbridge_fsdp_ckpt.loading import exchange
+from mbridge_fsdp_ckpt.storage.source import RankRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a load returns besides filling model and optimizer.
+
+    Args:
+        values: The non-tensor state that `save` was given.
+        topology: The saving job's sizes.
+        own: The saving rank's record with this rank's coordinates, if there is one.
+        nearest: The record of one saving rank that shares this rank's (pipeline, tensor) place, if there is one: `own`,
+            where there is that.
+        skipped: Keys that were allowed to be missing, or to stay unread; of what other ranks found, the first 20.
+        bytes: Of payload that this rank read, each counted once.  This and what follows is there when the load is done.
+        bytes_of_all: The same over all ranks.
+        seconds: By phase, in order: open (and match with the live model), agree (meetings), read (and verify),
+            exchange (with ranks that read for each other), fill, refresh (the compute weights).
+        duration: Seconds from the call to its end.
+    """
+
+    values: Mapping[str, Any]
+    topology: Mapping[str, int | str]
+    own: RankRecord | None
+    nearest: RankRecord | None
+    skipped: tuple[str, ...] = field(default=())
+    bytes: int = 0
+    bytes_of_all: int = 0
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    duration: float = 0.0
+
+
+class Filled(TypedDict):
+    """A rank's message when it is through, or several ranks': see `exchange.message`; and bytes that were read."""
+
+    lost: ErrorData | None
+    bytes: int
+
+
+def combine(messages: list[Filled]) -> Filled:
+    """What several ranks say, as one message."""
+    lost = exchange.first([message["lost"] for message in messages])
+    return {"lost": lost, "bytes": sum(message["bytes"] for message in messages)}
+
+
+def judge(filled: Filled) -> int:
+    """Second meeting: bytes that all ranks have read, unless one lost those that read for it."""
+    exchange.judge(filled["lost"])
+    return filled["bytes"]
+
+
+def interrupted(error: CheckpointError) -> CheckpointError:
+    """What fails a load after live tensors had begun to change."""
+    return LoadInterruptedError(
+        expected="all ranks to fill what they had verified",
+        found=str(error),
+        remedy="Model and optimizer are partly loaded: end this process and load again.",
+        rank=error.rank,
+        key=error.key,
+        host=error.host,
+        phase=error.phase,
+    )

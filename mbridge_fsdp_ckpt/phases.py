@@ -1,0 +1,117 @@
+"""How long the phases of a save or load take, on this rank, and the one line that a log has of it."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol
+
+_PLAIN = re.compile(r"[!#-<>-\[\]-~]+")
+"""Text that stands in a line as it is: ASCII that prints, without blanks, quotes, = and backslashes."""
+
+
+class Phase(NamedTuple):
+    """A phase that has ended.
+
+    Args:
+        name: Its name; the same one may come more than once.
+        begin: Seconds since the clock began.
+        seconds: How long it took.
+    """
+
+    name: str
+    begin: float
+    seconds: float
+
+
+class Phases:
+    """The clock of one save or load.
+
+        phases = Phases()
+        with phases("write"):
+            ...
+
+    Phases do not overlap, or their seconds would count twice.  One that ends by an error counts, too.
+    """
+
+    def __init__(self) -> None:
+        self.begun = time.time()
+        """When it began: UNIX time, by this host's clock."""
+        self.ended: list[Phase] = []
+        self._start = time.monotonic()
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Around a phase."""
+        begin = self.elapsed
+        try:
+            yield
+        finally:
+            self.ended.append(Phase(name, begin, self.elapsed - begin))
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since it began."""
+        return time.monotonic() - self._start
+
+    @property
+    def rounded(self) -> list[Phase]:
+        """The phases that have ended, in whole microseconds."""
+        return [Phase(phase.name, round(phase.begin, 6), round(phase.seconds, 6)) for phase in self.ended]
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds of each phase, in the order in which they first came."""
+        total: dict[str, float] = {}
+        for phase in self.ended:
+            total[phase.name] = total.get(phase.name, 0.0) + phase.seconds
+        return total
+
+
+class Spent(Protocol):
+    """What a save or load cost."""
+
+    @property
+    def bytes(self) -> int:
+        """Of payload that this rank wrote or read."""
+
+    @property
+    def bytes_of_all(self) -> int:
+        """The same over all ranks."""
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """By phase, of this rank."""
+
+    @property
+    def duration(self) -> float:
+        """Seconds from the call to its end."""
+
+
+def rate(spent: Spent) -> float:
+    """GB/s (10**9 bytes) of all ranks together, over the whole duration."""
+    return spent.bytes_of_all / spent.duration / 1e9 if spent.duration > 0 else 0.0
+
+
+def line(what: str, directory: str, spent: Spent) -> str:
+    """One line for a log: a word, then name=value with a blank between.
+
+    A value is a JSON string where it is not plain text, so that a line can be taken apart whatever a path is called.
+
+    Args:
+        what: "save" or "load".
+        directory: Of the checkpoint.
+        spent: What it cost.
+    """
+    fields = {
+        "directory": directory if _PLAIN.fullmatch(directory) else json.dumps(directory),
+        "bytes": str(spent.bytes_of_all),
+        "rank_bytes": str(spent.bytes),
+        "seconds": f"{spent.duration:.3f}",
+        "gb_per_s": f"{rate(spent):.3f}",
+        **{name: f"{seconds:.3f}" for name, seconds in spent.seconds.items()},
+    }
+    return " ".join((what, *(f"{name}={value}" for name, value in fields.items())))

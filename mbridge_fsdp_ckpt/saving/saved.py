@@ -1,0 +1,25 @@
+"""What a save returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What a save cost this rank.
+
+    Args:
+        bytes: Of payload that this rank wrote.
+        bytes_of_all: Of payload that all ranks wrote.
+        seconds: By phase, in order: plan, agree (the first meeting), write (copy to the host, hash and write), flush
+            (what is not on disk yet), compare (hash copies that other ranks write), index (this rank's index file),
+            commit (the second meeting; on rank 0 also what it commits).
+        duration: Seconds from the call to its end.
+    """
+
+    bytes: int
+    bytes_of_all: int
+    seconds: Mapping[str, float]
+    duration: float

@@ -1,0 +1,58 @@
+"""What ranks do in the tests of what a save or load took."""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import torch.distributed as dist
+
+import mbridge_fsdp_ckpt
+from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter
+from mbridge_fsdp_ckpt.testing.models import Recipe
+from tests.core import cases
+
+
+class Lines(logging.Handler):
+    """What this package says of saves and loads."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def save_and_load(directory: str, recipe: Recipe, slow_rank: int, seconds: float, shared: str) -> dict[str, Any]:
+    """A save in which the flush of one rank takes so many seconds, and a load: what both say, and what the log has."""
+    trainable = cases.prepared(recipe, steps=1)
+    plain = PayloadWriter.close
+
+    def slow(self: PayloadWriter) -> Any:
+        time.sleep(seconds)
+        return plain(self)
+
+    log, heard = logging.getLogger("mbridge_fsdp_ckpt.checkpoint"), Lines()
+    before = log.level
+    log.addHandler(heard)
+    log.setLevel(logging.INFO)
+    settings = mbridge_fsdp_ckpt.Settings(share_reads=shared)  # type: ignore[arg-type]
+    both = {"model": trainable.model, "optimizer": trainable.optimizer, "settings": settings}
+    try:
+        with patch.object(PayloadWriter, "close", slow) if dist.get_rank() == slow_rank else nullcontext():
+            saved = mbridge_fsdp_ckpt.save(directory, **both)
+        loaded = mbridge_fsdp_ckpt.load(directory, **both)
+    finally:
+        log.removeHandler(heard)
+        log.setLevel(before)
+    costs = ("bytes", "bytes_of_all", "seconds", "duration")
+    return {
+        "saved": {name: getattr(saved, name) for name in costs},
+        "loaded": {name: getattr(loaded, name) for name in costs},
+        "lines": heard.lines,
+        "now": time.time(),
+    }

@@ -15,6 +15,8 @@ from megatron.bridge.utils.common_utils import get_rank_safe, is_last_rank, prin
 
 from mbridge_fsdp_ckpt.bridge.differences import dataloader_directory
 from mbridge_fsdp_ckpt.bridge.locate import NON_PERSISTENT
+from mbridge_fsdp_ckpt.bridge.scalars import log_scalars
+from mbridge_fsdp_ckpt.saving.saved import Saved
 from mbridge_fsdp_ckpt.storage.commit.retention import prune_later
 from mbridge_fsdp_ckpt.storage.files import replace_file
 from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path
@@ -55,10 +57,11 @@ def write_trackers(root: AnyPath, step: int, train_state: dict[str, torch.Tensor
 
 
 def announce(
-    state: Any, root: AnyPath, directory: AnyPath, callback_manager: Any, model: list[Any], optimizer: Any
+    state: Any, saved: Saved, root: AnyPath, directory: AnyPath, callback_manager: Any, model: list[Any], optimizer: Any
 ) -> None:
     """After the commit: loggers (which raise nothing), callbacks, and last the old checkpoints, in the background."""
     step, cfg = state.train_state.step, state.cfg
+    log_scalars("save", saved, state)
     print_rank_0(f"  successfully saved checkpoint from iteration {step:7d} to {root}")
     if is_last_rank():
         wandb_utils.on_save_checkpoint_success(str(directory), str(root), step, wandb_writer=state.wandb_logger)

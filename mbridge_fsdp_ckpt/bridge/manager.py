@@ -22,6 +22,7 @@ from mbridge_fsdp_ckpt.bridge.choice import check_settings, presented_as_stock, 
 from mbridge_fsdp_ckpt.bridge.locate import locate
 from mbridge_fsdp_ckpt.bridge.names import PROGRESS
 from mbridge_fsdp_ckpt.bridge.restoration import Parts, restoration
+from mbridge_fsdp_ckpt.bridge.scalars import log_scalars
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.hosts.restoration import saved_loss_scales
 from mbridge_fsdp_ckpt.storage.format.names import STOCK_FORMAT
@@ -104,7 +105,7 @@ def save_checkpoint(
     print_rank_0(f"saving checkpoint at iteration {state.train_state.step:7d} to {root} in fsdp_dtensor_safe format")
     after_save.save_dataloader_state(state, model, train_data_iterator, pg_collection)
     train_state = _train_state(state, num_floating_point_operations_so_far)
-    checkpoint.save(
+    saved = checkpoint.save(
         directory,
         model=model[0] if len(model) == 1 else model,
         optimizer=optimizer if cfg.checkpoint.save_optim else None,
@@ -115,7 +116,7 @@ def save_checkpoint(
         after_commit=lambda: after_save.write_trackers(root, state.train_state.step, train_state),
         settings=settings_of(cfg),
     )
-    after_save.announce(state, root, directory, callback_manager, model, optimizer)
+    after_save.announce(state, saved, root, directory, callback_manager, model, optimizer)
     fault_tolerance.on_checkpointing_end(global_state=state, is_async_finalization=False)
 
 
@@ -200,13 +201,18 @@ def load_from_path(
         accept=lambda read: restoration(state, read, found, wanted, optimizer, opt_param_scheduler, pg_collection),
         settings=settings_of(cfg),
     )
-    if loaded.skipped:
-        print_rank_0(f"WARNING: not in the checkpoint, left as they were: {', '.join(loaded.skipped[:20])}")
+    _tell(loaded, state)
     differences.record_dataloader_directory(checkpointing_context, str(found.directory.parent))
     print_rank_0(f"  successfully loaded checkpoint from {found.directory} at iteration {state.train_state.step}")
     if state.train_state.step > 0:
         fault_tolerance.on_checkpoint_loaded(is_local_chkpt=False, global_state=state)
     return state.train_state.step, state.train_state.floating_point_operations_so_far
+
+
+def _tell(loaded: checkpoint.Loaded, state: Any) -> None:
+    log_scalars("load", loaded, state)
+    if loaded.skipped:
+        print_rank_0(f"WARNING: not in the checkpoint, left as they were: {', '.join(loaded.skipped[:20])}")
 
 
 def _wanted(checkpoint_config: Any, optimizer: Any) -> Parts:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,36 @@ from tests.patched import patched
 pytestmark = pytest.mark.bridge
 
 STATE = "latest_train_state.pt"
+SAVE_PHASES = {"plan", "agree", "write", "flush", "compare", "index", "commit"}
+LOAD_PHASES = {"open", "agree", "read", "exchange", "fill", "refresh"}
+
+
+class Failing:
+    """A logger whose server does not answer."""
+
+    def log(self, *_: Any, **__: Any) -> None:
+        raise ConnectionError("no server")
+
+
+@no_process_group
+def train_with_a_failing_logger(run: Run) -> tuple[list[int], list[str]]:
+    """Train while W&B fails on every rank that has loggers; the iterations trained, and what was warned of."""
+    from megatron.bridge.training.state import GlobalState
+
+    stock = GlobalState.wandb_logger
+    GlobalState.wandb_logger = property(lambda self: Failing() if is_asked_by_us() else None)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trained = sorted(train(run)["losses"])
+    finally:
+        GlobalState.wandb_logger = stock
+    return trained, [text for one in caught if "logger" in (text := str(one.message))]
+
+
+def is_asked_by_us() -> bool:
+    """Whether our code asks, on the last rank: what Bridge does with a logger that fails is its own affair."""
+    return os.environ["RANK"] == "1" and any(frame.function == "log_scalars" for frame in inspect.stack())
 
 
 @no_process_group
@@ -59,3 +91,33 @@ def test_an_old_checkpoint_that_cannot_be_removed_ends_no_run(bridge_ranks: Rank
     assert len(list(tmp_path.glob("iter_*"))) == 3
     bridge_ranks.run(train, run.on(iterations=4), ranks=2)
     assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000004"]
+
+
+def test_what_saves_and_loads_took_is_in_tensorboard_and_a_failing_logger_ends_no_run(
+    bridge_ranks: RankPool, tmp_path: Path
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = Run(str(tmp_path / "c"), config={"logger.tensorboard_dir": str(tmp_path / "first")})
+    [(before, nothing), (trained, warned)] = bridge_ranks.run(train_with_a_failing_logger, run, ranks=2)
+    assert before == trained == [1, 2, 3, 4]
+    assert nothing == [], "the last rank has the loggers"
+    said = "wandb_logger does not take what the save took, and the run goes on: ConnectionError: no server"
+    assert warned == [said] * 2
+    bridge_ranks.run(train, run.on(iterations=6, config={"logger.tensorboard_dir": str(tmp_path / "again")}), ranks=2)
+
+    read = {}
+    for name in ("first", "again"):
+        events = EventAccumulator(str(tmp_path / name), size_guidance={"scalars": 0})
+        events.Reload()
+        tags = [tag for tag in events.Tags()["scalars"] if tag.startswith("checkpoint/")]
+        read[name] = {tag.removeprefix("checkpoint/"): events.Scalars(tag) for tag in tags}
+    names = {f"save_{phase}_seconds" for phase in SAVE_PHASES} | {"save_seconds", "save_bytes", "save_gb_per_s"}
+    assert set(read["first"]) == names
+    loads = {f"load_{phase}_seconds" for phase in LOAD_PHASES} | {"load_seconds", "load_bytes", "load_gb_per_s"}
+    assert set(read["again"]) == names | loads
+    assert all([event.step for event in events] == [2, 4] for events in read["first"].values())
+    assert all([event.step for event in read["again"][name]] == [4] for name in loads)
+    sizes = sum(path.stat().st_size for path in (tmp_path / "c" / "iter_0000004").glob("__*_0.distcp"))
+    assert [event.value for event in read["first"]["save_bytes"]] == pytest.approx([sizes] * 2)
+    assert all(event.value > 0 for event in read["again"]["load_gb_per_s"])

@@ -46,6 +46,7 @@ _KEY = {
     "component": "text, no text, surrogate",
     "unpadded_rows": "null, number",
 }
+_TIME = "null, 1.5, whole float, number"
 HARMLESS: dict[str, str] = {
     "manifest.writer": "object",
     "manifest.topology": "object",
@@ -58,13 +59,13 @@ HARMLESS: dict[str, str] = {
     "manifest.index.0.rank": "number",
     "manifest.files": "list",
     "manifest.values": ", ".join(WRONG),
-    "manifest.time": "null, 1.5, whole float, number",
+    "manifest.time": _TIME,
     "header.suffix": "no text",
     "header.axes": "list",
     **{f"header.entries.0.{field}": right for field, right in _KEY.items()},
     "record.values": ", ".join(WRONG),
     "record.extra_state": ", ".join(WRONG),
-    "record.begun": "null, 1.5, whole float, number",
+    "record.begun": _TIME,
     "record.phases": "list",
 }
 """Field -> the values that are right for it, by docs/format.md, or that nothing goes by."""
@@ -73,8 +74,13 @@ UNSEEN: dict[str, str] = {
     "manifest.keys": "number",
     "manifest.index": "list",
     "manifest.index.0.checksum": "text, no text, surrogate",
+    "record.begun": ", ".join(what for what in WRONG if what not in _TIME.split(", ")),
+    "record.phases": ", ".join(what for what in WRONG if what != "list"),
 }
-"""Field -> the values of its type that contradict other files; a load does not look at all of them."""
+"""Field -> the values of its type that contradict other files; a load does not look at all of them.
+
+Nor at the records of all ranks.
+"""
 
 
 def fields(model: type[BaseModel], prefix: Path = ()) -> Iterator[Path]:

@@ -38,6 +38,7 @@ from mbridge_fsdp_ckpt.saving.commit import Job
 from mbridge_fsdp_ckpt.saving.saved import Saved
 from mbridge_fsdp_ckpt.saving.snapshot import Prepared
 from mbridge_fsdp_ckpt.settings import Settings
+from mbridge_fsdp_ckpt.storage.bar import job_bar
 from mbridge_fsdp_ckpt.storage.commit.retention import reading
 from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path, called
 
@@ -91,8 +92,9 @@ def save(
     try:
         with phases("agree"):
             place = _agree_to_write(job, prepared)
-        with agreement.at_work():
-            write = partial(writer.write, prepared.value, place, agreement, settings.replicas, phases)
+        with agreement.at_work(), job_bar(agreement.rank, wanted=settings.progress) as progress:
+            watching = writer.Watching(phases, progress)
+            write = partial(writer.write, prepared.value, place, agreement, settings.replicas, watching)
             written = Outcome.of(write, agreement.rank, "writing chunks")
         try:
             with phases("commit"):
@@ -201,9 +203,11 @@ def _load(
         values, topology = found.source.head.values, opened.topology_of(found.source)
         read = Loaded(values, topology, *opened.records_of(found), skipped=tuple(found.skipped))
         put_in_place = accept(read) if accept is not None else _nothing
-        return _Prepared(fill.prepare(found, agreement, shared=shared, phases=phases), read, put_in_place)
+        staged = fill.prepare(found, agreement, shared=shared, phases=phases, progress=progress)
+        return _Prepared(staged, read, put_in_place)
 
     with ExitStack() as stack:
+        progress = stack.enter_context(job_bar(agreement.rank, wanted=settings.progress))
         with phases("open"), agreement.at_work():
             agreement.on_beat = stack.enter_context(reading(source, enabled=agreement.rank == 0))
             prepared = Outcome.of(prepare, agreement.rank, "reading the checkpoint")

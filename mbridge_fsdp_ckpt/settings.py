@@ -49,6 +49,8 @@ class Settings:
         allow_unexpected: Patterns of keys in the checkpoint that a load may leave unread.
         vocabulary_size: Rows of embeddings and output layer that are tokens; the others are padding, and a checkpoint
             with other padding loads.  Bridge's plug-in takes it from the model's configuration.
+        progress: Whether rank 0 shows a bar of its bytes on standard error where a save or load lasts; only on a
+            terminal, and not where the environment variable MBRIDGE_FSDP_CKPT_PROGRESS is 0.
 
     Raises:
         ConfigurationError: An unknown choice.
@@ -65,6 +67,7 @@ class Settings:
     allow_missing: tuple[str, ...] = ()
     allow_unexpected: tuple[str, ...] = ()
     vocabulary_size: int | None = None
+    progress: bool = True
 
     def __post_init__(self) -> None:
         _check_choice("dcp_metadata", self.dcp_metadata, DCP_METADATA_CHOICES)

@@ -12,14 +12,12 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Column, Table
 from rich.text import Text
 from typer.core import TyperGroup
@@ -146,38 +144,6 @@ def confirm(question: str, *, yes: bool) -> None:
 def is_interactive() -> bool:
     """Whether somebody can answer a question."""
     return sys.stdin.isatty()
-
-
-class Bar:
-    """A progress bar of bytes on standard error; on anything but a terminal, nothing."""
-
-    def __init__(self, progress: Progress) -> None:
-        self.shown = not progress.disable
-        self._progress = progress
-        self._task = progress.add_task("", total=None)
-
-    def begin(self, what: str, total: int) -> None:
-        """Say what is read, and how much of it there is."""
-        self._progress.update(self._task, description=printable(what), total=total)
-
-    def advance(self, count: int) -> None:
-        """So many more bytes were read."""
-        self._progress.advance(self._task, count)
-
-
-@contextmanager
-def progress_bar() -> Iterator[Bar]:
-    """Show progress while the body runs."""
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        yield Bar(progress)
 
 
 def be_quiet() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mbridge_fsdp_ckpt.cli.console import EXIT_CODES, AsJson, app, print_json, progress_bar, say
+from mbridge_fsdp_ckpt.cli.console import EXIT_CODES, AsJson, app, print_json, say
 from mbridge_fsdp_ckpt.cli.places import checkpoint_at
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ def diff(
     from mbridge_fsdp_ckpt.care.diff import differences
 
     places = checkpoint_at(a), checkpoint_at(b)
+    from mbridge_fsdp_ckpt.storage.bar import progress_bar
+
     with progress_bar() as bar:
         found = differences(*places, Tolerance(rtol, atol), pattern=key, values=values, progress=bar)
     if as_json:

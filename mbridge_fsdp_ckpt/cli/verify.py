@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mbridge_fsdp_ckpt.cli.console import EXIT_CODES, AsJson, Checkpoint, app, print_json, progress_bar, say, size_text
+from mbridge_fsdp_ckpt.cli.console import EXIT_CODES, AsJson, Checkpoint, app, print_json, say, size_text
 from mbridge_fsdp_ckpt.cli.places import checkpoint_at
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ def verify(
     from mbridge_fsdp_ckpt.care import verify as care
 
     directory = checkpoint_at(checkpoint)
+    from mbridge_fsdp_ckpt.storage.bar import progress_bar
+
     with progress_bar() as bar:
         report = care.verify(directory, header=header, workers=workers, progress=bar)
     if as_json:

@@ -24,6 +24,7 @@ from mbridge_fsdp_ckpt.phases import Phases
 from mbridge_fsdp_ckpt.plan.boxes import Box, whole
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
 from mbridge_fsdp_ckpt.plan.pieces import Component, ParameterPlan
+from mbridge_fsdp_ckpt.storage.progress import Progress
 from mbridge_fsdp_ckpt.storage.ranges import Scratch
 from mbridge_fsdp_ckpt.storage.source import StoredChunk
 
@@ -43,6 +44,7 @@ class Staged:
         exchange: With ranks that want the same.
         scratch: Memory for one read after another.
         phases: The load's clock.
+        progress: Who watches.
         kept: Chunks of weights that were verified.
     """
 
@@ -53,6 +55,7 @@ class Staged:
     exchange: Exchange
     scratch: Scratch
     phases: Phases
+    progress: Progress
     kept: dict[StoredChunk, torch.Tensor] = field(default_factory=dict)
 
     def take(self, chunk: StoredChunk) -> torch.Tensor:
@@ -64,8 +67,14 @@ class Staged:
         """A chunk's elements, until the next one is read."""
         return self.opened.source.read(chunk, verify=self.opened.verified, scratch=self.scratch)
 
+    def read_for_all(self, chunk: StoredChunk) -> torch.Tensor:
+        """The same of a chunk that this rank passes on to others, who do not read it."""
+        elements = self.read(chunk)
+        self.progress.advance(chunk.record.length)
+        return elements
 
-def prepare(opened: Opened, agreement: Agreement, *, shared: bool, phases: Phases) -> Staged:
+
+def prepare(opened: Opened, agreement: Agreement, *, shared: bool, phases: Phases, progress: Progress) -> Staged:
     """Find or make the memory that is to be filled; nothing is read.
 
     Args:
@@ -73,6 +82,7 @@ def prepare(opened: Opened, agreement: Agreement, *, shared: bool, phases: Phase
         agreement: The load's.
         shared: Whether ranks read for each other.
         phases: The load's clock.
+        progress: Who watches.
 
     Raises:
         UnsupportedStateError: Live memory that cannot be filled.
@@ -86,7 +96,7 @@ def prepare(opened: Opened, agreement: Agreement, *, shared: bool, phases: Phase
     slots: Targets = defaultdict(list)
     allocated = [item for part in opened.parts for item in _allocate(opened, part, slots)] if opened.with_state else []
     exchange = Exchange(opened, Sharing(opened, agreement.rank, shared=shared), agreement)
-    return Staged(opened, weights, slots, allocated, exchange, Scratch(agreement.beat), phases)
+    return Staged(opened, weights, slots, allocated, exchange, Scratch(agreement.beat), phases, progress)
 
 
 def stage(staged: Staged, budget: int, agreement: Agreement) -> int:
@@ -103,15 +113,14 @@ def stage(staged: Staged, budget: int, agreement: Agreement) -> int:
     """
     opened, sharing, phases = staged.opened, staged.exchange.sharing, staged.phases
     filling, own = _Filling(opened, staged.slots), sharing.own(staged.weights)
-    count = sum(chunk.record.length for chunk in sharing.own(staged.slots))
+    chunks = [c for c in in_file_order(opened.chunks, opened.needed) if not sharing.is_shared(c) or c in own]
+    count = sum(chunk.record.length for chunk in (*chunks, *sharing.own(staged.slots)))
+    staged.progress.begin("reading", count)
     with staged.exchange.kept():
         with phases("exchange"):
             staged.exchange.connect()
         with phases("read"), agreement.at_work():
-            for chunk in in_file_order(opened.chunks, opened.needed):
-                if sharing.is_shared(chunk) and chunk not in own:
-                    continue
-                count += chunk.record.length
+            for chunk in chunks:
                 if chunk.key not in staged.weights:
                     filling.copy(chunk.key, chunk.box, staged.read(chunk))
                 elif opened.verified and chunk.record.length <= budget:
@@ -119,9 +128,10 @@ def stage(staged: Staged, budget: int, agreement: Agreement) -> int:
                     staged.kept[chunk] = opened.source.read(chunk)
                 elif opened.verified:
                     opened.source.verify(chunk, staged.scratch)
+                staged.progress.advance(chunk.record.length)
                 agreement.beat()
         with phases("exchange"):
-            staged.exchange.pass_on(staged.slots, staged.read, filling.copy)
+            staged.exchange.pass_on(staged.slots, staged.read_for_all, filling.copy)
         filling.finish()
     return count
 
@@ -137,10 +147,12 @@ def fill(staged: Staged, agreement: Agreement) -> None:
     needed = {key: boxes for key, boxes in opened.needed.items() if key in staged.weights}
     with staged.exchange.kept():
         with phases("fill"), agreement.at_work():
-            for chunk in in_file_order(opened.chunks, needed):
-                if not sharing.is_shared(chunk):
-                    filling.copy(chunk.key, chunk.box, staged.take(chunk))
-                    agreement.beat()
+            chunks = [chunk for chunk in in_file_order(opened.chunks, needed) if not sharing.is_shared(chunk)]
+            staged.progress.begin("filling", sum(chunk.record.length for chunk in chunks))
+            for chunk in chunks:
+                filling.copy(chunk.key, chunk.box, staged.take(chunk))
+                staged.progress.advance(chunk.record.length)
+                agreement.beat()
         with phases("exchange"):
             staged.exchange.pass_on(staged.weights, staged.take, filling.copy)
     filling.finish()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import TypedDict
 
 import torch
@@ -12,6 +13,7 @@ from mbridge_fsdp_ckpt.agree import sketches
 from mbridge_fsdp_ckpt.agree.agreement import Agreement
 from mbridge_fsdp_ckpt.live.holdings import Holding
 from mbridge_fsdp_ckpt.phases import Phases
+from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
 from mbridge_fsdp_ckpt.saving import replicas
 from mbridge_fsdp_ckpt.saving.snapshot import Prepared
 from mbridge_fsdp_ckpt.storage.commit import lease
@@ -20,6 +22,7 @@ from mbridge_fsdp_ckpt.storage.format.names import Files
 from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter, number_of
 from mbridge_fsdp_ckpt.storage.format.rows import Number, Row
 from mbridge_fsdp_ckpt.storage.format.told import Told, together, write_group_index, write_own_index
+from mbridge_fsdp_ckpt.storage.progress import Meter, Progress, Unwatched
 from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path, is_local
 
 _log = logging.getLogger(__name__)
@@ -45,8 +48,21 @@ def files_of(place: Place) -> Files:
     return Files(place["save"], place["suffix"])
 
 
+@dataclass(frozen=True, slots=True)
+class Watching:
+    """What a save is told by while it writes.
+
+    Args:
+        phases: Its clock.
+        progress: Who watches.
+    """
+
+    phases: Phases = field(default_factory=Phases)
+    progress: Progress = field(default_factory=Unwatched)
+
+
 def write(
-    prepared: Prepared, place: Place, agreement: Agreement, choice: str = "warn", phases: Phases | None = None
+    prepared: Prepared, place: Place, agreement: Agreement, choice: str = "warn", watching: Watching | None = None
 ) -> Written:
     """Write this rank's chunks and its index file, and hash what others hold, too.
 
@@ -55,7 +71,7 @@ def write(
         place: Where.
         agreement: Gets signs of life.
         choice: `Settings.replicas`.
-        phases: The save's clock.
+        watching: See there.
 
     Returns:
         The message for the next meeting.
@@ -63,13 +79,18 @@ def write(
     Raises:
         OSError: The storage refused.
     """
-    staging, files, phases = as_path(place["directory"]), files_of(place), phases or Phases()
+    staging, files, watching = as_path(place["directory"]), files_of(place), watching or Watching()
+    phases = watching.phases
     if is_local(staging):
         agreement.on_beat = lease.renewing(staging)
     own = [holding for holding in prepared.holdings if holding.piece.writes]
     keys = {holding.key: holding.entry for holding in (*own, *prepared.numbers)}
-    rows: list[Row] = []
-    file = _write_chunks(prepared, staging / files.payload(agreement.rank), agreement, choice, phases, rows)
+    with phases("write"):
+        rows: list[Row] = [_number(prepared, item, choice) for item in prepared.numbers]
+    file = None
+    if chunks := [holding for holding in own if not holding.is_scalar]:
+        payload = staging / files.payload(agreement.rank)
+        file = _write_chunks(prepared, chunks, payload, agreement, choice, watching, rows)
     with phases("compare"):
         for holding in prepared.holdings:
             if not (holding.piece.writes or holding.is_scalar):
@@ -83,21 +104,32 @@ def write(
 
 
 def _write_chunks(
-    prepared: Prepared, path: AnyPath, agreement: Agreement, choice: str, phases: Phases, rows: list[Row]
-) -> FileEntry | None:
-    """Write this rank's payload file and add its rows; returns its entry, or None where there are no chunks."""
-    with phases("write"):
-        rows += [_number(prepared, item, choice) for item in prepared.numbers]
-    chunks = [holding for holding in prepared.holdings if holding.piece.writes and not holding.is_scalar]
-    if not chunks:
-        return None
-    payload = PayloadWriter(path, progress=agreement.beat)
+    prepared: Prepared,
+    chunks: Sequence[Holding],
+    path: AnyPath,
+    agreement: Agreement,
+    choice: str,
+    watching: Watching,
+    rows: list[Row],
+) -> FileEntry:
+    """Write this rank's payload file, and add its rows; returns its entry."""
+    progress, meter = watching.progress, Meter(watching.progress)
+    if progress.shown:
+        itemsizes = (dtype_from_name(chunk.entry.dtype).itemsize for chunk in chunks)
+        total = sum(chunk.box.volume * size for chunk, size in zip(chunks, itemsizes, strict=True))
+        progress.begin("saving", total)
+
+    def advanced() -> None:
+        agreement.beat()
+        meter.reached(payload.position)
+
+    payload = PayloadWriter(path, progress=advanced)
     try:
-        with phases("write"):
-            for holding in chunks:
-                rows.append(payload.add(holding.key, _hashed(prepared, holding, choice), holding.box))
+        with watching.phases("write"):
+            for chunk in chunks:
+                rows.append(payload.add(chunk.key, _hashed(prepared, chunk, choice), chunk.box))
                 agreement.beat()
-        with phases("flush"):
+        with watching.phases("flush"):
             return payload.close()
     finally:
         payload.abort()

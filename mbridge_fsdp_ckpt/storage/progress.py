@@ -22,6 +22,22 @@ class Progress(Protocol):
         ...
 
 
+class Meter:
+    """Tells how far a file has grown.
+
+    Args:
+        progress: Whom.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress, self._position = progress, 0
+
+    def reached(self, position: int) -> None:
+        """So many bytes of the file are done."""
+        self._progress.advance(position - self._position)
+        self._position = position
+
+
 class Unwatched:
     """Nobody looks."""
 

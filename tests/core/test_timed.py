@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -58,3 +59,25 @@ def test_a_slow_rank_is_marked_and_all_say_what_they_did(shared: str, megatron_r
     assert found.commit is not None
     assert found.commit > SECONDS
     assert before + SECONDS < (read_manifest(target).time or 0) <= results[0]["now"]
+
+
+@pytest.mark.parametrize("share", [False, True], ids=["", "reads shared"])
+def test_rank_0_shows_a_bar_on_a_terminal(share: bool, megatron_ranks: RankPool, tmp_path: Path) -> None:
+    recipe = SMALL.on(strategy="no_shard") if share else SMALL
+    seen = megatron_ranks.run(timed.shown, str(tmp_path / "c"), recipe, "terminal", True, 0.0, share, ranks=2)
+    assert all(word in seen[0] for word in ("saving", "reading", "filling"))
+    assert "100%" in seen[0] or "kB" in seen[0]
+    assert seen[0].endswith("\x1b[2K"), "it goes when it is done"
+    assert seen[1] == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted", "patience"),
+    [("pipe", True, 0.0), ("terminal", False, 0.0), ("terminal", True, 60.0)],
+    ids=["a pipe", "not wanted", "short"],
+)
+def test_nothing_is_shown(
+    kind: Literal["terminal", "pipe"], wanted: bool, patience: float, megatron_ranks: RankPool, tmp_path: Path
+) -> None:
+    seen = megatron_ranks.run(timed.shown, str(tmp_path / "c"), SMALL, kind, wanted, patience, False, ranks=2)
+    assert seen == ["", ""]

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
+import threading
 import time
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal
 from unittest.mock import patch
 
 import torch.distributed as dist
 
 import mbridge_fsdp_ckpt
+from mbridge_fsdp_ckpt.storage import bar
 from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter
 from mbridge_fsdp_ckpt.testing.models import Recipe
 from tests.core import cases
@@ -56,3 +61,42 @@ def save_and_load(directory: str, recipe: Recipe, slow_rank: int, seconds: float
         "lines": heard.lines,
         "now": time.time(),
     }
+
+
+@contextmanager
+def standard_error(kind: Literal["terminal", "pipe"]) -> Iterator[bytearray]:
+    """A pseudo-terminal or a pipe as this rank's standard error; what was written to it."""
+    ours, theirs = os.openpty() if kind == "terminal" else os.pipe()
+    written = bytearray()
+
+    def read() -> None:
+        try:
+            while block := os.read(ours, 4096):
+                written.extend(block)
+        except OSError:  # how a pseudo-terminal ends
+            pass
+
+    reader, before = threading.Thread(target=read), sys.stderr
+    reader.start()
+    with patch.dict(os.environ, {"TERM": "xterm", "COLUMNS": "120"}), os.fdopen(theirs, "w") as sys.stderr:
+        try:
+            yield written
+        finally:
+            sys.stderr.flush()
+            sys.stderr.close()
+            sys.stderr = before
+            reader.join()
+            os.close(ours)
+
+
+def shown(
+    directory: str, recipe: Recipe, kind: Literal["terminal", "pipe"], wanted: bool, patience: float, share: bool
+) -> str:
+    """What a save and a load write to this rank's standard error."""
+    trainable = cases.prepared(recipe, steps=1)
+    settings = mbridge_fsdp_ckpt.Settings(progress=wanted, share_reads="always" if share else "never")
+    both = {"model": trainable.model, "optimizer": trainable.optimizer, "settings": settings}
+    with patch.object(bar, "PATIENCE", patience), standard_error(kind) as written:
+        mbridge_fsdp_ckpt.save(directory, **both)
+        mbridge_fsdp_ckpt.load(directory, **both)
+    return written.decode()

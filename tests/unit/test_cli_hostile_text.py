@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mbridge_fsdp_ckpt.cli import console as frame
+from mbridge_fsdp_ckpt.storage.bar import progress_bar
 from tests.soak import forge
 from tests.unit import handmade
 from tests.unit.test_cli import call, data
@@ -187,7 +187,7 @@ def test_the_picture_of_the_shard_map_is_drawn_as_text(evil: Path, tmp_path: Pat
 def test_a_progress_bar_takes_no_orders(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "4000")
-    with frame.progress_bar() as bar:
+    with progress_bar() as bar:
         bar.begin(EVIL, 10)
         bar.advance(10)
     drawn = capsys.readouterr().err

@@ -12,8 +12,9 @@ import argparse
 import json
 import statistics
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +25,7 @@ from rich.console import Console
 
 import mbridge_fsdp_ckpt
 from benchmarks.cache import prepare_cache
-from mbridge_fsdp_ckpt.storage import file_system
+from mbridge_fsdp_ckpt.storage.reading import FileReader
 from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
 from mbridge_fsdp_ckpt.testing.models import Recipe, build
 from mbridge_fsdp_ckpt.testing.modules import MEGATRON_MODULES, installed
@@ -75,22 +76,18 @@ def measure(folder: str, recipe: Recipe, repeats: int) -> dict[str, dict[str, An
 def _slow(rate: int | None) -> Iterator[list[int]]:
     """Count what this rank reads; a rank gets its part of so many MB/s."""
     read: list[int] = []
-    original = file_system._OpenFile.begin
+    original, one_at_a_time = FileReader.read, threading.Lock()
 
-    def begin(file: Any, offset: int, length: int) -> Callable[[memoryview, int], int]:
-        fill = original(file, offset, length)
-
-        def filling(memory: memoryview, start: int) -> int:
+    def reading(file: FileReader, memory: memoryview, offset: int) -> int:
+        with one_at_a_time:
             started = time.perf_counter()
-            count = fill(memory, start)
+            count = original(file, memory, offset)
             read.append(count)
             if rate is not None:
                 time.sleep(max(0.0, count * RANKS / rate / 1e6 - (time.perf_counter() - started)))
             return count
 
-        return filling
-
-    with patch.object(file_system._OpenFile, "begin", begin):
+    with patch.object(FileReader, "read", reading):
         yield read
 
 

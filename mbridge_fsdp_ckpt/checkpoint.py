@@ -216,7 +216,7 @@ def _load(
                 read = prepared.message(lambda own: [own.opened.source.head.identity])
                 agreement.meet("agreement on what to read", read, asking.judge_identities, asking.combine_identities)
             stack.callback(prepared.value.staged.exchange.leave)
-        stage = partial(fill.stage, budget=read_budget(settings, source), agreement=agreement)
+        stage = partial(fill.stage, budget=read_budget(settings), agreement=agreement)
         staged = prepared.then(lambda own: stage(own.staged), agreement.rank, "reading the checkpoint")
         with phases("agree"):
             skipped = _agree(prepared, staged, agreement)

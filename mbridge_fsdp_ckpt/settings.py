@@ -35,8 +35,7 @@ class Settings:
         verify: What a load checks before it changes anything: "full" also hashes every byte that this rank reads,
             "header" checks structure and sizes, and reads once.
         read_buffer: Bytes of verified weights that each rank may keep on the host until all ranks agree to go on; what
-            does not fit is read again then. None: nothing of a file system, whose page cache has them just then; of an
-            object store a quarter of the host's available memory, shared among its ranks.
+            does not fit is read again then. None: a quarter of the host's available memory, shared among its ranks.
         share_reads: Whether ranks that hold copies of a tensor (hybrid sharding, `no_shard`, norms) read it for each
             other in a load, each its part, and pass it on over gloo: "auto" where they have no page cache in common,
             which is of an object store, and of a file system where the job runs on several hosts.

@@ -6,15 +6,12 @@ import os
 from pathlib import Path
 
 from mbridge_fsdp_ckpt.settings import Settings
-from mbridge_fsdp_ckpt.storage.store import AnyPath, is_local
 
 
-def read_budget(settings: Settings, directory: AnyPath) -> int:
-    """Bytes that this rank may keep of a checkpoint there; see `Settings.read_buffer`."""
+def read_budget(settings: Settings) -> int:
+    """Bytes that this rank may keep of a checkpoint; see `Settings.read_buffer`."""
     if settings.read_buffer is not None:
         return settings.read_buffer
-    if is_local(directory):
-        return 0
     return _available_memory() // 4 // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 

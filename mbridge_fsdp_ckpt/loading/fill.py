@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from mbridge_fsdp_ckpt.plan.boxes import Box, whole
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
 from mbridge_fsdp_ckpt.plan.pieces import Component, ParameterPlan
 from mbridge_fsdp_ckpt.storage.progress import Progress
-from mbridge_fsdp_ckpt.storage.ranges import Scratch
+from mbridge_fsdp_ckpt.storage.ranges import Arena, Scratch
 from mbridge_fsdp_ckpt.storage.source import StoredChunk
 
 Targets = dict[str, list[Destination]]
@@ -62,6 +62,10 @@ class Staged:
         """A chunk's elements: those that were kept when it was verified, or read again."""
         kept = self.kept.pop(chunk, None)
         return self.read(chunk) if kept is None else kept
+
+    def not_kept(self, chunks: list[StoredChunk]) -> list[StoredChunk]:
+        """Those that are read again."""
+        return [chunk for chunk in chunks if chunk not in self.kept]
 
     def read(self, chunk: StoredChunk) -> torch.Tensor:
         """A chunk's elements, until the next one is read."""
@@ -112,28 +116,40 @@ def stage(staged: Staged, budget: int, agreement: Agreement) -> int:
         CheckpointError, OSError: Bytes are damaged, or cannot be read.
     """
     opened, sharing, phases = staged.opened, staged.exchange.sharing, staged.phases
-    filling, own = _Filling(opened, staged.slots), sharing.own(staged.weights)
-    chunks = [c for c in in_file_order(opened.chunks, opened.needed) if not sharing.is_shared(c) or c in own]
-    count = sum(chunk.record.length for chunk in (*chunks, *sharing.own(staged.slots)))
-    staged.progress.begin("reading", count)
+    filling, shared, own = _Filling(opened, staged.slots), sharing.own(staged.slots), _own(staged)
+    chunks = own if opened.verified else [chunk for chunk in own if chunk.key not in staged.weights]
+    staged.progress.begin("reading", _size((*chunks, *shared)))
+    arena = Arena(agreement.beat)
     with staged.exchange.kept():
         with phases("exchange"):
             staged.exchange.connect()
-        with phases("read"), agreement.at_work():
+        with phases("read"), agreement.at_work(), opened.source.reading_ahead(chunks):
             for chunk in chunks:
                 if chunk.key not in staged.weights:
                     filling.copy(chunk.key, chunk.box, staged.read(chunk))
-                elif opened.verified and chunk.record.length <= budget:
+                elif chunk.record.length <= budget:
                     budget -= chunk.record.length
-                    staged.kept[chunk] = opened.source.read(chunk)
-                elif opened.verified:
+                    staged.kept[chunk] = opened.source.read(chunk, scratch=arena)
+                else:
                     opened.source.verify(chunk, staged.scratch)
                 staged.progress.advance(chunk.record.length)
                 agreement.beat()
-        with phases("exchange"):
+        with phases("exchange"), opened.source.reading_ahead(shared):
             staged.exchange.pass_on(staged.slots, staged.read_for_all, filling.copy)
         filling.finish()
-    return count
+    return _size((*own, *shared))
+
+
+def _own(staged: Staged) -> list[StoredChunk]:
+    """What this rank reads: state that is not shared, and weights, those that it reads for others among them."""
+    opened, sharing = staged.opened, staged.exchange.sharing
+    weights = set(sharing.own(staged.weights))
+    wanted = in_file_order(opened.chunks, opened.needed)
+    return [chunk for chunk in wanted if chunk in weights or not sharing.is_shared(chunk)]
+
+
+def _size(chunks: Iterable[StoredChunk]) -> int:
+    return sum(chunk.record.length for chunk in chunks)
 
 
 def fill(staged: Staged, agreement: Agreement) -> None:
@@ -145,15 +161,15 @@ def fill(staged: Staged, agreement: Agreement) -> None:
     opened, sharing, phases = staged.opened, staged.exchange.sharing, staged.phases
     filling = _Filling(opened, staged.weights)
     needed = {key: boxes for key, boxes in opened.needed.items() if key in staged.weights}
+    chunks = [chunk for chunk in in_file_order(opened.chunks, needed) if not sharing.is_shared(chunk)]
     with staged.exchange.kept():
-        with phases("fill"), agreement.at_work():
-            chunks = [chunk for chunk in in_file_order(opened.chunks, needed) if not sharing.is_shared(chunk)]
-            staged.progress.begin("filling", sum(chunk.record.length for chunk in chunks))
+        staged.progress.begin("filling", _size(chunks))
+        with phases("fill"), agreement.at_work(), opened.source.reading_ahead(staged.not_kept(chunks)):
             for chunk in chunks:
                 filling.copy(chunk.key, chunk.box, staged.take(chunk))
                 staged.progress.advance(chunk.record.length)
                 agreement.beat()
-        with phases("exchange"):
+        with phases("exchange"), opened.source.reading_ahead(staged.not_kept(sharing.own(staged.weights))):
             staged.exchange.pass_on(staged.weights, staged.take, filling.copy)
     filling.finish()
 

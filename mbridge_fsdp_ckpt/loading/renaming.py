@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -79,6 +80,10 @@ class _Renamed:
     def read(self, chunk: StoredChunk, *, verify: bool = True, scratch: Scratch | None = None) -> torch.Tensor:
         """See `CheckpointSource`."""
         return self._source.read(self._as_saved(chunk), verify=verify, scratch=scratch)
+
+    def reading_ahead(self, chunks: Iterable[StoredChunk]) -> AbstractContextManager[None]:
+        """See `CheckpointSource`."""
+        return self._source.reading_ahead(map(self._as_saved, chunks))
 
     def verify(self, chunk: StoredChunk, scratch: Scratch) -> None:
         """See `CheckpointSource`."""

@@ -111,9 +111,9 @@ class Sharing:
             found[reader].append(chunk)
         return found
 
-    def own(self, keys: Collection[str]) -> set[StoredChunk]:
-        """What this rank reads for its circles, of these keys."""
-        return {chunk for ranks in self.circles for chunk in self.parts(ranks, keys)[ranks.index(self._rank)]}
+    def own(self, keys: Collection[str]) -> list[StoredChunk]:
+        """What this rank reads for its circles, of these keys: circle after circle, in the order of their ranks."""
+        return [chunk for ranks in sorted(self.circles) for chunk in self.parts(ranks, keys)[ranks.index(self._rank)]]
 
 
 def _circles(opened: Opened, rank: int) -> dict[str, Ranks]:

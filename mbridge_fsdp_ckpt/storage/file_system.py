@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from mbridge_fsdp_ckpt.storage.growing import GrowingFile
 from mbridge_fsdp_ckpt.storage.held_path import HeldPath
-from mbridge_fsdp_ckpt.storage.writeback import WriteBack
+from mbridge_fsdp_ckpt.storage.reading import FileReader
 
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}\.new")
 """Name of a file that is about to replace another."""
@@ -56,9 +57,9 @@ class FileSystem:
         """See `store.Store`."""
         return _OpenFile(_open(self.path))
 
-    def create(self) -> _GrowingFile:
+    def create(self) -> GrowingFile:
         """See `store.Store`."""
-        return _GrowingFile(self.path)
+        return GrowingFile(self.path)
 
     def replace(self, data: bytes) -> None:
         """See `store.Store`."""
@@ -100,34 +101,13 @@ class _OpenFile:
         os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_WILLNEED)  # hashed blocks are small for a disk
         return fill
 
+    def reader(self) -> FileReader:
+        """See `store.Ranges`."""
+        return FileReader(self._descriptor)
+
     def close(self) -> None:
         """See `store.Ranges`."""
         os.close(self._descriptor)
-
-
-class _GrowingFile:
-    """See `store.Growing`."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("xb")
-        self._write_back = WriteBack(self._file.fileno())
-        self._position = 0
-
-    def write(self, block: bytes | memoryview) -> None:
-        """See `store.Growing`."""
-        self._file.write(block)
-        self._position += len(block)
-        self._write_back.reached(self._position)
-
-    def finish(self) -> None:
-        """See `store.Growing`."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-
-    def close(self) -> None:
-        """See `store.Growing`."""
-        self._file.close()
 
 
 def sync_directory(path: Path) -> None:

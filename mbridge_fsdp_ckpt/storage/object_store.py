@@ -82,6 +82,9 @@ class _Object:
             file.seek(offset)
             return bytes(file.read(length))
 
+    def reader(self) -> None:
+        """See `store.Ranges`."""
+
     def close(self) -> None:
         """See `store.Ranges`."""
 

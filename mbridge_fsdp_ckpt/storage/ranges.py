@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from mbridge_fsdp_ckpt.errors import DamagedCheckpointError
+from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, InternalError
+from mbridge_fsdp_ckpt.storage.ahead import Range, ReadAhead
 from mbridge_fsdp_ckpt.storage.checksums import HASHED_AT_ONCE, Hasher
-from mbridge_fsdp_ckpt.storage.store import AnyPath, Ranges, store_of
+from mbridge_fsdp_ckpt.storage.store import AnyPath, Ranges, Reader, is_local, store_of
 
 Bytes = npt.NDArray[np.uint8]
 
 MAX_OPEN = 128
 """Files open at a time: half of what is left of the usual limit of 1,024 when sockets and libraries have theirs."""
 
+_ARENA, _ALIGNED = 1 << 26, 64
 _READ_AT_ONCE = 1 << 28  # where nothing is hashed
 
 
@@ -52,15 +54,60 @@ class Scratch:
         return self._memory[:length]
 
 
+class Arena(Scratch):
+    """Memory that stays: cut from large pieces, for which the kernel has huge pages where that is allowed.
+
+    Args:
+        progress: See `Scratch`.
+    """
+
+    def __init__(self, progress: Callable[[], None] = lambda: None) -> None:
+        super().__init__(progress)
+        self._taken = 0
+
+    def take(self, length: int) -> Bytes:
+        """So many bytes, which nobody else gets."""
+        start = -(-self._taken // _ALIGNED) * _ALIGNED
+        if start + length > self._memory.size:
+            start, self._memory = 0, np.empty(max(length, _ARENA), dtype=np.uint8)
+        self._taken = start + length
+        return self._memory[start : self._taken]
+
+
 class OpenFiles:
     """Payload files of one checkpoint.  Of more than `MAX_OPEN`, those used last stay open."""
 
     def __init__(self) -> None:
         self._files: OrderedDict[AnyPath, Ranges] = OrderedDict()
+        self._ahead: ReadAhead | None = None
 
     def __del__(self) -> None:
         for file in self._files.values():
             file.close()
+
+    @contextmanager
+    def reading_ahead(self, ranges: Iterable[Range]) -> Iterator[None]:
+        """While the block runs, read ranges before they are asked for, in this order; those of object stores are not.
+
+        Args:
+            ranges: What is going to be read.  What is not asked for after all is skipped.
+        """
+        local = [each for each in ranges if is_local(each.path)]
+        if not local:
+            yield
+            return
+        self._ahead = ReadAhead(local, self._reader)
+        try:
+            yield
+        finally:
+            ahead, self._ahead = self._ahead, None
+            ahead.close()
+
+    def _reader(self, path: AnyPath) -> Reader:
+        reader = self._file(path).reader()
+        if reader is None:
+            raise InternalError(expected="a file", found=str(path), remedy="Report it.")
+        return reader
 
     def read(
         self, path: AnyPath, offset: int, length: int, hasher: Hasher | None = None, scratch: Scratch | None = None
@@ -101,11 +148,16 @@ class OpenFiles:
 
     def _range_of(self, path: AnyPath, offset: int, length: int) -> Callable[[memoryview, int], None]:
         """What fills memory with bytes of a range, from a place in it on."""
-        with _gone_named(path):
-            read = self._file(path).begin(offset, length)
+        read = None
+        if self._ahead is not None:
+            read = self._ahead.begin(Range(path, offset, length))
+        if read is None:
+            with _gone_named(path):
+                read = self._file(path).begin(offset, length)
 
         def fill(memory: memoryview, start: int) -> None:
-            count = read(memory, start)
+            with _gone_named(path):
+                count = read(memory, start)
             if count < len(memory):
                 raise DamagedCheckpointError(
                     expected=f"{length} bytes from byte {offset}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -133,6 +134,13 @@ class CheckpointSource(Protocol):
 
         Raises:
             DamagedCheckpointError: The file is gone or too short, or the bytes are not those that were written.
+        """
+
+    def reading_ahead(self, chunks: Iterable[StoredChunk]) -> AbstractContextManager[None]:
+        """A context in which chunks are on their way from the disk before they are asked for.
+
+        Args:
+            chunks: From `chunks`, in the order in which they will be read or verified.
         """
 
     def verify(self, chunk: StoredChunk, scratch: Scratch) -> None:

@@ -29,6 +29,23 @@ class Ranges(Protocol):
             What fills memory with bytes of the range, from a place in it on; it returns how many there were.
         """
 
+    def reader(self) -> Reader | None:
+        """The same file, for threads that read ahead; None where a range is one request to the storage as it is."""
+
+    def close(self) -> None:
+        """Nothing more is read."""
+
+
+class Reader(Protocol):
+    """A file that several threads read at a time."""
+
+    def read(self, memory: memoryview, offset: int) -> int:
+        """Fill memory with what the file has from a place on; both are aligned (`reading.ALIGNED`).
+
+        Returns:
+            How many bytes there were: fewer than asked for at the end of the file alone.
+        """
+
     def close(self) -> None:
         """Nothing more is read."""
 

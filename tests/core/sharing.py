@@ -91,13 +91,18 @@ def load_of_another_layout(directory: str, recipe: Recipe, at_once: int, largest
 def loads(directory: str, trainable: Trainable, at_once: int) -> dict[str, Any]:
     """This rank's state after each, and the bytes that it has read."""
     found: dict[str, Any] = {}
-    modes: list[tuple[Sharing, Any]] = [("never", "header"), ("always", "header"), ("always", "full")]
-    for number, (shared, verify) in enumerate(modes):
+    modes: list[tuple[Sharing, Any, int | None]] = [
+        ("never", "header", None),
+        ("always", "header", None),
+        ("always", "full", None),
+        ("always", "full", 0),
+    ]
+    for number, (shared, verify, buffer) in enumerate(modes):
         trainable.step(10 + number)
-        settings = mbridge_fsdp_ckpt.Settings(share_reads=shared, verify=verify)
+        settings = mbridge_fsdp_ckpt.Settings(share_reads=shared, verify=verify, read_buffer=buffer)
         with counted() as read, patch.object(exchange, "_AT_ONCE", at_once):
             mbridge_fsdp_ckpt.load(directory, model=trainable.model, optimizer=trainable.optimizer, settings=settings)
-        found[f"{shared}, {verify}"] = own_state(trainable), sum(read)
+        found[f"{shared}, {verify}" + ("" if buffer is None else ", nothing kept")] = own_state(trainable), sum(read)
     return found
 
 

@@ -63,7 +63,7 @@ STEPS = (
     Step("storage.format.payload:PayloadWriter.close", EVERYBODY),
     Step("storage.format.told:write_file", EVERYBODY),
     Step("storage.format.told:write_file", times=2),
-    Step("storage.file_system:os.fsync", EVERYBODY, times=2),
+    Step("storage.growing:os.fsync", EVERYBODY, times=2),
     Step("saving.commit:Job.judge_written"),
     Step("storage.finishing:write_dcp_view"),
     Step("storage.commit.rename:write_file"),

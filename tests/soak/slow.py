@@ -40,7 +40,7 @@ CALLS: dict[str, tuple[tuple[Any, str], ...]] = {
     "rmtree": ((shutil, "rmtree"),),
     "open": ((os, "open"), (io, "open")),
     "read": ((os, "preadv"),),  # and what is opened
-    "write": (),  # what is opened
+    "write": ((os, "pwrite"),),  # and what is opened
     "unlink": ((os, "unlink"), (os, "remove")),
     "stat": ((os, "stat"), (os, "lstat")),
 }

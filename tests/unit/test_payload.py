@@ -2,6 +2,8 @@
 
 import errno
 import io
+import itertools
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,13 @@ import xxhash
 from torch.serialization import get_crc32_options
 
 from mbridge_fsdp_ckpt.plan.boxes import Box, Shape, whole
+from mbridge_fsdp_ckpt.storage import growing
 from mbridge_fsdp_ckpt.storage.checksums import Hasher, checksum
 from mbridge_fsdp_ckpt.storage.files import file_checksum
 from mbridge_fsdp_ckpt.storage.format import payload
 from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter, host_bytes
 from mbridge_fsdp_ckpt.storage.format.rows import Chunk
+from mbridge_fsdp_ckpt.storage.reading import ALIGNED
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 DTYPES = [
@@ -116,7 +120,7 @@ def test_records_follow_one_another_and_fill_the_file(writer: PayloadWriter) -> 
 
 def test_the_file_entry_describes_the_file(writer: PayloadWriter) -> None:
     writer.add("key", torch.arange(1000), whole((1000,)))
-    writer.write(b"plain bytes")
+    writer.append(b"plain bytes")
     entry = writer.close()
     data = writer.path.read_bytes()
     assert data.endswith(b"plain bytes")
@@ -156,34 +160,30 @@ def test_the_checksum_of_nothing_is_the_published_one() -> None:
     assert checksum(b"") == "xxh3_64:2d06800538d394c2"
 
 
-class FullDisk(io.FileIO):
-    """Takes so many writes, then refuses."""
-
-    left = 0
-
-    def write(self, data: Any, /) -> int:
-        self.left -= 1
-        if self.left < 0:
-            raise OSError(errno.ENOSPC, "full")
-        return super().write(data)
-
-
 def test_a_disk_that_refuses_is_an_os_error_at_every_write(tmp_path: Path) -> None:
-    """`torch.save` ends its archive after an error, too, and hides it under a RuntimeError of its own."""
+    """Blocks of a page, so that every few chunks one is written."""
     writes = 0
-    while _error_at(writes, tmp_path / f"{writes}.distcp") is not None:
-        writes += 1
-    assert writes > 10, "an archive is written in many pieces"
+    with patch.object(growing, "BLOCK", ALIGNED):
+        while _error_at(writes, tmp_path / f"{writes}.distcp") is not None:
+            writes += 1
+    assert writes > 5
 
 
 def _error_at(write: int, path: Path) -> OSError | None:
-    """What a disk that refuses this write, from 0, does to a chunk; None where there were fewer writes."""
-    tensor, disk = torch.arange(6.0), FullDisk(path, "wb")
-    with patch.object(Path, "open", lambda path, mode: disk):
-        writer = PayloadWriter(path)
-    disk.left = write
+    """What a disk that refuses this write, from 0, does to chunks; None where there were fewer writes."""
+    calls, pwrite = itertools.count(), os.pwrite
+
+    def refusing(*arguments: Any) -> int:
+        if next(calls) == write:
+            raise OSError(errno.ENOSPC, "full")
+        return pwrite(*arguments)
+
+    tensor, writer = torch.arange(500.0), PayloadWriter(path)
     try:
-        writer.add("weight", tensor, whole(tensor.shape))
+        with patch.object(os, "pwrite", refusing):
+            for number in range(10):
+                writer.add(f"weight {number}", tensor, whole(tensor.shape))
+            writer.close()
     except OSError as error:
         return error
     finally:

@@ -9,7 +9,6 @@ import pytest
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.loading import budget
 from mbridge_fsdp_ckpt.settings import AUTO_DCP_CHUNKS, Settings
-from mbridge_fsdp_ckpt.storage.store import as_path
 
 
 @pytest.mark.parametrize(
@@ -45,19 +44,17 @@ def test_when_stocks_view_is_written(choice: Any, chunks: int, written: bool) ->
     assert Settings(dcp_metadata=choice).writes_dcp_metadata(chunks) is written
 
 
-def test_of_object_stores_a_quarter_of_what_is_free_is_kept_shared_by_the_hosts_ranks(
+def test_a_quarter_of_what_is_free_is_kept_shared_by_the_hosts_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
 
     monkeypatch.setattr(budget, "_available_memory", lambda: 64_000)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    store, disk = as_path("memory://bucket/iter_0000001"), as_path("/scratch/iter_0000001")
-    assert (budget.read_budget(Settings(), store), budget.read_budget(Settings(), disk)) == (16_000, 0)
+    assert budget.read_budget(Settings()) == 16_000
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert (budget.read_budget(Settings(), store), budget.read_budget(Settings(), disk)) == (2_000, 0)
+    assert budget.read_budget(Settings()) == 2_000
     for chosen in (5, 0):
-        given = Settings(read_buffer=chosen)
-        assert (budget.read_budget(given, store), budget.read_budget(given, disk)) == (chosen, chosen)
+        assert budget.read_budget(Settings(read_buffer=chosen)) == chosen
 
 
 def test_free_memory_is_read_from_the_kernel() -> None:

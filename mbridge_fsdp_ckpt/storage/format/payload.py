@@ -1,8 +1,8 @@
 """Writing a rank's tensors: `__<rank>_0.distcp`, one `torch.save` record a chunk.
 
 The record is what stock DCP reads; the raw elements inside it, whose place the index has, are what this
-package reads, without unpickling.  Each record and the whole file are hashed while they are written.  Nothing is
-copied on the host: a device shard passes through one buffer of the chunk's size.
+package reads, without unpickling.  Each record and the whole file are hashed while they are written.  Of a device
+shard no more than a piece lies on the host at a time; what lies there already is copied into the file's blocks alone.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from mbridge_fsdp_ckpt.storage.format.rows import Chunk, Number
 from mbridge_fsdp_ckpt.storage.ranges import ByteRange
 from mbridge_fsdp_ckpt.storage.store import AnyPath, store_of
 
+_PIECE = 1 << 23  # bytes that are fetched from a device at once
+
 
 class PayloadWriter:
     """Appends chunks to one file.
@@ -41,29 +43,14 @@ class PayloadWriter:
         self._file = store_of(path).create()
         self._hasher, self._record_hasher = Hasher(), Hasher()
         self._position = 0
-        self._awaited, self._found = (0, 0), -1
-        self._around = bytearray(), bytearray()
         self._frames: dict[tuple[torch.dtype, Shape], tuple[bytes, bytes]] = {}
-        self._refused: OSError | None = None
 
     def append(self, data: bytes) -> None:
         """Append bytes that are no chunk."""
-        self._append(memoryview(data))
+        self._append(data)
 
-    def write(self, data: Buffer) -> int:
-        """Append what `torch.save` writes, which calls this, and buries an error of it under one of its own."""
+    def _append(self, data: Buffer) -> None:
         view = memoryview(data).cast("B")
-        if view.nbytes and _place(view) == self._awaited:
-            self._found = self._position
-        else:
-            self._around[self._found >= 0].extend(view)
-        try:
-            return self._append(view)
-        except OSError as error:
-            self._refused = error
-            raise
-
-    def _append(self, view: memoryview) -> int:
         for start in range(0, view.nbytes, HASHED_AT_ONCE):
             block = view[start : start + HASHED_AT_ONCE]
             self._file.write(block)
@@ -71,10 +58,6 @@ class PayloadWriter:
             self._record_hasher.update(block)
             self._position += block.nbytes
             self._progress()
-        return view.nbytes
-
-    def flush(self) -> None:
-        """`torch.save` calls this; `close` flushes."""
 
     @property
     def position(self) -> int:
@@ -90,42 +73,22 @@ class PayloadWriter:
             key: Its key.
             elements: The box's elements, row-major, one-dimensional, on any device.
             box: The block of the key that they are.
-        """
-        raw = host_bytes(elements)
-        start, self._record_hasher = self._position, Hasher()
-        form = elements.dtype, box.size
-        if form in self._frames:
-            before, after = self._frames[form]
-            for part in (before, raw, after):
-                self._append(memoryview(part))
-            offset = start + len(before) if raw.nbytes else start
-        else:
-            offset = self._save(key, raw, elements.dtype, box)
-            self._frames[form] = bytes(self._around[0]), bytes(self._around[1])
-        record = ByteRange(start, self._position - start)
-        return Chunk(key, box, record, offset - start, self._record_hasher.number())
 
-    def _save(self, key: str, raw: npt.NDArray[np.uint8], dtype: torch.dtype, box: Box) -> int:
-        """Append a record by `torch.save`; returns where its elements lie."""
-        start, self._around = self._position, (bytearray(), bytearray())
-        self._awaited, self._found = (_place(memoryview(raw)) if raw.nbytes else (0, 0)), -1
-        flat = torch.from_numpy(raw).view(dtype) if raw.nbytes else torch.empty(0, dtype=dtype)
-        record = flat.reshape(box.size)
-        try:
-            with without_crc32():
-                torch.save(record, cast("IO[bytes]", self))
-        except RuntimeError:
-            if self._refused is not None:
-                raise self._refused from None
-            raise
-        offset = self._found if raw.nbytes else start
-        if offset < 0:
-            raise InternalError(
-                expected=f"torch.save to write the {raw.nbytes} bytes of {key} as they are, in one piece",
-                found="no such write",
-                remedy="Does this torch write another record? Report it with torch's version.",
-            )
-        return offset
+        Raises:
+            InternalError: This torch writes another record.
+            OSError: The storage refused.
+        """
+        form = elements.dtype, box.size
+        if form not in self._frames:
+            self._frames[form] = _frame(*form)
+        before, after = self._frames[form]
+        start, self._record_hasher = self._position, Hasher()
+        self._append(before)
+        for piece in _pieces(elements):
+            self._append(piece)
+        self._append(after)
+        record = ByteRange(start, self._position - start)
+        return Chunk(key, box, record, len(before) if elements.numel() else 0, self._record_hasher.number())
 
     def close(self) -> FileEntry:
         """Flush to disk; returns the file's entry for the index."""
@@ -135,6 +98,46 @@ class PayloadWriter:
     def abort(self) -> None:
         """Close without a word."""
         self._file.close()
+
+
+def _frame(dtype: torch.dtype, shape: Shape) -> tuple[bytes, bytes]:
+    """What `torch.save` writes before and after the elements of a tensor."""
+    raw = np.empty(Box((0,) * len(shape), shape).volume * dtype.itemsize, dtype=np.uint8)  # nobody reads or writes it
+    flat = torch.from_numpy(raw).view(dtype) if raw.nbytes else torch.empty(0, dtype=dtype)
+    around = _Around(raw)
+    with without_crc32():
+        torch.save(flat.reshape(shape), cast("IO[bytes]", around))
+    if raw.nbytes and not around.found:
+        raise InternalError(
+            expected=f"torch.save to write the {raw.nbytes} bytes of a tensor as they are, in one piece",
+            found="no such write",
+            remedy="Does this torch write another record? Report it with torch's version.",
+        )
+    return bytes(around.parts[0]), bytes(around.parts[1])
+
+
+class _Around:
+    """A file that keeps what is written to it, but for some elements.
+
+    Args:
+        elements: These; nothing looks at them.
+    """
+
+    def __init__(self, elements: npt.NDArray[np.uint8]) -> None:
+        self._awaited, self.found = _place(memoryview(elements)), False
+        self.parts = bytearray(), bytearray()
+
+    def write(self, data: Buffer) -> int:
+        """See `IO`."""
+        view = memoryview(data).cast("B")
+        if view.nbytes and _place(view) == self._awaited:
+            self.found = True
+        else:
+            self.parts[self.found].extend(view)
+        return view.nbytes
+
+    def flush(self) -> None:
+        """See `IO`."""
 
 
 def number_of(key: str, elements: torch.Tensor, *, counts: bool = True) -> Number:
@@ -151,6 +154,16 @@ def host_bytes(elements: torch.Tensor) -> npt.NDArray[np.uint8]:
     """A tensor's elements as bytes on the host; shares memory where it lies there already."""
     flat = elements.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy()
+
+
+def _pieces(elements: torch.Tensor) -> Iterator[npt.NDArray[np.uint8]]:
+    """A tensor's elements as bytes on the host."""
+    if elements.is_cpu:
+        yield host_bytes(elements)
+        return
+    flat, count = elements.detach().reshape(-1), _PIECE // elements.dtype.itemsize
+    for start in range(0, flat.numel(), count):
+        yield host_bytes(flat[start : start + count])
 
 
 @contextmanager

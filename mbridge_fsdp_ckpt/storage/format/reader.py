@@ -7,6 +7,7 @@ needs; for what it does not cover, the directories of the groups' index files, a
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.plan.tiling import tiling_defect
+from mbridge_fsdp_ckpt.storage.ahead import Range
 from mbridge_fsdp_ckpt.storage.checksums import Hasher, as_text
 from mbridge_fsdp_ckpt.storage.entries import FileEntry
 from mbridge_fsdp_ckpt.storage.files import check_file, hold, malformed
@@ -198,6 +200,10 @@ class SafeSource:
             _check_record(chunk, hasher.result())
         begin, size = chunk.elements_at, chunk.box.volume * dtype.itemsize
         return elements(record[begin : begin + size], dtype, chunk.box)
+
+    def reading_ahead(self, chunks: Iterable[StoredChunk]) -> AbstractContextManager[None]:
+        """See `CheckpointSource`."""
+        return self._opened.reading_ahead(Range(chunk.path, *chunk.record) for chunk in chunks if not chunk.data)
 
     def verify(self, chunk: StoredChunk, scratch: Scratch) -> None:
         """See `CheckpointSource`; an index was verified when it was read."""

@@ -6,7 +6,7 @@ Stock has no checksums: a flipped byte in a tensor cannot be seen, a truncated f
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -18,6 +18,7 @@ from mbridge_fsdp_ckpt.errors import CheckpointError, DamagedCheckpointError, br
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_name
 from mbridge_fsdp_ckpt.plan.keys import MODEL_PREFIX, STATE_PREFIX, KeyEntry, Kind, name_and_slot
+from mbridge_fsdp_ckpt.storage.ahead import Range
 from mbridge_fsdp_ckpt.storage.entries import FileEntry
 from mbridge_fsdp_ckpt.storage.files import check_file, file_checksum, hold, is_plain_file, size_of
 from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, STOCK_FORMAT
@@ -131,6 +132,10 @@ class DcpSource:
                 key=str(chunk.path),
             )
         return tensor
+
+    def reading_ahead(self, chunks: Iterable[StoredChunk]) -> AbstractContextManager[None]:
+        """See `CheckpointSource`."""
+        return self._files.reading_ahead(Range(chunk.path, *chunk.record) for chunk in chunks)
 
     def verify(self, chunk: StoredChunk, scratch: Scratch) -> None:
         """See `CheckpointSource`: whether torch can read it."""

@@ -20,9 +20,10 @@ import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.hosts.patching import Patches
 from mbridge_fsdp_ckpt.loading.destinations import Destination
 from mbridge_fsdp_ckpt.settings import Settings
-from mbridge_fsdp_ckpt.storage import file_system
+from mbridge_fsdp_ckpt.storage.ahead import ReadAhead
 from mbridge_fsdp_ckpt.storage.checksums import Hasher
 from mbridge_fsdp_ckpt.storage.format import payload
+from mbridge_fsdp_ckpt.storage.growing import GrowingFile
 from mbridge_fsdp_ckpt.testing.gpu.job import Job, rate, seconds_of
 from mbridge_fsdp_ckpt.testing.gpu.rates import device_rates, drop_cache, file_rates
 from mbridge_fsdp_ckpt.testing.gpu.state import clear, digests, tensors
@@ -130,21 +131,21 @@ class Parts:
 def _parts() -> Iterator[Parts]:
     """Time what a save and a load are made of, as long as the block runs."""
     parts, patches = Parts(), Patches()
-    growing, opened = file_system._GrowingFile, file_system._OpenFile
-    begin = opened.begin
+    begin = ReadAhead.begin
 
-    def timed_begin(self: Any, *args: Any) -> Callable[..., int]:
-        return parts.timed("reading", begin(self, *args), lambda count, *_: count)
+    def timed_begin(self: Any, *args: Any) -> Callable[..., int] | None:
+        fill = begin(self, *args)
+        return None if fill is None else parts.timed("reading", fill, lambda count, *_: count)
 
     for owner, name, part, size_of in (
         (payload, "host_bytes", "device to host", lambda result, *_: result.nbytes),
         (Hasher, "update", "hashing", lambda _, __, data: memoryview(data).nbytes),
-        (growing, "write", "writing", lambda _, __, block: memoryview(block).nbytes),
-        (growing, "finish", "writing", lambda *_: 0),
+        (GrowingFile, "write", "writing", lambda _, __, block: memoryview(block).nbytes),
+        (GrowingFile, "finish", "writing", lambda *_: 0),
         (Destination, "take", "host to device", lambda count, own, *_: count * own.memory.itemsize),
     ):
         patches.set(owner, name, parts.timed(part, getattr(owner, name), size_of))
-    patches.set(opened, "begin", timed_begin)
+    patches.set(ReadAhead, "begin", timed_begin)
     try:
         yield parts
     finally:

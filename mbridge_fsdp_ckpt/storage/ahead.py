@@ -1,0 +1,170 @@
+"""Reading ahead: what is read next is on its way from the disk while what came before it is verified and used.
+
+ranges     | a     | b | c   |   gap    | d |         in the order in which they will be read
+requests   | 0       | 1     |          | 2 |         neighbours together, cut into pieces of a bounded size
+readers      read 0, read 1, read 2, ...              several at a time, a bounded number ahead
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import NamedTuple
+
+from mbridge_fsdp_ckpt.errors import InternalError
+from mbridge_fsdp_ckpt.storage.reading import ALIGNED
+from mbridge_fsdp_ckpt.storage.store import AnyPath, Reader
+
+REQUEST = 1 << 22
+"""Bytes that are read at once, a multiple of `ALIGNED`."""
+
+REQUESTS = 8
+"""Requests that are on their way, or wait to be used."""
+
+READERS = 4
+"""Threads that read."""
+
+_GAP = 1 << 16  # bytes between two ranges that are read along: less than a request more would cost
+
+
+class Range(NamedTuple):
+    """Bytes of a file that will be read."""
+
+    path: AnyPath
+    offset: int
+    length: int
+
+
+class Request(NamedTuple):
+    """Bytes of a file that are read at once."""
+
+    path: AnyPath
+    offset: int
+    length: int
+
+
+def requests_for(ranges: Sequence[Range]) -> tuple[list[Request], list[int]]:
+    """What to request of the storage.
+
+    Args:
+        ranges: What will be read, in this order.
+
+    Returns:
+        Requests at aligned places, and for each range the first one that has some of it; those that follow have the
+        rest, each `REQUEST` bytes further on.
+    """
+    requests: list[Request] = []
+    first: list[int] = []
+    path, begin, end = None, 0, -1
+    for each in ranges:
+        if each.path != path or not begin <= each.offset <= end + _GAP:
+            if path is not None:
+                requests += _cut(path, begin, end)
+            path, begin = each.path, each.offset - each.offset % ALIGNED
+            end = begin
+        first.append(len(requests) + (each.offset - begin) // REQUEST)
+        end = max(end, each.offset + each.length)
+    return requests + (_cut(path, begin, end) if path is not None else []), first
+
+
+def _cut(path: AnyPath, begin: int, end: int) -> list[Request]:
+    starts = range(begin, end, REQUEST)
+    return [Request(path, start, -(-min(REQUEST, end - start) // ALIGNED) * ALIGNED) for start in starts]
+
+
+class _UnderWay(NamedTuple):
+    """A request, and where its bytes will be."""
+
+    read: Future[int]
+    memory: mmap.mmap
+
+
+class ReadAhead:
+    """Reads ranges of files ahead, for one thread that takes them in order.  What it leaves out is skipped.
+
+    Args:
+        ranges: What will be read, in this order.
+        open_reader: Opens a file.
+    """
+
+    def __init__(self, ranges: Sequence[Range], open_reader: Callable[[AnyPath], Reader]) -> None:
+        self._requests, first = requests_for(ranges)
+        self._first = dict(zip(reversed(ranges), reversed(first), strict=True))  # of two that are the same, the first
+        self._open_reader = open_reader
+        self._threads = ThreadPoolExecutor(READERS, thread_name_prefix="reading")
+        self._under_way: deque[_UnderWay] = deque()
+        self._head = 0  # the request that was begun first of those under way
+        self._readers: deque[tuple[AnyPath, int, Reader]] = deque()  # each with the last of its requests so far
+        self._spare: list[mmap.mmap] = []
+
+    def begin(self, asked: Range) -> Callable[[memoryview, int], int] | None:
+        """See `store.Ranges`; None for what is not read ahead, or no more."""
+        number = self._first.get(asked, -1)
+        if number < self._head:
+            return None
+        within = asked.offset - self._requests[number].offset if number < len(self._requests) else 0
+
+        def fill(memory: memoryview, start: int) -> int:
+            filled = 0
+            while filled < len(memory):
+                further, at = divmod(within + start + filled, REQUEST)
+                part = self._content(number + further)[at : at + len(memory) - filled]
+                if not part.nbytes:
+                    break
+                memory[filled : filled + part.nbytes] = part
+                filled += part.nbytes
+            return filled
+
+        return fill
+
+    def _content(self, number: int) -> memoryview:
+        """What a request brought, until the next one is asked for.
+
+        Raises:
+            OSError: The storage refused.
+        """
+        if number < self._head:
+            raise InternalError(expected=f"request {self._head} or a later one", found=f"{number}", remedy="Report it.")
+        while self._head < number and self._under_way:
+            self._release()
+        if not self._under_way:
+            self._head = max(self._head, number)
+        while len(self._under_way) < REQUESTS and self._head + len(self._under_way) < len(self._requests):
+            self._submit(self._head + len(self._under_way))
+        read, memory = self._under_way[0]
+        return memoryview(memory)[: read.result()]
+
+    def _submit(self, number: int) -> None:
+        request, memory = self._requests[number], self._spare.pop() if self._spare else mmap.mmap(-1, REQUEST)
+        read: Future[int]
+        try:
+            reader = self._reader_of(request.path, number)
+            read = self._threads.submit(reader.read, memoryview(memory)[: request.length], request.offset)
+        except OSError as error:  # of a file that is not asked for yet
+            read = Future()
+            read.set_exception(error)
+        self._under_way.append(_UnderWay(read, memory))
+
+    def _reader_of(self, path: AnyPath, number: int) -> Reader:
+        if self._readers and self._readers[-1][0] == path:
+            reader = self._readers.pop()[2]
+        else:
+            reader = self._open_reader(path)
+        self._readers.append((path, number, reader))
+        return reader
+
+    def _release(self) -> None:
+        read, memory = self._under_way.popleft()
+        wait([read])
+        self._spare.append(memory)
+        self._head += 1
+        while self._readers and self._readers[0][1] < self._head and len(self._readers) > 1:
+            self._readers.popleft()[2].close()
+
+    def close(self) -> None:
+        """End what is under way."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        while self._readers:
+            self._readers.popleft()[2].close()

@@ -1,0 +1,269 @@
+"""What a save and a load take beside what the disk can do: `python -m benchmarks.disk`.
+
+Two real ranks and models of few large tensors, in one run: raw writes and reads of as many bytes by as many processes,
+one file each, through the page cache and past it; saves and loads of ours, with every byte hashed; and plain
+`torch.distributed.checkpoint` of the same tensors, which flushes, and hashes nothing.  All kinds take turns; whatever
+is written is flushed, and nothing that is read is in the page cache.  Medians of the slowest rank.  What Megatron-FSDP
+does with loaded weights at the end of a load, a gather of all of them, is told apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from rich.console import Console
+
+import mbridge_fsdp_ckpt
+from benchmarks.cache import prepare_cache
+from mbridge_fsdp_ckpt.loading import fill
+from mbridge_fsdp_ckpt.testing.gpu.state import tensors
+from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
+from mbridge_fsdp_ckpt.testing.models import Recipe, Trainable, build
+from mbridge_fsdp_ckpt.testing.modules import MEGATRON_MODULES, installed
+from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from tools.circumstances import circumstances
+
+RESULTS = Path(__file__).parent / "results" / "disk"
+RANKS = 2
+RECIPES = {
+    0.43: Recipe(layers=2, hidden=1024, ffn=4096),
+    1.7: Recipe(layers=2, hidden=2048, ffn=8192),
+    4.0: Recipe(layers=5, hidden=2048, ffn=8192),
+}
+"""By gigabytes of weights and moments, in fp32."""
+
+RAW = {
+    "write": ("raw write, page cache", "raw write, direct"),
+    "read": ("raw read, page cache", "raw read, direct"),
+}
+KINDS = (
+    *RAW["write"],
+    "save",
+    "save, DCP",
+    *RAW["read"],
+    "load",
+    "load but for the gather",
+    "load, DCP",
+    "memcpy",
+)
+_BLOCK = 1 << 23
+
+Times = dict[str, list[float]]
+
+
+def measure(folder: str, recipe: Recipe, runs: int) -> tuple[Times, dict[str, float]]:
+    """On every rank: its seconds of each kind, the first of each left out; its bytes and its peak extra memory."""
+    replace_cuda_only_kernels()
+    trainable = build(recipe)
+    trainable.step(0)
+    one = _Rank(Path(folder), trainable)
+    for number in range(runs + 1):
+        for name, seconds in one.turn():
+            if number:
+                one.times.setdefault(name, []).append(seconds)
+    return one.times, {"bytes": float(one.size), "extra memory": max(one.extra)}
+
+
+class _Rank:
+    """One rank's measurements.
+
+    Args:
+        folder: Where files go.
+        trainable: What is saved.
+    """
+
+    def __init__(self, folder: Path, trainable: Trainable) -> None:
+        self._folder, self._trainable = folder, trainable
+        self._own = dict(tensors(trainable))
+        self.size = sum(tensor.nbytes for tensor in self._own.values())
+        self._source = torch.cat([t.reshape(-1).view(torch.uint8)[:_BLOCK] for t in self._own.values()])[:_BLOCK]
+        self.times: Times = {}
+        self.extra: list[float] = []
+
+    def turn(self) -> Iterator[tuple[str, float]]:
+        """Each kind once."""
+        whole: dict[str, Any] = {"model": self._trainable.model, "optimizer": self._trainable.optimizer}
+        for name, direct in zip(RAW["write"], (False, True), strict=True):
+            yield name, self._timed(partial(self._write, direct=direct))
+        for name, direct in zip(RAW["read"], (False, True), strict=True):
+            prepare_cache(self._folder, cached=False)
+            yield name, self._timed(partial(self._read, direct=direct))
+        self._clear()
+        saved = self._folder / "saved"
+        with self._peak():
+            yield "save", self._timed(lambda: mbridge_fsdp_ckpt.save(saved, **whole))
+        prepare_cache(saved, cached=False)
+        gather: list[float] = []
+        with patch.object(fill, "refresh", _noting(fill.refresh, gather)):
+            seconds = self._timed(lambda: mbridge_fsdp_ckpt.load(saved, **whole))
+        yield "load", seconds
+        yield "load but for the gather", seconds - sum(gather)
+        self._own = dict(tensors(self._trainable))  # the load has put new slots in place
+        self._clear()
+        yield from self._plain()
+        self._clear()
+        yield "memcpy", self._timed(self._copy)
+
+    def _plain(self) -> Iterator[tuple[str, float]]:
+        plain = self._folder / "plain"
+        state = {f"{dist.get_rank()} {name}": tensor for name, tensor in self._own.items()}
+        yield (
+            "save, DCP",
+            self._timed(lambda: dcp.save(state, storage_writer=dcp.FileSystemWriter(plain, sync_files=True))),
+        )
+        prepare_cache(plain, cached=False)
+        yield "load, DCP", self._timed(lambda: dcp.load(state, storage_reader=dcp.FileSystemReader(plain)))
+
+    def _timed(self, action: Callable[[], object]) -> float:
+        dist.barrier()
+        begin = time.perf_counter()
+        action()
+        seconds = time.perf_counter() - begin
+        dist.barrier()
+        return seconds
+
+    @property
+    def _raw(self) -> Path:
+        return self._folder / f"raw{dist.get_rank()}"
+
+    def _write(self, *, direct: bool) -> None:
+        file = os.open(self._raw, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | (os.O_DIRECT if direct else 0))
+        block = mmap.mmap(-1, _BLOCK)
+        block[: self._source.nbytes] = self._source.numpy().tobytes()
+        for start in range(0, self.size, _BLOCK):
+            os.pwrite(file, memoryview(block)[: _in_sectors(self.size - start)], start)
+        os.fsync(file)
+        os.close(file)
+
+    def _read(self, *, direct: bool) -> None:
+        file = os.open(self._raw, os.O_RDONLY | (os.O_DIRECT if direct else 0))
+        block = mmap.mmap(-1, _BLOCK)
+        for start in range(0, self.size, _BLOCK):
+            os.preadv(file, [memoryview(block)[: _in_sectors(self.size - start)]], start)
+        os.close(file)
+
+    def _copy(self) -> None:
+        block = torch.empty(_BLOCK, dtype=torch.uint8)
+        for tensor in self._own.values():
+            flat = tensor.reshape(-1).view(torch.uint8)
+            for start in range(0, flat.numel(), _BLOCK):
+                part = flat[start : start + _BLOCK]
+                block[: part.numel()].copy_(part)
+
+    def _clear(self) -> None:
+        """Remove what was written: it is not to be flushed, or trimmed, while the next one is measured."""
+        dist.barrier()
+        if dist.get_rank() == 0:
+            for path in self._folder.iterdir():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            os.sync()
+        dist.barrier()
+
+    @contextmanager
+    def _peak(self) -> Iterator[None]:
+        """Bytes of this process's memory beyond what it had, at the most."""
+        Path("/proc/self/clear_refs").write_text("5")  # forget the highest so far
+        before = _memory("VmRSS")
+        yield
+        self.extra.append(_memory("VmHWM") - before)
+
+
+def _in_sectors(left: int) -> int:
+    return min(_BLOCK, -(-left // mmap.PAGESIZE) * mmap.PAGESIZE)
+
+
+def _memory(what: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024.0 * int(line.split()[1]) for line in lines if line.startswith(what))
+
+
+def _noting(function: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
+    def call(*arguments: Any) -> Any:
+        begin = time.perf_counter()
+        function(*arguments)
+        seconds.append(time.perf_counter() - begin)
+
+    return call
+
+
+def compare(ranks: list[tuple[Times, dict[str, float]]]) -> dict[str, Any]:
+    """Medians of the slowest rank, and what they are of the faster raw rate."""
+    times = [own for own, _ in ranks]
+    seconds = {name: statistics.median(map(max, zip(*(own[name] for own in times), strict=True))) for name in KINDS}
+    size = sum(about["bytes"] for _, about in ranks)
+    best = {what: min(seconds[name] for name in names) for what, names in RAW.items()}
+    return {
+        "bytes": size,
+        "seconds": seconds,
+        "gigabytes a second": {name: size / value / 1e9 for name, value in seconds.items()},
+        "of raw": {
+            "save": best["write"] / seconds["save"],
+            "save, DCP": best["write"] / seconds["save, DCP"],
+            "load": best["read"] / seconds["load"],
+            "load but for the gather": best["read"] / seconds["load but for the gather"],
+            "load, DCP": best["read"] / seconds["load, DCP"],
+        },
+        "extra memory of a save": max(about["extra memory"] for _, about in ranks),
+    }
+
+
+def report(about: dict[str, str], found: dict[float, dict[str, Any]]) -> str:
+    """A page."""
+    lines = [f"# Saves and loads beside what the disk can do\n\n{__doc__.split(chr(10), 2)[2].strip()}\n"]
+    lines += [f"- {name}: {value}" for name, value in about.items()]
+    for gigabytes, one in found.items():
+        lines += [
+            f"\n## {gigabytes} GB\n",
+            f"{one['bytes'] / 1e9:.2f} GB in all. Extra memory of a save, at the most: "
+            f"{one['extra memory of a save'] / 2**20:.0f} MiB a rank.\n",
+            "| | s | GB/s | of the faster raw rate |",
+            "| --- " * 4 + "|",
+        ]
+        for name in KINDS:
+            of_raw = f"{one['of raw'][name]:.0%}" if name in one["of raw"] else ""
+            lines.append(f"| {name} | {one['seconds'][name]:.2f} | {one['gigabytes a second'][name]:.2f} | {of_raw} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.disk", description=__doc__)
+    parser.add_argument("--gigabytes", type=float, nargs="+", choices=RECIPES, default=list(RECIPES))
+    parser.add_argument("--runs", type=int, default=5, help="of each kind (default: 5)")
+    parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="where files go")
+    parser.add_argument("--dry", action="store_true", help="write no page")
+    arguments = parser.parse_args()
+    found, ranks = {}, {}
+    for gigabytes in arguments.gigabytes:
+        with (
+            tempfile.TemporaryDirectory(dir=arguments.scratch) as place,
+            RankPool(RANKS, preload=installed(MEGATRON_MODULES), time_limit=3000) as pool,
+        ):
+            ranks[gigabytes] = pool.run(measure, place, RECIPES[gigabytes], arguments.runs)
+            found[gigabytes] = compare(ranks[gigabytes])
+    about = circumstances(arguments.scratch, runs=str(arguments.runs))
+    page = report(about, found)
+    Console(highlight=False).print(page)
+    if not arguments.dry:
+        RESULTS.with_suffix(".md").write_text(page)
+        RESULTS.with_suffix(".json").write_text(json.dumps({"about": about, "ranks": ranks}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -24,6 +24,7 @@ from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter, host_bytes
 from mbridge_fsdp_ckpt.storage.format.rows import Chunk
 from mbridge_fsdp_ckpt.storage.reading import ALIGNED
 from mbridge_fsdp_ckpt.storage.store import AnyPath
+from mbridge_fsdp_ckpt.testing import cpu_cuda
 
 DTYPES = [
     torch.float32,
@@ -221,3 +222,26 @@ def test_a_second_record_of_a_form_is_what_torch_writes(
         assert checksum(data[start : start + length]) == f"xxh3_64:{chunk.checksum:016x}"
         elements = expected_bytes(tensor)
         assert data[start + chunk.lead :][: len(elements)] == elements
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.uint8])
+def test_of_a_device_one_piece_at_a_time_is_on_the_host(
+    dtype: torch.dtype, writer: PayloadWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces of 8 MiB are 64 bytes here, and what stands in for CUDA copies as a device does."""
+    monkeypatch.setattr(payload, "_PIECE", 64)
+    sizes: list[int] = []
+
+    def noted(elements: torch.Tensor) -> Any:
+        sizes.append(elements.nbytes)
+        return host_bytes(elements)
+
+    monkeypatch.setattr(payload, "host_bytes", noted)
+    tensors = [pattern(dtype, count) for count in (0, 1, 64 // dtype.itemsize, 64 // dtype.itemsize + 1, 1000)]
+    with cpu_cuda.install():
+        on_device = [tensor.cuda() for tensor in tensors]
+        chunks = [writer.add("key", tensor, whole(tuple(tensor.shape))) for tensor in on_device]
+    writer.close()
+    assert max(sizes) == 64
+    for chunk, tensor in zip(chunks, tensors, strict=True):
+        check(writer.path, chunk, tensor)

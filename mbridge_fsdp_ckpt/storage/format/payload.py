@@ -158,7 +158,7 @@ def host_bytes(elements: torch.Tensor) -> npt.NDArray[np.uint8]:
 
 def _pieces(elements: torch.Tensor) -> Iterator[npt.NDArray[np.uint8]]:
     """A tensor's elements as bytes on the host."""
-    if elements.is_cpu:
+    if not elements.is_cuda:
         yield host_bytes(elements)
         return
     flat, count = elements.detach().reshape(-1), _PIECE // elements.dtype.itemsize

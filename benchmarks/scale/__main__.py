@@ -72,11 +72,12 @@ def _opening(arguments: argparse.Namespace, about: dict[str, str], console: Cons
 def _chunks(arguments: argparse.Namespace, about: dict[str, str], console: Console) -> tuple[str, list[Path]]:
     against = arguments.against.resolve()
     rows = chunks.measure(against, arguments.layers, arguments.ranks, arguments.runs, arguments.repeats)
-    text = chunks.page(about, versions_of(against), rows)
+    other = versions_of(against)
+    text = chunks.page(about, other, rows)
     arguments.results.mkdir(parents=True, exist_ok=True)
     table, numbers = arguments.results / "scale_chunks.md", arguments.results / "scale_chunks.json"
     table.write_text(text)
-    numbers.write_text(json.dumps({"about": about, "other": versions_of(against), "rows": rows}, indent=1) + "\n")
+    numbers.write_text(json.dumps({"about": about, "other": other, "rows": rows}, indent=1) + "\n")
     return text, [table, numbers]
 
 

@@ -6,11 +6,10 @@ first, and then escaped.
 
 from __future__ import annotations
 
+import io
 import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Any
-
-from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.printable import printable
@@ -42,6 +41,34 @@ def require_matplotlib(instead: str = "--html needs nothing.") -> Any:
     return Figure
 
 
+def write_heading(figure: Any, directory: str, said: str, height: float) -> None:
+    """The first two lines of a picture: a directory, and what is said of it.
+
+    Args:
+        figure: The picture.
+        directory: The checkpoint.
+        said: The second line.
+        height: Of the picture, inches.
+    """
+    name = elided(directory, 110)
+    figure.text(0.015, 1 - 0.32 / height, name, fontsize=13, fontweight="bold", color=INK, **AS_IT_IS)
+    figure.text(0.015, 1 - 0.6 / height, printable(said), fontsize=10, color=FAINT, **AS_IT_IS)
+
+
+def write_notes(figure: Any, notes: Iterable[str], bottom: float, height: float) -> None:
+    """Lines below a picture's axes, which end `bottom` inches above its end; `height` is its height in inches."""
+    for index, note in enumerate(notes):
+        place = (bottom - 0.62 - 0.2 * index) / height
+        figure.text(0.015, place, note, fontsize=9, color=FAINT, **AS_IT_IS)
+
+
+def content_of(figure: Any, kind: str = "png") -> bytes:
+    """A picture as a file: "png" or "svg"."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=kind, dpi=120)
+    return buffer.getvalue()
+
+
 def tidy(axes: Any, keep: str) -> None:
     """Axes without a frame, but for one side of it."""
     for side in ("left", "right", "top", "bottom"):
@@ -68,6 +95,8 @@ def render(template: str, names: Mapping[str, Any], **values: Any) -> str:
         names: Functions that it calls.
         values: What it shows.
     """
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
     environment = Environment(
         loader=PackageLoader(__package__, "."),
         autoescape=True,

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 from mbridge_fsdp_ckpt.care.balance import Balance, RankShare, balance
 from mbridge_fsdp_ckpt.plan.boxes import Box
-from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
 from mbridge_fsdp_ckpt.plan.keys import MODEL_PREFIX, KeyEntry, Section
 from mbridge_fsdp_ckpt.storage.format.columns import box_of
 from mbridge_fsdp_ckpt.storage.format.names import (
@@ -105,7 +104,7 @@ def visit_chunks(directory: AnyPath, found: Survey, visit: Visit = lambda key, r
     files: dict[int, set[str]] = {}
     for key, rank, box, name in chunks(directory, found):
         share = found.ranks.setdefault(rank, RankShare())
-        share.bytes += box.volume * dtype_from_name(found.keys[key].dtype).itemsize
+        share.bytes += found.keys[key].bytes_of(box.volume)
         share.chunks += 1
         files.setdefault(rank, set()).update([name] if name else [])
         visit(key, rank, box)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mbridge_fsdp_ckpt.cli.console import AsJson, print_facts, print_json, say, size_text
+from mbridge_fsdp_ckpt.storage.bar import progress_bar
 
 if TYPE_CHECKING:
     from mbridge_fsdp_ckpt.convert.job import Report
@@ -24,7 +25,6 @@ def from_stock(source: Source, destination: Destination, as_json: AsJson = False
     Every block stays with the rank that wrote it. Training goes on from the result as it would from the original.
     """
     from mbridge_fsdp_ckpt.convert import on_disk
-    from mbridge_fsdp_ckpt.storage.bar import progress_bar
 
     with progress_bar() as bar:
         report = on_disk.from_stock(source, destination, bar)
@@ -49,7 +49,6 @@ def from_torch_dist(
     Optimizer state comes along where it was saved by parameter (dist_ckpt_optim_fully_reshardable=True).
     """
     from mbridge_fsdp_ckpt.convert import on_disk
-    from mbridge_fsdp_ckpt.storage.bar import progress_bar
 
     with progress_bar() as bar:
         report = on_disk.from_torch_dist(source, destination, bar, trust_run_config=trust_run_config)
@@ -75,7 +74,6 @@ def reshard(
     Every tensor is split evenly along its first dimension. Reads both formats, writes fsdp_dtensor_safe.
     """
     from mbridge_fsdp_ckpt.convert import on_disk
-    from mbridge_fsdp_ckpt.storage.bar import progress_bar
 
     with progress_bar() as bar:
         report = on_disk.reshard(source, destination, bar, ranks=ranks, merge_ranks=merge_ranks)
@@ -88,7 +86,6 @@ def to_stock(source: Source, destination: Destination, as_json: AsJson = False) 
     Notes name what stock has no place for. What is read is verified; stock itself has no checksums.
     """
     from mbridge_fsdp_ckpt.convert import on_disk
-    from mbridge_fsdp_ckpt.storage.bar import progress_bar
 
     with progress_bar() as bar:
         report = on_disk.to_stock(source, destination, bar)

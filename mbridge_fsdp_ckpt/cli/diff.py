@@ -10,6 +10,7 @@ import typer
 
 from mbridge_fsdp_ckpt.cli.console import EXIT_CODES, AsJson, app, print_json, say
 from mbridge_fsdp_ckpt.cli.places import checkpoint_at
+from mbridge_fsdp_ckpt.storage.bar import progress_bar
 
 if TYPE_CHECKING:
     from mbridge_fsdp_ckpt.care.diff import Differences
@@ -38,7 +39,6 @@ def diff(
     from mbridge_fsdp_ckpt.care.diff import differences
 
     places = checkpoint_at(a), checkpoint_at(b)
-    from mbridge_fsdp_ckpt.storage.bar import progress_bar
 
     with progress_bar() as bar:
         found = differences(*places, Tolerance(rtol, atol), pattern=key, values=values, progress=bar)

@@ -17,7 +17,7 @@ from mbridge_fsdp_ckpt.cli.console import (
     say,
     size_text,
 )
-from mbridge_fsdp_ckpt.cli.places import checkpoint_at
+from mbridge_fsdp_ckpt.cli.places import checkpoint_at, draw_to
 from mbridge_fsdp_ckpt.storage.format.names import STOCK_FORMAT
 
 if TYPE_CHECKING:
@@ -61,21 +61,10 @@ def inspect(
 
 
 def _draw(found: Survey, shown: ShardMap, png: str | None, html: str | None) -> list[str]:
-    from mbridge_fsdp_ckpt.storage.files import replace_file
-    from mbridge_fsdp_ckpt.storage.store import as_path
+    from mbridge_fsdp_ckpt.care.shard_map.html import draw_html
+    from mbridge_fsdp_ckpt.care.shard_map.png import draw_png
 
-    written = []
-    if png is not None:
-        from mbridge_fsdp_ckpt.care.shard_map.png import draw_png
-
-        replace_file(as_path(png), draw_png(found, shown))
-        written.append(png)
-    if html is not None:
-        from mbridge_fsdp_ckpt.care.shard_map.html import draw_html
-
-        replace_file(as_path(html), draw_html(found, shown).encode())
-        written.append(html)
-    return written
+    return draw_to((png, lambda: draw_png(found, shown)), (html, lambda: draw_html(found, shown).encode()))
 
 
 def _as_data(found: Survey, listed: ShardMap | None, written: list[str]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""The directories that a user names on the command line."""
+"""The directories and files that a user names on the command line."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import typer
@@ -47,3 +48,20 @@ def root_at(place: str) -> AnyPath:
             key=str(root),
         )
     return root
+
+
+def draw_to(*drawings: tuple[str | None, Callable[[], bytes]]) -> list[str]:
+    """Write pictures and pages to the files that a user named; returns their names.
+
+    Args:
+        drawings: The file, None where the user wants none, and what draws it.
+    """
+    from mbridge_fsdp_ckpt.storage.files import replace_file
+    from mbridge_fsdp_ckpt.storage.store import as_path
+
+    written = []
+    for name, draw in drawings:
+        if name is not None:
+            replace_file(as_path(name), draw())
+            written.append(name)
+    return written

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mbridge_fsdp_ckpt.cli.console import EXIT_CODES, AsJson, Checkpoint, app, print_facts, print_json, print_table, say
-from mbridge_fsdp_ckpt.cli.places import checkpoint_at
+from mbridge_fsdp_ckpt.cli.places import checkpoint_at, draw_to
 
 if TYPE_CHECKING:
     from mbridge_fsdp_ckpt.care.timeline.lanes import Timeline
@@ -41,21 +41,10 @@ def timeline(
 
 
 def _draw(found: Timeline, png: str | None, html: str | None) -> list[str]:
-    from mbridge_fsdp_ckpt.storage.files import replace_file
-    from mbridge_fsdp_ckpt.storage.store import as_path
+    from mbridge_fsdp_ckpt.care.timeline.html import draw_html
+    from mbridge_fsdp_ckpt.care.timeline.png import draw_png
 
-    written = []
-    if png is not None:
-        from mbridge_fsdp_ckpt.care.timeline.png import draw_png
-
-        replace_file(as_path(png), draw_png(found))
-        written.append(png)
-    if html is not None:
-        from mbridge_fsdp_ckpt.care.timeline.html import draw_html
-
-        replace_file(as_path(html), draw_html(found).encode())
-        written.append(html)
-    return written
+    return draw_to((png, lambda: draw_png(found)), (html, lambda: draw_html(found).encode()))
 
 
 def _as_data(found: Timeline, written: list[str]) -> dict[str, Any]:

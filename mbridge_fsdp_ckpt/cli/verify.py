@@ -8,6 +8,7 @@ import typer
 
 from mbridge_fsdp_ckpt.cli.console import EXIT_CODES, AsJson, Checkpoint, app, print_json, say, size_text
 from mbridge_fsdp_ckpt.cli.places import checkpoint_at
+from mbridge_fsdp_ckpt.storage.bar import progress_bar
 
 if TYPE_CHECKING:
     from mbridge_fsdp_ckpt.care.findings import Finding
@@ -27,7 +28,6 @@ def verify(
     from mbridge_fsdp_ckpt.care import verify as care
 
     directory = checkpoint_at(checkpoint)
-    from mbridge_fsdp_ckpt.storage.bar import progress_bar
 
     with progress_bar() as bar:
         report = care.verify(directory, header=header, workers=workers, progress=bar)

@@ -138,7 +138,7 @@ def _write_payload(commit: Commit, work: Rewriting, group: Sequence[int], first:
                     if rank not in writers:
                         writers[rank] = _Writer(commit.directory / payload_name(rank, commit.suffix))
                     writers[rank].add(key, entry, reader.block(box).reshape(-1), box)
-                    work.progress(box.volume * dtype_from_name(entry.dtype).itemsize)
+                    work.progress(entry.bytes_of(box.volume))
     except BaseException:
         for writer in writers.values():
             if writer.payload is not None:

@@ -47,7 +47,11 @@ class KeyEntry(Entry):
     @property
     def nbytes(self) -> int:
         """Bytes of the whole tensor."""
-        return math.prod(self.shape) * dtype_from_name(self.dtype).itemsize
+        return self.bytes_of(math.prod(self.shape))
+
+    def bytes_of(self, elements: int) -> int:
+        """Bytes of so many of its elements."""
+        return elements * dtype_from_name(self.dtype).itemsize
 
     @property
     def is_sharded(self) -> bool:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import numpy as np
 from rich.filesize import decimal
 
-from mbridge_fsdp_ckpt.care.drawing import FAINT, INK, require_matplotlib, tidy
+from mbridge_fsdp_ckpt.care.drawing import FAINT, INK, content_of, require_matplotlib, tidy
 from mbridge_fsdp_ckpt.printable import printable
 from mbridge_fsdp_ckpt.rehearsal.cuts import Counts
 from mbridge_fsdp_ckpt.rehearsal.rehearse import Rehearsal
@@ -35,9 +34,7 @@ def draw(found: Rehearsal, kind: str) -> bytes:
     _draw_parts(lower, found.layout.world, parts)
     total = decimal(int(found.tally.bytes.sum()))
     figure.suptitle(printable(f"{found.name}: {total} from {found.layout.said}"), x=0.01, ha="left", parse_math=False)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format=kind, dpi=120)
-    return buffer.getvalue()
+    return content_of(figure, kind)
 
 
 def _draw_bytes(axes: Any, found: Rehearsal, parts: dict[str, Counts]) -> None:

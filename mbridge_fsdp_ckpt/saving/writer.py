@@ -13,7 +13,6 @@ from mbridge_fsdp_ckpt.agree import sketches
 from mbridge_fsdp_ckpt.agree.agreement import Agreement
 from mbridge_fsdp_ckpt.live.holdings import Holding
 from mbridge_fsdp_ckpt.phases import Phases
-from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
 from mbridge_fsdp_ckpt.saving import replicas
 from mbridge_fsdp_ckpt.saving.snapshot import Prepared
 from mbridge_fsdp_ckpt.storage.commit import lease
@@ -115,9 +114,7 @@ def _write_chunks(
     """Write this rank's payload file, and add its rows; returns its entry."""
     progress, meter = watching.progress, Meter(watching.progress)
     if progress.shown:
-        itemsizes = (dtype_from_name(chunk.entry.dtype).itemsize for chunk in chunks)
-        total = sum(chunk.box.volume * size for chunk, size in zip(chunks, itemsizes, strict=True))
-        progress.begin("saving", total)
+        progress.begin("saving", sum(chunk.entry.bytes_of(chunk.box.volume) for chunk in chunks))
 
     def advanced() -> None:
         agreement.beat()

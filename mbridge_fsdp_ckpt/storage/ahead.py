@@ -30,22 +30,14 @@ _GAP = 1 << 16  # bytes between two ranges that are read along: less than a requ
 
 
 class Range(NamedTuple):
-    """Bytes of a file that will be read."""
+    """Bytes of a file: that will be read; or that a request reads at once."""
 
     path: AnyPath
     offset: int
     length: int
 
 
-class Request(NamedTuple):
-    """Bytes of a file that are read at once."""
-
-    path: AnyPath
-    offset: int
-    length: int
-
-
-def requests_for(ranges: Sequence[Range]) -> tuple[list[Request], list[int]]:
+def requests_for(ranges: Sequence[Range]) -> tuple[list[Range], list[int]]:
     """What to request of the storage.
 
     Args:
@@ -55,7 +47,7 @@ def requests_for(ranges: Sequence[Range]) -> tuple[list[Request], list[int]]:
         Requests at aligned places, and for each range the first one that has some of it; those that follow have the
         rest, each `REQUEST` bytes further on.
     """
-    requests: list[Request] = []
+    requests: list[Range] = []
     first: list[int] = []
     path, begin, end = None, 0, -1
     for each in ranges:
@@ -69,9 +61,9 @@ def requests_for(ranges: Sequence[Range]) -> tuple[list[Request], list[int]]:
     return requests + (_cut(path, begin, end) if path is not None else []), first
 
 
-def _cut(path: AnyPath, begin: int, end: int) -> list[Request]:
+def _cut(path: AnyPath, begin: int, end: int) -> list[Range]:
     starts = range(begin, end, REQUEST)
-    return [Request(path, start, -(-min(REQUEST, end - start) // ALIGNED) * ALIGNED) for start in starts]
+    return [Range(path, start, -(-min(REQUEST, end - start) // ALIGNED) * ALIGNED) for start in starts]
 
 
 class _UnderWay(NamedTuple):

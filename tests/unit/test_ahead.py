@@ -15,7 +15,7 @@ import pytest
 
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError
 from mbridge_fsdp_ckpt.storage import ahead, reading
-from mbridge_fsdp_ckpt.storage.ahead import READERS, REQUEST, Range, Request, requests_for
+from mbridge_fsdp_ckpt.storage.ahead import READERS, REQUEST, Range, requests_for
 from mbridge_fsdp_ckpt.storage.checksums import Hasher, checksum
 from mbridge_fsdp_ckpt.storage.ranges import OpenFiles, Scratch
 from mbridge_fsdp_ckpt.storage.store import as_path
@@ -67,7 +67,7 @@ def readers() -> list[str]:
 )
 def test_what_is_requested(ranges: list[Any], requests: list[Any], first: list[int]) -> None:
     found = requests_for([Range(*each) for each in ranges])
-    assert found == ([Request(*each) for each in requests], first)
+    assert found == ([Range(*each) for each in requests], first)
 
 
 def ranges_of(path: Path, seed: int, *, gaps: bool) -> list[Range]:

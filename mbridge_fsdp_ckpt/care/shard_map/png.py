@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 from rich.filesize import decimal
 
 from mbridge_fsdp_ckpt.care.balance import NAMED_RANKS
-from mbridge_fsdp_ckpt.care.drawing import AS_IT_IS, EMPTY, FAINT, INK, elided, folded, require_matplotlib, tidy
+from mbridge_fsdp_ckpt.care.drawing import (
+    AS_IT_IS,
+    EMPTY,
+    FAINT,
+    INK,
+    content_of,
+    elided,
+    folded,
+    require_matplotlib,
+    tidy,
+    write_heading,
+    write_notes,
+)
 from mbridge_fsdp_ckpt.care.shard_map.blocks import Bar, ShardMap, colours, describe
 from mbridge_fsdp_ckpt.care.survey import Survey
-from mbridge_fsdp_ckpt.printable import printable
 
 _WIDTH, _BAR, _BALANCE = 14.0, 0.215, 1.5  # inches
 _LEFT, _RIGHT = 0.345, 0.155  # of the width: names, shapes
@@ -30,28 +40,21 @@ def draw_png(found: Survey, shown: ShardMap) -> bytes:
     map_height = max(3, len(bars)) * _BAR
     height = head + _BALANCE + 0.75 + map_height + foot
     figure = figure_class(figsize=(_WIDTH, height), facecolor="white")
-    _title(figure, found, height)
+    write_heading(figure, found.directory, _said(found), height)
     top = height - head
     balance = figure.add_axes((_LEFT, (top - _BALANCE) / height, 1 - _LEFT - _RIGHT, _BALANCE / height))
     _draw_balance(balance, found, palette)
     bottom = top - _BALANCE - 0.75 - map_height
     axes = figure.add_axes((_LEFT, bottom / height, 1 - _LEFT - _RIGHT, map_height / height))
     _draw_bars(axes, bars, palette)
-    for index, note in enumerate(notes):
-        place = (bottom - 0.62 - 0.2 * index) / height
-        figure.text(0.015, place, note, fontsize=9, color=FAINT, **AS_IT_IS)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=120)
-    return buffer.getvalue()
+    write_notes(figure, notes, bottom, height)
+    return content_of(figure)
 
 
-def _title(figure: Any, found: Survey, height: float) -> None:
-    name = elided(found.directory, 110)
+def _said(found: Survey) -> str:
     sizes = ", ".join(f"{section} {decimal(found.section_bytes(section))}" for section in found.sections)
     version = f" {'.'.join(map(str, found.version))}" if found.version else ""
-    figure.text(0.015, 1 - 0.32 / height, name, fontsize=13, fontweight="bold", color=INK, **AS_IT_IS)
-    text = f"{found.format}{version}   ·   {len(found.ranks)} ranks   ·   {len(found.keys)} keys   ·   {sizes}"
-    figure.text(0.015, 1 - 0.6 / height, printable(text), fontsize=10, color=FAINT, **AS_IT_IS)
+    return f"{found.format}{version}   ·   {len(found.ranks)} ranks   ·   {len(found.keys)} keys   ·   {sizes}"
 
 
 def _draw_balance(axes: Any, found: Survey, palette: Any) -> None:

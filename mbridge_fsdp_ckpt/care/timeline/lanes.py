@@ -149,9 +149,14 @@ class Timeline:
         return sorted(self.lanes, key=lambda lane: (-lane.own, lane.rank))[:SLOWEST]
 
     @property
+    def _run(self) -> int:
+        """Of how many neighbours one is drawn."""
+        return -(-len(self.lanes) // DRAWN_LANES)
+
+    @property
     def drawn(self) -> list[Lane]:
         """The lanes of a picture, by rank."""
-        run = -(-len(self.lanes) // DRAWN_LANES)
+        run = self._run
         groups = (self.lanes[start : start + run] for start in range(0, len(self.lanes), run))
         return [max(group, key=lambda lane: lane.own) for group in groups]
 
@@ -159,9 +164,8 @@ class Timeline:
     def notes(self) -> list[str]:
         """What is to be known besides, in sentences."""
         found = [RULE]
-        if len(self.lanes) > DRAWN_LANES:
-            run = -(-len(self.lanes) // DRAWN_LANES)
-            found.append(f"Of each {run} neighbouring ranks the one with most time of its own is drawn.")
+        if self._run > 1:
+            found.append(f"Of each {self._run} neighbouring ranks the one with most time of its own is drawn.")
         return found
 
 

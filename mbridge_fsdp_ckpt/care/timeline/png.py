@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
-from mbridge_fsdp_ckpt.care.drawing import AS_IT_IS, FAINT, INK, elided, folded, require_matplotlib, tidy
+from mbridge_fsdp_ckpt.care.drawing import (
+    FAINT,
+    INK,
+    content_of,
+    elided,
+    folded,
+    require_matplotlib,
+    tidy,
+    write_heading,
+    write_notes,
+)
 from mbridge_fsdp_ckpt.care.timeline.facts import SLOW, facts
 from mbridge_fsdp_ckpt.care.timeline.lanes import NAMED_LANES, Lane, Timeline
-from mbridge_fsdp_ckpt.printable import printable
 
 _WIDTH, _LEFT, _RIGHT = 14.0, 0.9, 3.4  # inches
 _ROW, _FEWEST, _MOST = 0.26, 3, 9.0  # inches of a lane, lanes that always fit, inches of all lanes
@@ -27,22 +35,14 @@ def draw_png(found: Timeline) -> bytes:
     head, foot = 1.15, 0.75 + 0.2 * len(notes)
     height = head + lanes_height + foot
     figure = require_matplotlib()(figsize=(_WIDTH, height), facecolor="white")
-    figure.text(0.015, 1 - 0.32 / height, elided(found.directory, 110), fontsize=13, fontweight="bold", **_of(INK))
     said = "   ·   ".join(f"{name} {text}" for name, text in facts(found))
-    figure.text(0.015, 1 - 0.6 / height, printable(said), fontsize=10, **_of(FAINT))
+    write_heading(figure, found.directory, said, height)
     size = (1 - (_LEFT + _RIGHT) / _WIDTH, lanes_height / height)
     axes = figure.add_axes((_LEFT / _WIDTH, foot / height, *size))
     _draw_lanes(axes, found, lanes)
     _draw_legend(axes, found, lanes_height)
-    for index, note in enumerate(notes):
-        figure.text(0.015, (foot - 0.62 - 0.2 * index) / height, note, fontsize=9, **_of(FAINT))
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=120)
-    return buffer.getvalue()
-
-
-def _of(colour: str) -> dict[str, Any]:
-    return {"color": colour, **AS_IT_IS}
+    write_notes(figure, notes, foot, height)
+    return content_of(figure)
 
 
 def _draw_lanes(axes: Any, found: Timeline, lanes: list[Lane]) -> None:

@@ -21,7 +21,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mbridge_fsdp_ckpt.agree import sketches
 from mbridge_fsdp_ckpt.agree.agreement import Agreement, next_agreement
 from mbridge_fsdp_ckpt.agree.outcome import Outcome
 from mbridge_fsdp_ckpt.agree.wire import nothing
@@ -33,10 +32,11 @@ from mbridge_fsdp_ckpt.loading.loaded import Loaded
 from mbridge_fsdp_ckpt.loading.opened import Opened, Wanted
 from mbridge_fsdp_ckpt.loading.sharing import reads_are_shared
 from mbridge_fsdp_ckpt.phases import Phases, Spent, line
-from mbridge_fsdp_ckpt.saving import replicas, snapshot, writer
+from mbridge_fsdp_ckpt.saving import snapshot
 from mbridge_fsdp_ckpt.saving.commit import Job
+from mbridge_fsdp_ckpt.saving.run import run
 from mbridge_fsdp_ckpt.saving.saved import Saved
-from mbridge_fsdp_ckpt.saving.snapshot import Prepared
+from mbridge_fsdp_ckpt.saving.writer import Watching
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.bar import job_bar
 from mbridge_fsdp_ckpt.storage.commit.retention import reading
@@ -89,48 +89,11 @@ def save(
     prepare = partial(snapshot.plan_save, model, optimizer, include, rank_values, settings.vocabulary_size)
     with phases("plan"):
         prepared = Outcome.of(prepare, agreement.rank, "planning the save")
-    try:
-        with phases("agree"):
-            place = _agree_to_write(job, prepared)
-        with agreement.at_work(), job_bar(agreement.rank, wanted=settings.progress) as progress:
-            watching = writer.Watching(phases, progress)
-            write = partial(writer.write, prepared.value, place, agreement, settings.replicas, watching)
-            written = Outcome.of(write, agreement.rank, "writing chunks")
-        try:
-            with phases("commit"):
-                total = _commit(job, prepared.value, written, place)
-        except CheckpointError:
-            writer.take_back(place, agreement)
-            raise
-    finally:
-        job.clean_up()
-    saved = Saved(written.value["told"]["bytes"], total, phases.seconds, phases.elapsed)
+    outgoing = prepared.then(lambda own: own.outgoing, agreement.rank, "planning the save")
+    with job_bar(agreement.rank, wanted=settings.progress) as progress:
+        saved = run(job, outgoing, lambda: prepared.value.elements, Watching(phases, progress))
     _say("save", directory, saved, agreement)
     return saved
-
-
-def _agree_to_write(job: Job, prepared: Outcome[Prepared]) -> writer.Place:
-    """The first meeting, and the one that it may call for; returns where to write."""
-    agreement = job.agreement
-    judged = agreement.meet(
-        "agreement on the plan", prepared.message(snapshot.announce), job.judge_plans, snapshot.combine
-    )
-    if judged["place"] is not None:
-        return judged["place"]
-    disputed = snapshot.disputed(agreement.rank, prepared.value, judged["disputed"])
-    return agreement.meet("disagreement on the plan", disputed, job.judge_dispute, sketches.combine)
-
-
-def _commit(job: Job, prepared: Prepared, written: Outcome[writer.Written], place: writer.Place) -> int:
-    """The second meeting, and the one that it may call for; returns the bytes that all ranks wrote."""
-    agreement = job.agreement
-    combine = partial(writer.combine, place, agreement.leads)
-    judged = agreement.meet("commit", written.brought, job.judge_written, combine)
-    if judged["differing"]:
-        named = snapshot.differing(agreement.rank, prepared, judged["differing"])
-        agreement.meet("comparison of copies", named, job.judge_replicas, replicas.combine)
-    agreement.end()
-    return judged["bytes"]
 
 
 def load(

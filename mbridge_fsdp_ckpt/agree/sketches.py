@@ -26,6 +26,7 @@ from mbridge_fsdp_ckpt.agree.rows import IN_ALL, OF_ONE_RANK, Place, Rows, rows_
 from mbridge_fsdp_ckpt.errors import PlanDisagreementError
 from mbridge_fsdp_ckpt.live.holdings import Holding
 from mbridge_fsdp_ckpt.plan.boxes import Box, Shape, whole
+from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
 from mbridge_fsdp_ckpt.plan.keys import Kind
 from mbridge_fsdp_ckpt.plan.layout import Axis
 from mbridge_fsdp_ckpt.plan.tiling import PRIME, TilingSketch, tiling_defect
@@ -68,6 +69,16 @@ class Block:
         entry, piece = holding.entry, holding.piece
         is_copy = holding.plan.layout.is_copy
         return cls(holding.key, entry.dtype, entry.kind, entry.shape, holding.box, piece.replica, is_copy, piece.writes)
+
+    @property
+    def is_scalar(self) -> bool:
+        """Whether the tensor is one number of a parameter."""
+        return self.kind != "sharded"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return self.box.volume * dtype_from_name(self.dtype).itemsize
 
     @property
     def is_origin(self) -> bool:

@@ -14,11 +14,10 @@ from mbridge_fsdp_ckpt.agree.agreement import Agreement
 from mbridge_fsdp_ckpt.agree.rows import Rows
 from mbridge_fsdp_ckpt.agree.sketches import BlockRow
 from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError, ReplicaMismatchError, describe_unexpected
-from mbridge_fsdp_ckpt.live.topology import topology
 from mbridge_fsdp_ckpt.plan.keys import Section
 from mbridge_fsdp_ckpt.saving import replicas
+from mbridge_fsdp_ckpt.saving.outgoing import Announced
 from mbridge_fsdp_ckpt.saving.replicas import CopyRow
-from mbridge_fsdp_ckpt.saving.snapshot import Announced
 from mbridge_fsdp_ckpt.saving.writer import Place, Written
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.commit import methods, removal
@@ -61,7 +60,7 @@ class Job:
     _commit: Commit | None = field(default=None)
     _replaced: list[AnyPath] = field(default_factory=list)
     _sections: tuple[Section, ...] = field(default=())
-    _strategy: str = field(default="")
+    _topology: dict[str, int | str] = field(default_factory=dict)
     _remainders: dict[int, int] = field(default_factory=dict)
     _files: Files = field(default_factory=lambda: Files(""))
     _told: Told = field(default_factory=lambda: together([]))
@@ -75,7 +74,7 @@ class Job:
                 found=" and ".join(", ".join(s) for s in announced["sections"]),
                 remedy="Pass the optimizer on every rank, or on none.",
             )
-        self._sections, self._strategy = sections, announced["strategy"]
+        self._sections, self._topology = sections, announced["topology"]
         self._remainders = sketches.remainders_of(announced["sketch"])
         return {"disputed": list(self._remainders), "place": None if self._remainders else self._begin()}
 
@@ -116,7 +115,7 @@ class Job:
         keys = count_keys(self._commit.directory, self._files, told)
         manifest = head(
             writer=writer_versions(training=True),
-            topology={**topology(), "strategy": self._strategy},
+            topology=self._topology,
             sections=self._sections,
             files=self._files,
             told=told,

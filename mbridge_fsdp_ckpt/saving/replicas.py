@@ -16,17 +16,12 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
 
-import torch
-
 from mbridge_fsdp_ckpt.agree.rows import IN_ALL, OF_ONE_RANK, Place, Rows, rows_of, together
-from mbridge_fsdp_ckpt.agree.sketches import bucket_of, in_buckets, key_word, ranks_listed
+from mbridge_fsdp_ckpt.agree.sketches import Block, bucket_of, in_buckets, key_word, ranks_listed
 from mbridge_fsdp_ckpt.errors import CheckpointError, ReplicaMismatchError, UnsupportedStateError
-from mbridge_fsdp_ckpt.live.holdings import Holding
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.layout import Axis
 from mbridge_fsdp_ckpt.plan.tiling import PRIME
-from mbridge_fsdp_ckpt.storage.checksums import digest
-from mbridge_fsdp_ckpt.storage.format.payload import host_bytes
 
 SHARDED_WITHOUT_A_WORD = "*_quantizer._*"
 """Buffers that tensor parallelism cuts unmarked: those of ModelOpt's `TensorQuantizer` (0.47), `_amax` above all."""
@@ -79,21 +74,20 @@ def _word(key: str, box: Box) -> int:
     return key_word(f"{key}|{box}")
 
 
-def is_compared(holding: Holding, choice: str) -> bool:
-    """Whether a holding's values are compared with other ranks'.
+def is_compared(block: Block, choice: str) -> bool:
+    """Whether a block's values are compared with other ranks'.
 
     Args:
-        holding: The holding.
+        block: The block.
         choice: `Settings.replicas`; "ignore" compares only what is lost if it differs.
     """
-    is_copied = holding.piece.replica.count > 1 and not holding.plan.layout.is_copy
-    return is_copied and (choice != "ignore" or fnmatchcase(holding.key, SHARDED_WITHOUT_A_WORD))
+    is_copied = block.replica.count > 1 and not block.is_copy
+    return is_copied and (choice != "ignore" or fnmatchcase(block.key, SHARDED_WITHOUT_A_WORD))
 
 
-def copy_of(holding: Holding, elements: torch.Tensor) -> Copy:
-    """A holding with the hash of its elements."""
-    piece = holding.piece
-    return Copy(holding.key, holding.box, piece.replica, piece.writes, digest(host_bytes(elements)))
+def copy_of(block: Block, found: int) -> Copy:
+    """A block with the hash of its elements."""
+    return Copy(block.key, block.box, block.replica, block.writes, found)
 
 
 def sketch(copies: Iterable[Copy]) -> list[int]:

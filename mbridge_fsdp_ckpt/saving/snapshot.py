@@ -1,14 +1,13 @@
-"""What one rank holds for a save, and what it tells the others of it."""
+"""What one rank holds for a save."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypedDict, cast
+from collections.abc import Buffer, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
 from mbridge_fsdp_ckpt.agree import sketches
-from mbridge_fsdp_ckpt.agree.rows import Rows
-from mbridge_fsdp_ckpt.agree.sketches import Block, BlockRow
+from mbridge_fsdp_ckpt.agree.sketches import Block
 from mbridge_fsdp_ckpt.live.fp8.owners import own_states
 from mbridge_fsdp_ckpt.live.holdings import (
     Holding,
@@ -20,49 +19,54 @@ from mbridge_fsdp_ckpt.live.holdings import (
     plan_model,
 )
 from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module
-from mbridge_fsdp_ckpt.live.topology import coordinates, sharding_strategy
+from mbridge_fsdp_ckpt.live.topology import coordinates, sharding_strategy, topology
 from mbridge_fsdp_ckpt.plan.keys import Section
-from mbridge_fsdp_ckpt.saving import replicas
-from mbridge_fsdp_ckpt.saving.replicas import Copy, CopyRow
+from mbridge_fsdp_ckpt.saving.outgoing import Elements, Outgoing
+from mbridge_fsdp_ckpt.storage.checksums import Hasher
 from mbridge_fsdp_ckpt.storage.files import Json
 from mbridge_fsdp_ckpt.storage.format.columns import param_group_name
 from mbridge_fsdp_ckpt.storage.format.own_index import RankIndex
+from mbridge_fsdp_ckpt.storage.format.payload import host_pieces, number_of
+from mbridge_fsdp_ckpt.storage.format.rows import Number
 from mbridge_fsdp_ckpt.storage.format.schema import RankOwn
 from mbridge_fsdp_ckpt.storage.format.values import encode, hash_of
 from mbridge_fsdp_ckpt.versions import require
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Prepared:
-    """What one rank is about to write.
+    """What one rank is about to write, and the tensors.
 
     Args:
-        holdings: Its blocks, those that other ranks write among them.
-        numbers: The numbers of all parameters that it holds a part of, whichever rank declares them.
-        sketch: What the others learn of these.
-        said: What its index file says besides keys and files.
-        hyperparameters: Of its parameters, encoded, by checksum.
-        sections: What is saved.
-        strategy: How Megatron-FSDP shards the model.
-        copies: What it saw, while writing, of blocks that others hold, too.
+        outgoing: What it writes.
+        holdings: The blocks with what is behind them, one for each of `Outgoing.blocks`.
     """
 
+    outgoing: Outgoing
     holdings: list[Holding]
-    numbers: list[Holding]
-    sketch: list[int]
-    said: RankIndex
-    hyperparameters: dict[int, dict[str, Json]]
-    sections: tuple[Section, ...]
-    strategy: str
-    copies: list[Copy] = field(default_factory=list)
+
+    @property
+    def elements(self) -> Elements:
+        """The tensors as they are now."""
+        return _Live(self.holdings)
 
 
-class Announced(TypedDict):
-    """A rank's message for the agreement on the plan; of several, all sections that they name."""
+@dataclass(frozen=True, slots=True)
+class _Live:
+    """See `Elements`: read from live tensors; of a device's, no more than a piece lies on the host at a time."""
 
-    sketch: list[int]
-    sections: list[list[Section]]
-    strategy: str
+    holdings: list[Holding]
+
+    def pieces(self, number: int) -> Iterator[Buffer]:
+        """See `Elements`."""
+        return host_pieces(self.holdings[number].elements())
+
+    def digest(self, number: int) -> int:
+        """See `Elements`."""
+        hasher = Hasher()
+        for piece in self.pieces(number):
+            hasher.update(piece)
+        return hasher.number()
 
 
 def plan_save(
@@ -72,7 +76,7 @@ def plan_save(
     rank_values: Mapping[str, Any] | None,
     vocabulary_size: int | None = None,
 ) -> Prepared:
-    """Plan this rank's part.  No communication, no copies.
+    """Plan this rank's part.  No communication, and no copies but of numbers.
 
     Raises:
         CheckpointError: The model or the optimizer cannot be saved.
@@ -97,11 +101,44 @@ def plan_save(
         states=sorted({name for kind in (states or {}).values() for name in kind}),
         own=RankOwn(values=encode(dict(rank_values or {}), "rank_values"), extra_state=encode(states, "extra_state")),
     )
-    holdings += [holding for holding in slots if holding.declares]
-    numbers = [holding for holding in slots if holding.is_scalar]
     sections: tuple[Section, ...] = ("model", "optimizer") if parts else ("model",)
-    sketch = sketches.sketch(map(Block.of, holdings))
-    return Prepared(holdings, numbers, sketch, said, hyperparameters, sections, sharding_strategy(module))
+    numbers = [holding for holding in slots if holding.is_scalar]
+    holdings += [holding for holding in slots if holding.declares]
+    shape = {**topology(), "strategy": sharding_strategy(module)}
+    return Prepared(outgoing_of(holdings, numbers, said, hyperparameters, sections, shape), holdings)
+
+
+def outgoing_of(
+    holdings: Sequence[Holding],
+    numbers: Sequence[Holding],
+    said: RankIndex,
+    hyperparameters: Mapping[int, dict[str, Json]],
+    sections: tuple[Section, ...],
+    shape: dict[str, int | str],
+) -> Outgoing:
+    """What a rank writes of what it holds.
+
+    Args:
+        holdings: Its blocks that count for the plan.
+        numbers: See `Outgoing`.
+        said: See `Outgoing`.
+        hyperparameters: See `Outgoing`.
+        sections: See `Outgoing`.
+        shape: `Outgoing.topology`.
+
+    Raises:
+        PlanDisagreementError: See `sketches.sketch`.
+    """
+    blocks = list(map(Block.of, holdings))
+    keys = {holding.key: holding.entry for holding in holdings if holding.piece.writes}
+    keys |= {holding.key: holding.entry for holding in numbers}
+    read = list(map(_number, numbers))
+    return Outgoing(blocks, keys, read, sketches.sketch(blocks), said, hyperparameters, sections, shape)
+
+
+def _number(holding: Holding) -> Number:
+    """A number that counts, or a copy of it, for this rank's own index alone."""
+    return number_of(holding.key, holding.elements(), counts=holding.declares and holding.piece.writes)
 
 
 def _hyperparameters(
@@ -122,31 +159,3 @@ def _hyperparameters(
             param_groups[param_group_name(plan.layout.optimizer_name for plan in plans)] = hashed
             parameters |= {plan.layout.optimizer_name: hashed for plan in plans if plan.writes_first}
     return parameters, param_groups, known
-
-
-def announce(prepared: Prepared) -> Announced:
-    """The bounded message for the agreement."""
-    return {
-        "sketch": prepared.sketch,
-        "sections": [list(prepared.sections)],
-        "strategy": prepared.strategy,
-    }
-
-
-def combine(messages: list[Announced]) -> Announced:
-    """What several ranks announce, as one message."""
-    return {
-        "sketch": sketches.added(message["sketch"] for message in messages),
-        "sections": [list(one) for one in sorted({tuple(one) for message in messages for one in message["sections"]})],
-        "strategy": messages[0]["strategy"],
-    }
-
-
-def disputed(rank: int, prepared: Prepared, buckets: Iterable[int]) -> Rows[BlockRow]:
-    """This rank's blocks in the buckets that did not add up."""
-    return sketches.blocks_in(rank, map(Block.of, prepared.holdings), buckets)
-
-
-def differing(rank: int, prepared: Prepared, buckets: Iterable[int]) -> Rows[CopyRow]:
-    """This rank's hashes of copies in the buckets that did not add up."""
-    return replicas.copies_in(rank, prepared.copies, buckets)

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Buffer, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TypedDict
 
-import torch
-
 from mbridge_fsdp_ckpt.agree import sketches
 from mbridge_fsdp_ckpt.agree.agreement import Agreement
-from mbridge_fsdp_ckpt.live.holdings import Holding
 from mbridge_fsdp_ckpt.phases import Phases
+from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
 from mbridge_fsdp_ckpt.saving import replicas
-from mbridge_fsdp_ckpt.saving.snapshot import Prepared
+from mbridge_fsdp_ckpt.saving.outgoing import Elements, Outgoing
+from mbridge_fsdp_ckpt.saving.replicas import Copy
+from mbridge_fsdp_ckpt.storage.checksums import Hasher, digest
 from mbridge_fsdp_ckpt.storage.commit import lease
 from mbridge_fsdp_ckpt.storage.entries import FileEntry
 from mbridge_fsdp_ckpt.storage.format.names import Files
-from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter, number_of
-from mbridge_fsdp_ckpt.storage.format.rows import Number, Row
+from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter
+from mbridge_fsdp_ckpt.storage.format.rows import Chunk
 from mbridge_fsdp_ckpt.storage.format.told import Told, together, write_group_index, write_own_index
 from mbridge_fsdp_ckpt.storage.progress import Meter, Progress, Unwatched
 from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path, is_local
@@ -61,12 +61,18 @@ class Watching:
 
 
 def write(
-    prepared: Prepared, place: Place, agreement: Agreement, choice: str = "warn", watching: Watching | None = None
+    outgoing: Outgoing,
+    elements: Elements,
+    place: Place,
+    agreement: Agreement,
+    choice: str = "warn",
+    watching: Watching | None = None,
 ) -> Written:
     """Write this rank's chunks and its index file, and hash what others hold, too.
 
     Args:
-        prepared: What to write.
+        outgoing: What to write; learns the hashes.
+        elements: Of its blocks.
         place: Where.
         agreement: Gets signs of life.
         choice: `Settings.replicas`.
@@ -82,39 +88,31 @@ def write(
     phases = watching.phases
     if is_local(staging):
         agreement.on_beat = lease.renewing(staging)
-    own = [holding for holding in prepared.holdings if holding.piece.writes]
-    keys = {holding.key: holding.entry for holding in (*own, *prepared.numbers)}
-    with phases("write"):
-        rows: list[Row] = [_number(prepared, item, choice) for item in prepared.numbers]
-    file = None
-    if chunks := [holding for holding in own if not holding.is_scalar]:
-        payload = staging / files.payload(agreement.rank)
-        file = _write_chunks(prepared, chunks, payload, agreement, choice, watching, rows)
+    chunks, file = _write_chunks(
+        outgoing, elements, staging / files.payload(agreement.rank), agreement, choice, watching
+    )
     with phases("compare"):
-        for holding in prepared.holdings:
-            if not (holding.piece.writes or holding.is_scalar):
-                _hashed(prepared, holding, choice)
-                agreement.beat()
+        outgoing.copies += _copies_of_numbers(outgoing, choice)
+        for number in outgoing.compared(choice):
+            outgoing.copies.append(replicas.copy_of(outgoing.blocks[number], elements.digest(number)))
+            agreement.beat()
     with phases("index"):
-        timed = prepared.said.own.model_copy(update={"begun": phases.begun, "phases": tuple(phases.rounded)})
-        said = replace(prepared.said, rank=agreement.rank, payload=file, keys=keys, own=timed)
-        told = write_own_index(staging, files, said, rows, prepared.hyperparameters)
-        return {"told": told, "replicas": replicas.sketch(prepared.copies)}
+        timed = outgoing.said.own.model_copy(update={"begun": phases.begun, "phases": tuple(phases.rounded)})
+        said = replace(outgoing.index, rank=agreement.rank, payload=file, own=timed)
+        told = write_own_index(staging, files, said, [*chunks, *outgoing.numbers], outgoing.hyperparameters)
+        return {"told": told, "replicas": replicas.sketch(outgoing.copies)}
 
 
 def _write_chunks(
-    prepared: Prepared,
-    chunks: Sequence[Holding],
-    path: AnyPath,
-    agreement: Agreement,
-    choice: str,
-    watching: Watching,
-    rows: list[Row],
-) -> FileEntry:
-    """Write this rank's payload file, and add its rows; returns its entry."""
+    outgoing: Outgoing, elements: Elements, path: AnyPath, agreement: Agreement, choice: str, watching: Watching
+) -> tuple[list[Chunk], FileEntry | None]:
+    """Write this rank's payload file, if it has any chunks; returns their rows and its entry."""
+    numbers, rows = outgoing.chunks, list[Chunk]()
+    if not numbers:
+        return rows, None
     progress, meter = watching.progress, Meter(watching.progress)
     if progress.shown:
-        progress.begin("saving", sum(chunk.entry.bytes_of(chunk.box.volume) for chunk in chunks))
+        progress.begin("saving", sum(outgoing.blocks[number].nbytes for number in numbers))
 
     def advanced() -> None:
         agreement.beat()
@@ -123,19 +121,32 @@ def _write_chunks(
     payload = PayloadWriter(path, progress=advanced)
     try:
         with watching.phases("write"):
-            for chunk in chunks:
-                rows.append(payload.add(chunk.key, _hashed(prepared, chunk, choice), chunk.box))
+            for number in numbers:
+                block, pieces = outgoing.blocks[number], elements.pieces(number)
+                hasher = Hasher() if replicas.is_compared(block, choice) else None
+                if hasher is not None:
+                    pieces = _hashed(pieces, hasher)
+                rows.append(payload.add_pieces(block.key, dtype_from_name(block.dtype), pieces, block.box))
+                if hasher is not None:
+                    outgoing.copies.append(replicas.copy_of(block, hasher.number()))
                 agreement.beat()
         with watching.phases("flush"):
-            return payload.close()
+            return rows, payload.close()
     finally:
         payload.abort()
 
 
-def _number(prepared: Prepared, holding: Holding, choice: str) -> Number:
-    """A number that counts, or a copy of it, for this rank's own index alone."""
-    elements = _hashed(prepared, holding, choice) if holding.declares else holding.elements()
-    return number_of(holding.key, elements, counts=holding.declares and holding.piece.writes)
+def _hashed(pieces: Iterable[Buffer], hasher: Hasher) -> Iterator[Buffer]:
+    for piece in pieces:
+        hasher.update(piece)
+        yield piece
+
+
+def _copies_of_numbers(outgoing: Outgoing, choice: str) -> Iterator[Copy]:
+    data_of = {number.key: number.data for number in outgoing.numbers}
+    for block in outgoing.blocks:
+        if block.is_scalar and replicas.is_compared(block, choice):
+            yield replicas.copy_of(block, digest(data_of[block.key]))
 
 
 def combine(place: Place, leader: int | None, messages: list[Written]) -> Written:
@@ -150,15 +161,6 @@ def combine(place: Place, leader: int | None, messages: list[Written]) -> Writte
     if leader is not None:
         told = write_group_index(as_path(place["directory"]), files_of(place), leader, told)
     return {"told": told, "replicas": sketches.added(message["replicas"] for message in messages)}
-
-
-def _hashed(prepared: Prepared, holding: Holding, choice: str) -> torch.Tensor:
-    """A holding's elements; on the host, and noted with their hash, if they are compared with other ranks'."""
-    if not replicas.is_compared(holding, choice):
-        return holding.elements()
-    elements = holding.elements().cpu()
-    prepared.copies.append(replicas.copy_of(holding, elements))
-    return elements
 
 
 def take_back(place: Place, agreement: Agreement) -> None:

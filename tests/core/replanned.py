@@ -80,8 +80,8 @@ def again() -> dict[str, Any]:
         "tensors": len(tensors_of(saves.module)),
         "same": held.keys() == {item.key for item in before.holdings},
         "counter": (counter.entry.dtype, counter.elements().tolist()),
-        "rates": [values["lr"] for values in saves.save().hyperparameters.values()],
-        "parameters": (len(before.said.parameters), len(saves.save().said.parameters)),
+        "rates": [values["lr"] for values in saves.save().outgoing.hyperparameters.values()],
+        "parameters": (len(before.outgoing.said.parameters), len(saves.save().outgoing.said.parameters)),
         "in the end": saves.plannings,
     }
 

@@ -10,12 +10,15 @@ import pytest
 import torch
 
 from mbridge_fsdp_ckpt.agree import sketches
+from mbridge_fsdp_ckpt.agree.sketches import Block
 from mbridge_fsdp_ckpt.errors import CheckpointError, ReplicaMismatchError, UnsupportedStateError
 from mbridge_fsdp_ckpt.live.holdings import Holding
 from mbridge_fsdp_ckpt.plan.pieces import owner
 from mbridge_fsdp_ckpt.saving import replicas
 from mbridge_fsdp_ckpt.saving.replicas import Copy
 from mbridge_fsdp_ckpt.settings import Settings
+from mbridge_fsdp_ckpt.storage.checksums import digest
+from mbridge_fsdp_ckpt.storage.format.payload import host_bytes
 from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
 from tests.unit import test_saving as saves
 from tests.unit.holdings import holdings, scalar
@@ -32,7 +35,11 @@ def filled(value: float, key: str = "weight", replica: tuple[int, int] = (0, 3))
 
 
 def copies_of(ranks: list[list[Holding]], choice: str = "warn") -> list[list[Copy]]:
-    return [[replicas.copy_of(h, h.elements()) for h in held if replicas.is_compared(h, choice)] for held in ranks]
+    return [[copy_of(h) for h in held if replicas.is_compared(Block.of(h), choice)] for held in ranks]
+
+
+def copy_of(holding: Holding) -> Copy:
+    return replicas.copy_of(Block.of(holding), digest(host_bytes(holding.elements())))
 
 
 def found(ranks: list[list[Holding]], choice: str = "warn") -> CheckpointError | None:

@@ -10,14 +10,13 @@ import torch
 
 from mbridge_fsdp_ckpt.agree import sketches
 from mbridge_fsdp_ckpt.agree.agreement import Agreement
-from mbridge_fsdp_ckpt.agree.sketches import Block
 from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError, DamagedCheckpointError, PlanDisagreementError
 from mbridge_fsdp_ckpt.live.holdings import Holding
 from mbridge_fsdp_ckpt.plan.keys import Section
 from mbridge_fsdp_ckpt.plan.pieces import owner
-from mbridge_fsdp_ckpt.saving import replicas, snapshot, writer
+from mbridge_fsdp_ckpt.saving import outgoing, replicas, writer
 from mbridge_fsdp_ckpt.saving.commit import Job
-from mbridge_fsdp_ckpt.saving.snapshot import Prepared
+from mbridge_fsdp_ckpt.saving.snapshot import Prepared, outgoing_of
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.commit import removal
 from mbridge_fsdp_ckpt.storage.format.head import has_head
@@ -32,8 +31,12 @@ def agreement(rank: int) -> Agreement:
 
 
 def prepared(held: list[Holding], sections: tuple[Section, ...] = ("model",)) -> Prepared:
-    sketch, numbers = sketches.sketch(map(Block.of, held)), [holding for holding in held if holding.is_scalar]
-    return Prepared(held, numbers, sketch, RankIndex(0, {}, None, {}), {}, sections, "x")
+    numbers = [holding for holding in held if holding.is_scalar]
+    return Prepared(outgoing_of(held, numbers, RankIndex(0, {}, None, {}), {}, sections, {"strategy": "x"}), held)
+
+
+def write(held: Prepared, place: writer.Place, rank: int, choice: str = "warn") -> writer.Written:
+    return writer.write(held.outgoing, held.elements, place, agreement(rank), choice)
 
 
 NO_VIEW = Settings(dcp_metadata="never")
@@ -50,16 +53,18 @@ def save(target: Path, ranks: list[Prepared], settings: Settings = NO_VIEW, afte
     """All ranks' steps, one after the other."""
     running = job(target, settings, after_commit)
     try:
-        judged = running.judge_plans(snapshot.combine([snapshot.announce(rank) for rank in ranks]))
+        judged = running.judge_plans(outgoing.combine([outgoing.announce(rank.outgoing) for rank in ranks]))
         place = judged["place"]
         if place is None:
             place = running.judge_dispute(
-                sketches.combine([snapshot.disputed(n, rank, judged["disputed"]) for n, rank in enumerate(ranks)])
+                sketches.combine(
+                    [outgoing.disputed(n, own.outgoing, judged["disputed"]) for n, own in enumerate(ranks)]
+                )
             )
-        written = [writer.write(rank, place, agreement(n), settings.replicas) for n, rank in enumerate(ranks)]
+        written = [write(rank, place, n, settings.replicas) for n, rank in enumerate(ranks)]
         if differing := running.judge_written(writer.combine(place, 0, written))["differing"]:
             running.judge_replicas(
-                replicas.combine([snapshot.differing(n, rank, differing) for n, rank in enumerate(ranks)])
+                replicas.combine([outgoing.differing(n, rank.outgoing, differing) for n, rank in enumerate(ranks)])
             )
     finally:
         running.clean_up()
@@ -213,10 +218,10 @@ def test_what_fails_after_the_commit_says_that_the_checkpoint_stands(target: Pat
 @pytest.mark.parametrize("name", ["__1_0.distcp", "rank_00001.index"])
 def test_a_file_that_was_not_written_completely_is_named_and_not_committed(target: Path, name: str) -> None:
     ranks, running = [prepared(holdings(0, 6)), prepared(holdings(6, 12))], job(target)
-    place = running.judge_plans(snapshot.combine([snapshot.announce(rank) for rank in ranks]))["place"]
+    place = running.judge_plans(outgoing.combine([outgoing.announce(rank.outgoing) for rank in ranks]))["place"]
     assert place is not None
     staging = Path(place["directory"])
-    written = [writer.write(rank, place, agreement(number)) for number, rank in enumerate(ranks)]
+    written = [write(rank, place, number) for number, rank in enumerate(ranks)]
     (staging / name).write_bytes((staging / name).read_bytes()[:-1])
     with pytest.raises(DamagedCheckpointError) as caught:
         running.judge_written(writer.combine(place, 0, written))

@@ -7,7 +7,7 @@ shard no more than a piece lies on the host at a time; what lies there already i
 
 from __future__ import annotations
 
-from collections.abc import Buffer, Callable, Iterator
+from collections.abc import Buffer, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import IO, cast
 
@@ -65,30 +65,42 @@ class PayloadWriter:
         return self._position
 
     def add(self, key: str, elements: torch.Tensor, box: Box) -> Chunk:
+        """Append a chunk of a tensor's elements, row-major, one-dimensional, on any device; see `add_pieces`."""
+        return self.add_pieces(key, elements.dtype, host_pieces(elements), box)
+
+    def add_pieces(self, key: str, dtype: torch.dtype, pieces: Iterable[Buffer], box: Box) -> Chunk:
         """Append a chunk.
 
         What `torch.save` writes around the elements depends on their dtype and shape alone: it is asked once for each.
 
         Args:
             key: Its key.
-            elements: The box's elements, row-major, one-dimensional, on any device.
+            dtype: Of its elements.
+            pieces: The bytes of the box's elements, row-major, one piece after the other.
             box: The block of the key that they are.
 
         Raises:
-            InternalError: This torch writes another record.
+            InternalError: This torch writes another record, or the pieces are not as long as the box.
             OSError: The storage refused.
         """
-        form = elements.dtype, box.size
+        form = dtype, box.size
         if form not in self._frames:
             self._frames[form] = _frame(*form)
         before, after = self._frames[form]
         start, self._record_hasher = self._position, Hasher()
         self._append(before)
-        for piece in _pieces(elements):
+        for piece in pieces:
             self._append(piece)
+        if self._position - start - len(before) != box.volume * dtype.itemsize:
+            raise InternalError(
+                expected=f"{box.volume * dtype.itemsize} bytes of elements",
+                found=str(self._position - start - len(before)),
+                remedy="Report it.",
+                key=key,
+            )
         self._append(after)
         record = ByteRange(start, self._position - start)
-        return Chunk(key, box, record, len(before) if elements.numel() else 0, self._record_hasher.number())
+        return Chunk(key, box, record, len(before) if box.volume else 0, self._record_hasher.number())
 
     def close(self) -> FileEntry:
         """Flush to disk; returns the file's entry for the index."""
@@ -156,8 +168,8 @@ def host_bytes(elements: torch.Tensor) -> npt.NDArray[np.uint8]:
     return flat.view(torch.uint8).numpy()
 
 
-def _pieces(elements: torch.Tensor) -> Iterator[npt.NDArray[np.uint8]]:
-    """A tensor's elements as bytes on the host."""
+def host_pieces(elements: torch.Tensor) -> Iterator[npt.NDArray[np.uint8]]:
+    """A tensor's elements as bytes on the host; of a device's, a few MiB at a time."""
     if not elements.is_cuda:
         yield host_bytes(elements)
         return

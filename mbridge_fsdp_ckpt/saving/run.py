@@ -1,0 +1,68 @@
+"""The steps of a save once it is planned: ranks agree, each writes, all meet, rank 0 commits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from mbridge_fsdp_ckpt.agree import sketches
+from mbridge_fsdp_ckpt.agree.outcome import Outcome
+from mbridge_fsdp_ckpt.errors import CheckpointError
+from mbridge_fsdp_ckpt.saving import outgoing, replicas, writer
+from mbridge_fsdp_ckpt.saving.commit import Job
+from mbridge_fsdp_ckpt.saving.outgoing import Elements, Outgoing
+from mbridge_fsdp_ckpt.saving.saved import Saved
+
+
+def run(job: Job, planned: Outcome[Outgoing], elements: Callable[[], Elements], watching: writer.Watching) -> Saved:
+    """Save what was planned.
+
+    Args:
+        job: The save.
+        planned: What this rank writes, or why it can't.
+        elements: Of its blocks; asked for once all ranks have agreed.
+        watching: See there.
+
+    Raises:
+        CheckpointError: The same on every rank.  See `checkpoint.save`.
+    """
+    agreement, phases = job.agreement, watching.phases
+    try:
+        with phases("agree"):
+            place = _agree_to_write(job, planned)
+        with agreement.at_work():
+            own = planned.value
+            write = partial(writer.write, own, elements(), place, agreement, job.settings.replicas, watching)
+            written = Outcome.of(write, agreement.rank, "writing chunks")
+        try:
+            with phases("commit"):
+                total = _commit(job, own, written, place)
+        except CheckpointError:
+            writer.take_back(place, agreement)
+            raise
+    finally:
+        job.clean_up()
+    return Saved(written.value["told"]["bytes"], total, phases.seconds, phases.elapsed)
+
+
+def _agree_to_write(job: Job, planned: Outcome[Outgoing]) -> writer.Place:
+    """The first meeting, and the one that it may call for; returns where to write."""
+    agreement = job.agreement
+    message = planned.message(outgoing.announce)
+    judged = agreement.meet("agreement on the plan", message, job.judge_plans, outgoing.combine)
+    if judged["place"] is not None:
+        return judged["place"]
+    disputed = outgoing.disputed(agreement.rank, planned.value, judged["disputed"])
+    return agreement.meet("disagreement on the plan", disputed, job.judge_dispute, sketches.combine)
+
+
+def _commit(job: Job, own: Outgoing, written: Outcome[writer.Written], place: writer.Place) -> int:
+    """The second meeting, and the one that it may call for; returns the bytes that all ranks wrote."""
+    agreement = job.agreement
+    combine = partial(writer.combine, place, agreement.leads)
+    judged = agreement.meet("commit", written.brought, job.judge_written, combine)
+    if judged["differing"]:
+        named = outgoing.differing(agreement.rank, own, judged["differing"])
+        agreement.meet("comparison of copies", named, job.judge_replicas, replicas.combine)
+    agreement.end()
+    return judged["bytes"]

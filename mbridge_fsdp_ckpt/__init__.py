@@ -15,7 +15,17 @@ from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, STOCK_FORMAT
 
 if TYPE_CHECKING:
     from mbridge_fsdp_ckpt.bridge import register, unregister
-    from mbridge_fsdp_ckpt.checkpoint import Loaded, Saved, Settings, load, load_weights_only, save
+    from mbridge_fsdp_ckpt.checkpoint import (
+        Loaded,
+        Saved,
+        Saving,
+        Settings,
+        finish_saves,
+        load,
+        load_weights_only,
+        release_staging,
+        save,
+    )
 
 __version__ = "0.1.0"
 
@@ -24,11 +34,14 @@ __all__ = [
     "STOCK_FORMAT",
     "Loaded",
     "Saved",
+    "Saving",
     "Settings",
     "__version__",
+    "finish_saves",
     "load",
     "load_weights_only",
     "register",
+    "release_staging",
     "save",
     "unregister",
 ]
@@ -36,9 +49,12 @@ __all__ = [
 _HOMES = {
     "Loaded": "checkpoint",
     "Saved": "checkpoint",
+    "Saving": "checkpoint",
     "Settings": "checkpoint",
+    "finish_saves": "checkpoint",
     "load": "checkpoint",
     "load_weights_only": "checkpoint",
+    "release_staging": "checkpoint",
     "save": "checkpoint",
     "register": "bridge",
     "unregister": "bridge",

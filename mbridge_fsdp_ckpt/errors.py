@@ -146,6 +146,10 @@ class RankMissingError(CheckpointError):
     """Ranks that did not arrive at a common step within the time limit."""
 
 
+class SaveAbandonedError(CheckpointError):
+    """A save beside the training whose trainer or writer ended, or fell silent, before it was committed."""
+
+
 class RankFailedError(CheckpointError):
     """Another rank failed with an error that has no name here."""
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+_log = logging.getLogger("mbridge_fsdp_ckpt.checkpoint")  # whoever saves or loads
 _PLAIN = re.compile(r"[!#-<>-\[\]-~]+")
 """Text that stands in a line as it is: ASCII that prints, without blanks, quotes, = and backslashes."""
 
@@ -42,6 +44,18 @@ class Phases:
         """When it began: UNIX time, by this host's clock."""
         self.ended: list[Phase] = []
         self._start = time.monotonic()
+
+    def to_wire(self) -> list[Any]:
+        """As JSON-able data, for another process of this host."""
+        return [self.begun, self._start, self.ended]
+
+    @classmethod
+    def from_wire(cls, data: list[Any]) -> Phases:
+        """The same clock in another process: it goes on."""
+        clock = cls()
+        clock.begun, clock._start, ended = data
+        clock.ended = [Phase(*phase) for phase in ended]
+        return clock
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -96,7 +110,12 @@ def rate(spent: Spent) -> float:
     return spent.bytes_of_all / spent.duration / 1e9 if spent.duration > 0 else 0.0
 
 
-def line(what: str, directory: str, spent: Spent) -> str:
+def tell(what: str, directory: str, spent: Spent, **more: float) -> None:
+    """Log the line of a save or load; see `line`."""
+    _log.info("%s", line(what, directory, spent, **more))
+
+
+def line(what: str, directory: str, spent: Spent, **more: float) -> str:
     """One line for a log: a word, then name=value with a blank between.
 
     A value is a JSON string where it is not plain text, so that a line can be taken apart whatever a path is called.
@@ -105,6 +124,7 @@ def line(what: str, directory: str, spent: Spent) -> str:
         what: "save" or "load".
         directory: Of the checkpoint.
         spent: What it cost.
+        more: Seconds by what took them, beside the phases.
     """
     fields = {
         "directory": directory if _PLAIN.fullmatch(directory) else json.dumps(directory),
@@ -112,6 +132,6 @@ def line(what: str, directory: str, spent: Spent) -> str:
         "rank_bytes": str(spent.bytes),
         "seconds": f"{spent.duration:.3f}",
         "gb_per_s": f"{rate(spent):.3f}",
-        **{name: f"{seconds:.3f}" for name, seconds in spent.seconds.items()},
+        **{name: f"{seconds:.3f}" for name, seconds in {**more, **spent.seconds}.items()},
     }
     return " ".join((what, *(f"{name}={value}" for name, value in fields.items())))

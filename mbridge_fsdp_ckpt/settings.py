@@ -16,6 +16,9 @@ DCP_METADATA_CHOICES = ("auto", "always", "never")
 SHARING_CHOICES = ("auto", "always", "never")
 VERIFY_CHOICES = ("full", "header")
 REPLICA_CHOICES = ("warn", "error", "ignore")
+BUSY_CHOICES = ("wait", "skip")
+LEAST_STAGING = 1 << 24
+"""Bytes of two portions of staging memory: one is filled while the other is written."""
 AUTO_DCP_CHUNKS = 64_000
 """Largest number of chunks, over all ranks, for which "auto" writes stock's view: 3 seconds of rank 0 and 140 MB, both
 proportional to it (`benchmarks/results/stock_view.md`)."""
@@ -48,6 +51,11 @@ class Settings:
         allow_unexpected: Patterns of keys in the checkpoint that a load may leave unread.
         vocabulary_size: Rows of embeddings and output layer that are tokens; the others are padding, and a checkpoint
             with other padding loads.  Bridge's plug-in takes it from the model's configuration.
+        staging_limit: Bytes of host memory, in portions of 8 MiB, into which each rank copies what a save beside the
+            training (`background=True`) writes. None: as many as it writes. With fewer, an optimizer's step waits
+            until enough has been written.
+        when_busy: What a save beside the training does while the one before goes on: "wait" until that has ended, or
+            "skip" this one, with a line in the log.
         progress: Whether rank 0 shows a bar of its bytes on standard error where a save or load lasts; only on a
             terminal, and not where the environment variable MBRIDGE_FSDP_CKPT_PROGRESS is 0.
 
@@ -66,6 +74,8 @@ class Settings:
     allow_missing: tuple[str, ...] = ()
     allow_unexpected: tuple[str, ...] = ()
     vocabulary_size: int | None = None
+    staging_limit: int | None = None
+    when_busy: Literal["wait", "skip"] = "wait"
     progress: bool = True
 
     def __post_init__(self) -> None:
@@ -74,6 +84,13 @@ class Settings:
         _check_choice("share_reads", self.share_reads, SHARING_CHOICES)
         _check_choice("replicas", self.replicas, REPLICA_CHOICES)
         _check_choice("commit", self.commit, COMMIT_METHODS)
+        _check_choice("when_busy", self.when_busy, BUSY_CHOICES)
+        if self.staging_limit is not None and self.staging_limit < LEAST_STAGING:
+            raise ConfigurationError(
+                expected=f"staging_limit of at least {LEAST_STAGING} bytes",
+                found=str(self.staging_limit),
+                remedy="Leave it out, or raise it.",
+            )
         if self.read_buffer is not None and self.read_buffer < 0:
             raise ConfigurationError(
                 expected="read_buffer in bytes, 0 for none", found=str(self.read_buffer), remedy="Leave it out."

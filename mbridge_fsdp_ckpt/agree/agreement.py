@@ -142,6 +142,11 @@ class Agreement:
         """Whether the last meeting was sealed, as far as this rank can tell: what it was about may be done."""
         return self._sealed or (self._last is not None and self._last.was_sealed())
 
+    @property
+    def has_stopped(self) -> bool:
+        """Whether this rank is stuck in its storage; of another thread."""
+        return self._signs.has_stopped
+
     def beat(self) -> None:
         """After each step of long work: others waiting for this rank begin their limit anew.  Cheap to call."""
         self.on_beat()
@@ -179,6 +184,25 @@ def next_agreement(
         ConfigurationError: A limit is not positive, or the ranks begin different things.
         RankMissingError: The store does not answer.
     """
+    check_limits(time_limit, storage_limit)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return Agreement(purpose, 0, 1, time_limit)
+    store, rank = default_store(), dist.get_rank()
+    try:
+        name = next_name(store, rank, "agreements")
+        agreement = Agreement(name, rank, dist.get_world_size(), time_limit, store, storage_limit)
+        agreement.begin(purpose)
+    except STORE_ERRORS as error:
+        raise lost(error, purpose, rank) from error
+    return agreement
+
+
+def check_limits(time_limit: float, storage_limit: float) -> None:
+    """Refuse limits that cannot be meant.
+
+    Raises:
+        ConfigurationError: One is not positive.
+    """
     for name, limit, usual in (
         ("time", time_limit, DEFAULT_TIME_LIMIT),
         ("storage", storage_limit, DEFAULT_STORAGE_LIMIT),
@@ -189,22 +213,21 @@ def next_agreement(
                 found=str(limit),
                 remedy=f"Set {name}_limit to {usual:g}, say.",
             )
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return Agreement(purpose, 0, 1, time_limit)
-    store, rank = _default_store(), dist.get_rank()
+
+
+def next_name(store: dist.Store, rank: int, kind: str) -> str:
+    """The name of the next sequence of a kind: all ranks come to the same one, if they begin the same things in order.
+
+    It is counted in the store: a new process group starts anew.
+    """
     job = f"mbridge_fsdp_ckpt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    try:
-        number = store.add(f"{job}/{rank}/agreements", 1)  # counted in the store: a new process group starts anew
-        if number == 1:
-            store.set(f"{HOSTS}/{rank}", socket.gethostname())
-        agreement = Agreement(f"{job}/{number}", rank, dist.get_world_size(), time_limit, store, storage_limit)
-        agreement.begin(purpose)
-    except STORE_ERRORS as error:
-        raise lost(error, purpose, rank) from error
-    return agreement
+    number = store.add(f"{job}/{rank}/{kind}", 1)
+    if number == 1:
+        store.set(f"{HOSTS}/{rank}", socket.gethostname())
+    return f"{job}/{number}" if kind == "agreements" else f"{job}/{kind}/{number}"
 
 
-def _default_store() -> dist.Store:
+def default_store() -> dist.Store:
     """The rendezvous store of the default process group (torch 2.13 `distributed_c10d._get_default_store`)."""
     from torch.distributed import distributed_c10d
 

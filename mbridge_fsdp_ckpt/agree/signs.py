@@ -41,7 +41,12 @@ class Signs:
         self._store, self._key, self._storage_limit = store, f"{name}/beats", storage_limit
         self._pause = min(max(_SELDOM, world_size / _PER_SECOND), time_limit / 8)
         self._sent, self._last_step = 0.0, 0.0
-        self._has_pulse = False
+        self._has_pulse, self._works = False, False
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether the work stands still: inside one call of the storage for longer than its limit."""
+        return self._works and time.monotonic() - self._last_step > self._storage_limit
 
     def give(self) -> None:
         """A step of the work is done.  Cheap: most calls send nothing."""
@@ -58,6 +63,15 @@ class Signs:
     def at_work(self) -> Iterator[None]:
         """While the block runs, storage calls in it are no silence.  Blocks may be nested."""
         self._last_step = time.monotonic()
+        outer, self._works = self._works, True
+        try:
+            with self._with_pulse():
+                yield
+        finally:
+            self._works = outer
+
+    @contextmanager
+    def _with_pulse(self) -> Iterator[None]:
         if self._store is None or self._has_pulse:
             yield
             return

@@ -7,7 +7,7 @@ looked up anew each time.  A rank holds pieces of few of a large model's paramet
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -65,6 +65,7 @@ class Holding:
         piece: The block; for a scalar, the one that declares the key, if this rank has that one.
         flat: The flattened local shard that the piece's source indexes, or the scalar.
         plan: The parameter it belongs to.
+        is_buffer: Whether it is a buffer: a forward pass may change it.
     """
 
     key: str
@@ -72,6 +73,7 @@ class Holding:
     piece: Piece
     flat: torch.Tensor
     plan: ParameterPlan
+    is_buffer: bool = False
 
     @property
     def is_scalar(self) -> bool:
@@ -139,7 +141,8 @@ def model_holdings(
     for item in planned:
         if item.plan.pieces and (include is None or include(item.plan.layout.key)):
             dtype = dtype_name(item.tensor.dtype)
-            yield from _blocks(item.plan, item.plan.model_key, dtype, item.elements(), vocabulary_size)
+            blocks = _blocks(item.plan, item.plan.model_key, dtype, item.elements(), vocabulary_size)
+            yield from (replace(block, is_buffer=True) for block in blocks) if item.is_buffer else blocks
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from mbridge_fsdp_ckpt.agree import sketches
+from mbridge_fsdp_ckpt.agree.agreement import Agreement
 from mbridge_fsdp_ckpt.agree.outcome import Outcome
+from mbridge_fsdp_ckpt.agree.wire import nothing
 from mbridge_fsdp_ckpt.errors import CheckpointError
 from mbridge_fsdp_ckpt.saving import outgoing, replicas, writer
 from mbridge_fsdp_ckpt.saving.commit import Job
@@ -42,7 +45,25 @@ def run(job: Job, planned: Outcome[Outgoing], elements: Callable[[], Elements], 
             raise
     finally:
         job.clean_up()
-    return Saved(written.value["told"]["bytes"], total, phases.seconds, phases.elapsed)
+    return Saved(written.value["told"]["bytes"], total, phases.seconds, phases.elapsed, phases.elapsed)
+
+
+def give_up(agreement: Agreement, error: CheckpointError) -> int:
+    """Bring an error to the meetings of a save, in the place of a process that cannot go on.
+
+    Returns:
+        The bytes that all ranks wrote, if the save was committed all the same.
+
+    Raises:
+        CheckpointError: This error, or the one that the ranks have agreed on before.
+    """
+    judged: Any = agreement.meet("agreement on the plan", error, nothing, nothing)
+    if judged["place"] is None:
+        agreement.meet("disagreement on the plan", error, nothing, nothing)
+    judged = agreement.meet("commit", error, nothing, nothing)
+    if judged["differing"]:
+        agreement.meet("comparison of copies", error, nothing, nothing)
+    return int(judged["bytes"])
 
 
 def _agree_to_write(job: Job, planned: Outcome[Outgoing]) -> writer.Place:

@@ -17,9 +17,11 @@ class Saved:
             (what is not on disk yet), compare (hash copies that other ranks write), index (this rank's index file),
             commit (the second meeting; on rank 0 also what it commits).
         duration: Seconds from the call to its end.
+        stalled: Seconds of it in which the training could not go on: all of them, but for a save beside it.
     """
 
     bytes: int
     bytes_of_all: int
     seconds: Mapping[str, float]
     duration: float
+    stalled: float

@@ -46,6 +46,11 @@ class Prepared:
     holdings: list[Holding]
 
     @property
+    def is_on_device(self) -> bool:
+        """Whether any of the tensors is."""
+        return any(holding.flat.is_cuda for holding in self.holdings)
+
+    @property
     def elements(self) -> Elements:
         """The tensors as they are now."""
         return _Live(self.holdings)

@@ -58,7 +58,7 @@ def _slowly(wait_for: Callable[..., bool]) -> Callable[..., bool]:
 
 def _next_save(directory: str, trainable: Any) -> str:
     """What a save says once the store has gone."""
-    store = agreement._default_store()
+    store = agreement.default_store()
     try:
         while True:
             store.add("is anybody there", 0)

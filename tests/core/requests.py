@@ -31,10 +31,10 @@ def of_two_saves(directory: str) -> list[dict[str, int]]:
     """This rank's requests of its process's first save, and of its second."""
     trainable = cases.prepared(Recipe(layers=1), steps=1)
     counted = []
-    plain = agreement._default_store()
+    plain = agreement.default_store()
     for number in range(2):
         store = Counting(plain)
-        with patch.object(agreement, "_default_store", lambda store=store: store):
+        with patch.object(agreement, "default_store", lambda store=store: store):
             mbridge_fsdp_ckpt.save(f"{directory}.{number}", model=trainable.model, optimizer=trainable.optimizer)
         counted.append(dict(store.requests))
     return counted

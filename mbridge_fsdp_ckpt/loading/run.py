@@ -1,0 +1,139 @@
+"""The steps of a load: ranks open and read, agree, fill what is live, meet again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+
+from mbridge_fsdp_ckpt.agree.agreement import Agreement, next_agreement
+from mbridge_fsdp_ckpt.agree.outcome import Outcome
+from mbridge_fsdp_ckpt.agree.wire import nothing
+from mbridge_fsdp_ckpt.errors import CheckpointError
+from mbridge_fsdp_ckpt.loading import asking, exchange, fill, loaded, opened
+from mbridge_fsdp_ckpt.loading.budget import read_budget
+from mbridge_fsdp_ckpt.loading.loaded import Loaded
+from mbridge_fsdp_ckpt.loading.opened import Opened, Wanted
+from mbridge_fsdp_ckpt.loading.sharing import reads_are_shared
+from mbridge_fsdp_ckpt.phases import Phases, tell
+from mbridge_fsdp_ckpt.settings import Settings
+from mbridge_fsdp_ckpt.storage.bar import job_bar
+from mbridge_fsdp_ckpt.storage.commit.retention import reading
+from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path, called
+
+Accept = Callable[[Loaded], Callable[[], None]]
+"""See `checkpoint.load`."""
+
+
+def run(
+    directory: str | os.PathLike[str] | AnyPath, wanted: Wanted, accept: Accept | None, settings: Settings
+) -> Loaded:
+    """Load what is wanted.
+
+    Args:
+        directory: See `checkpoint.load`.
+        wanted: What to fill.
+        accept: See `checkpoint.load`.
+        settings: See `Settings`.
+
+    Raises:
+        LoadInterruptedError: Reading failed after live tensors had begun to change: don't go on with them.
+        CheckpointError: Any other; the same on every rank, and nothing was changed.
+    """
+    source, phases = as_path(directory), Phases()
+    shared = reads_are_shared(settings, source)
+    purpose = f"{'load' if wanted.with_state else 'load of weights'} from {called(directory)}"
+    purpose += ", reads shared" if shared else ""
+    agreement = next_agreement(purpose, settings.time_limit, settings.storage_limit)
+
+    def prepare() -> _Prepared:
+        found = opened.open_and_match(source, wanted, settings, agreement)
+        values, topology = found.source.head.values, opened.topology_of(found.source)
+        read = Loaded(values, topology, *opened.records_of(found), skipped=tuple(found.skipped))
+        put_in_place = accept(read) if accept is not None else _nothing
+        staged = fill.prepare(found, agreement, shared=shared, phases=phases, progress=progress)
+        return _Prepared(staged, read, put_in_place)
+
+    with ExitStack() as stack:
+        progress = stack.enter_context(job_bar(agreement.rank, wanted=settings.progress))
+        with phases("open"), agreement.at_work():
+            agreement.on_beat = stack.enter_context(reading(source, enabled=agreement.rank == 0))
+            prepared = Outcome.of(prepare, agreement.rank, "reading the checkpoint")
+        if shared:
+            with phases("agree"):
+                read = prepared.message(lambda own: [own.opened.source.head.identity])
+                agreement.meet("agreement on what to read", read, asking.judge_identities, asking.combine_identities)
+            stack.callback(prepared.value.staged.exchange.leave)
+        stage = partial(fill.stage, budget=read_budget(settings), agreement=agreement)
+        staged = prepared.then(lambda own: stage(own.staged), agreement.rank, "reading the checkpoint")
+        with phases("agree"):
+            skipped = _agree(prepared, staged, agreement)
+        total = _fill(prepared.value, staged.value, agreement, phases)
+    own = prepared.value
+    with phases("refresh"):
+        fill.refresh(own.opened.module)
+    done = replace(own.loaded, skipped=tuple(sorted({*own.loaded.skipped, *skipped})))
+    done = replace(done, bytes=staged.value, bytes_of_all=total, seconds=phases.seconds, duration=phases.elapsed)
+    if agreement.rank == 0:
+        tell("load", called(directory), done)
+    return done
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """All that a rank can do of a load before the others agree."""
+
+    staged: fill.Staged
+    loaded: Loaded
+    put_in_place: Callable[[], None]
+
+    @property
+    def opened(self) -> Opened:
+        """The checkpoint."""
+        return self.staged.opened
+
+
+def _agree(prepared: Outcome[_Prepared], staged: Outcome[int], agreement: Agreement) -> list[str]:
+    """The first meeting, and those that it calls for; returns the keys that were skipped."""
+    asked = exchange.message(staged, lambda lost: asking.announce(prepared.value.opened, lost))
+    judged = agreement.meet(
+        "verification", asked, lambda whole: asking.judge(prepared.value.opened, whole), asking.combine
+    )
+    found = prepared.value.opened
+    if judged["slots_differ"]:
+        found_again = Outcome.of(lambda: opened.look_again(found), agreement.rank, "reading the index again")
+        agreement.meet("slots of parameters", found_again.brought, nothing, nothing)
+    for buckets in judged["disputed"]:
+        named = asking.by_name(found, buckets)
+        agreement.meet("unexpected keys", named, asking.judge_named, asking.combine_named)
+    return judged["skipped"]
+
+
+def _fill(prepared: _Prepared, read: int, agreement: Agreement, phases: Phases) -> int:
+    """Change what is live, and the second meeting; returns the bytes that all ranks have read.
+
+    Raises:
+        LoadInterruptedError: Some rank could not.
+    """
+
+    def action() -> None:
+        fill.fill(prepared.staged, agreement)
+        with phases("fill"), agreement.at_work():
+            fill.finish(prepared.staged)
+            prepared.put_in_place()
+
+    filled = Outcome.of(action, agreement.rank, "filling tensors")
+    message = exchange.message(filled, lambda lost: loaded.Filled(lost=lost, bytes=read))
+    try:
+        with phases("agree"):
+            total = agreement.meet("completion of the load", message, loaded.judge, loaded.combine)
+            agreement.end()
+    except CheckpointError as error:
+        raise loaded.interrupted(error) from error
+    return total
+
+
+def _nothing() -> None:
+    """What puts in place nothing."""

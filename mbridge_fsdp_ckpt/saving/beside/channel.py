@@ -1,0 +1,82 @@
+"""What a trainer and its writer say to each other: JSON over a socket, and descriptors of shared memory."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+Message = dict[str, Any]
+"""One word, and what belongs to it: {"filled": 3}."""
+
+_LENGTH = struct.Struct("<Q")
+_READ_AT_ONCE = 1 << 20
+_DESCRIPTORS = 4
+
+
+class Channel:
+    """One end of it.  Any thread may send; one receives.
+
+    Args:
+        end: A connected Unix socket; owned.
+    """
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket, self._sending = end, threading.Lock()
+        self._descriptors: deque[int] = deque()
+
+    def send(self, message: Message, descriptor: int | None = None) -> None:
+        """Send a message, and a descriptor with it.
+
+        Raises:
+            OSError: Nobody listens any more.
+        """
+        text = json.dumps(message).encode()
+        with self._sending:
+            if descriptor is not None:
+                socket.send_fds(self._socket, [b"\0" * _LENGTH.size], [descriptor])
+            self._socket.sendall(_LENGTH.pack(len(text)) + text)
+
+    def messages(self) -> Iterator[Message]:
+        """Messages as they come, until the other end is closed."""
+        ready = bytearray()
+        while True:
+            while (message := _taken(ready)) is not None:
+                yield message
+            try:
+                data, descriptors, _, _ = socket.recv_fds(self._socket, _READ_AT_ONCE, _DESCRIPTORS)
+            except OSError:  # this end was closed, or the other with something unread
+                return
+            self._descriptors.extend(descriptors)
+            if not data:
+                return
+            ready += data
+
+    def descriptor(self) -> int:
+        """The descriptor that came first of those not asked for yet."""
+        return self._descriptors.popleft()
+
+    def close(self) -> None:
+        """Hang up: the other end hears it, and `messages` ends here, too."""
+        with suppress(OSError):  # the other end was faster
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+def _taken(ready: bytearray) -> Message | None:
+    """The first message of what has come, taken from it; None where it is not whole yet."""
+    while len(ready) >= _LENGTH.size:
+        (length,) = _LENGTH.unpack_from(ready)
+        if len(ready) < _LENGTH.size + length:
+            return None
+        text = bytes(ready[_LENGTH.size : _LENGTH.size + length])
+        del ready[: _LENGTH.size + length]
+        if text:  # an empty one carries a descriptor
+            message: Message = json.loads(text)
+            return message
+    return None

@@ -1,0 +1,122 @@
+"""Copying live tensors into staging memory, while training goes on."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from mbridge_fsdp_ckpt.saving.beside.memory import PORTION, Staging, aligned
+
+
+class Reader(Protocol):
+    """Who reads what is staged."""
+
+    def filled(self, portions: int) -> None:
+        """So many portions are there."""
+
+    def wait_for_slot(self, portion: int) -> None:
+        """Return once this portion's slot may be written."""
+
+
+class Copies(Protocol):
+    """How a device's bytes reach the host."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Begin to copy."""
+
+    def settle(self) -> None:
+        """Return once all copies have ended."""
+
+
+class Filling:
+    """One save's stream on its way into staging memory.
+
+    Args:
+        staging: The memory.
+        save: The number of the save.
+        reader: Who reads it.
+        copies: How it gets there.
+    """
+
+    def __init__(self, staging: Staging, save: int, reader: Reader, copies: Copies) -> None:
+        self._staging, self._save, self._reader, self._copies = staging, save, reader, copies
+        self._memory = torch.from_numpy(staging.bytes)
+        self._position, self._entered, self._sealed = 0, 0, 0
+
+    def add(self, elements: torch.Tensor) -> None:
+        """Append one chunk: its elements, flat, on any device."""
+        self._advance(aligned(self._position))
+        size, done, count = elements.element_size(), 0, elements.numel()
+        while done < count:
+            portion, offset = divmod(self._position, PORTION)
+            self._enter(portion)
+            fits = min(count - done, (PORTION - offset) // size)
+            start = self._staging.place(portion) + offset
+            target = self._memory[start : start + fits * size].view(elements.dtype)
+            self._copies.copy(target, elements[done : done + fits])
+            done += fits
+            self._advance(self._position + fits * size)
+
+    def end(self) -> None:
+        """Hand over what is left."""
+        if self._position > self._sealed * PORTION:
+            self._seal(self._sealed)
+
+    def _enter(self, portion: int) -> None:
+        if portion >= self._entered:
+            self._reader.wait_for_slot(portion)
+            self._entered = portion + 1
+
+    def _advance(self, position: int) -> None:
+        self._position = position
+        while position >= (self._sealed + 1) * PORTION:
+            self._seal(self._sealed)
+
+    def _seal(self, portion: int) -> None:
+        self._copies.settle()
+        self._staging.stamp(portion, self._save)
+        self._sealed = portion + 1
+        self._reader.filled(self._sealed)
+
+
+class OnHost:
+    """See `Copies`: tensors of the host, copied at once."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """See `Copies`."""
+        target.copy_(source)
+
+    def settle(self) -> None:
+        """See `Copies`."""
+
+
+class OnStream:
+    """See `Copies`: tensors of a device, on a stream of their own, which begins after what the caller's has to do.
+
+    Made by the thread that trains: what that has asked of its stream by now is part of the save.
+    """
+
+    def __init__(self) -> None:
+        self._device = torch.cuda.current_device()
+        self._stream = torch.cuda.Stream(self._device)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """See `Copies`."""
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+
+    def settle(self) -> None:
+        """See `Copies`."""
+        self._stream.synchronize()
+
+
+def pin(staging: Staging) -> bool:
+    """Page-lock the memory, so that a device copies into it by itself; whether that worked."""
+    pointer, size = staging.bytes.ctypes.data, staging.bytes.nbytes
+    runtime: Any = torch.cuda.cudart()
+    if int(runtime.cudaHostRegister(pointer, size, 0)):
+        return False
+    staging.before_close = lambda: runtime.cudaHostUnregister(pointer)
+    return True

@@ -1,0 +1,102 @@
+"""Memory that a trainer and its writer share: a ring of portions, each stamped with the save that it belongs to.
+
+What a rank writes is one stream of bytes, chunk after chunk.  Portion n of it lies in slot n modulo the slots: with a
+slot for each, all of a save is staged at once; with fewer, the trainer waits until the writer has read what lies there.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+PORTION = 1 << 23
+"""Bytes that are handed over at once."""
+
+ALIGNED = 64
+"""A chunk begins at a multiple: of every dtype's size, and of a cache line."""
+
+FEWEST = 2
+"""Slots: one is filled while the other is read."""
+
+_STAMP = struct.Struct("<QQ")
+_PAGE = 4096
+
+
+def length_of(sizes: Iterable[int]) -> int:
+    """Bytes of the stream that has chunks of these sizes."""
+    position = 0
+    for size in sizes:
+        position = aligned(position) + size
+    return position
+
+
+def aligned(position: int) -> int:
+    """The next place where a chunk may begin."""
+    return -(-position // ALIGNED) * ALIGNED
+
+
+def slots_for(length: int, limit: int | None) -> int:
+    """How many slots a stream gets.
+
+    Args:
+        length: Its bytes.
+        limit: Bytes that all slots may have together; None for no limit.
+    """
+    wanted = max(FEWEST, -(-length // PORTION))
+    return wanted if limit is None else max(FEWEST, min(wanted, limit // PORTION))
+
+
+class Staging:
+    """The memory, as one of both sides sees it.  It takes pages as it is filled.
+
+    Args:
+        descriptor: Of the shared memory.  Owned, and closed with it.
+        slots: How many portions it holds.
+    """
+
+    def __init__(self, descriptor: int, slots: int) -> None:
+        self.descriptor, self.slots = descriptor, slots
+        self._head = -(-slots * _STAMP.size // _PAGE) * _PAGE
+        self._map = mmap.mmap(descriptor, self._head + slots * PORTION)
+        self.before_close: Callable[[], None] = lambda: None
+        """Called before it is given back: to undo what was done to it."""
+        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8, offset=self._head)
+
+    @classmethod
+    def create(cls, slots: int) -> Staging:
+        """New memory.
+
+        Raises:
+            OSError: There is none to be had.
+        """
+        descriptor = os.memfd_create("mbridge_fsdp_ckpt")
+        try:
+            os.ftruncate(descriptor, -(-slots * _STAMP.size // _PAGE) * _PAGE + slots * PORTION)
+            return cls(descriptor, slots)
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def place(self, portion: int) -> int:
+        """Where a portion begins in `bytes`."""
+        return portion % self.slots * PORTION
+
+    def stamp(self, portion: int, save: int) -> None:
+        """Once all of a portion is there: say so, and whose it is."""
+        _STAMP.pack_into(self._map, portion % self.slots * _STAMP.size, save, portion)
+
+    def has(self, portion: int, save: int) -> bool:
+        """Whether what lies there is this portion of this save."""
+        return _STAMP.unpack_from(self._map, portion % self.slots * _STAMP.size) == (save, portion)
+
+    def close(self) -> None:
+        """Give it back: its pages are free once both sides have, and nothing of either refers to `bytes`."""
+        self.before_close()
+        self.bytes = np.empty(0, dtype=np.uint8)
+        del self._map
+        os.close(self.descriptor)

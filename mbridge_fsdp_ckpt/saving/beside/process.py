@@ -1,0 +1,117 @@
+"""The trainer's side of its writer: it starts the process, hears it, and notices when it has ended or gone silent."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import Protocol
+
+from mbridge_fsdp_ckpt.errors import SaveAbandonedError
+from mbridge_fsdp_ckpt.saving.beside.channel import Channel, Message
+from mbridge_fsdp_ckpt.saving.beside.memory import Staging
+
+_LOOK_S = 1.0  # seconds between looks at whether the writer gives signs of life
+_LEAVE_S = 10.0  # seconds that a writer with nothing to do has to end
+
+
+class Listener(Protocol):
+    """Who waits for what a writer has to say."""
+
+    def hear(self, message: Message) -> None:
+        """A message.  Of another thread."""
+
+    def writer_ended(self, how: str) -> None:
+        """Nothing more will be said.  Of another thread."""
+
+
+class WriterProcess:
+    """The writer of this rank.
+
+    Args:
+        listener: Hears it.
+        start_limit: Seconds that it may take until it says something.
+        silence_limit: Seconds without a sign of life after which it is killed.
+    """
+
+    def __init__(self, listener: Listener, start_limit: float, silence_limit: float) -> None:
+        own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with other:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", f"{__package__}", str(other.fileno())],
+                pass_fds=[other.fileno()],
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is the trainer's
+            )
+        self._channel, self._listener, self._silence_limit = Channel(own), listener, silence_limit
+        self._ended, self._killed_for = threading.Event(), ""
+        self._patient_until = time.monotonic() + start_limit
+        self.staging: Staging | None = None
+        """The memory that it knows of."""
+        threading.Thread(target=self._listen, name="hearing the writer", daemon=True).start()
+        threading.Thread(target=self._watch, name="watching the writer", daemon=True).start()
+
+    @property
+    def lives(self) -> bool:
+        """Whether it can be given something to do."""
+        return not self._ended.is_set()
+
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        return self._process.pid
+
+    def send(self, message: Message, descriptor: int | None = None) -> None:
+        """Say something to it.
+
+        Raises:
+            SaveAbandonedError: It has ended.
+        """
+        try:
+            self._channel.send(message, descriptor)
+        except OSError as error:
+            raise ended(f"{type(error).__name__}: {error}") from error
+
+    def stop(self) -> None:
+        """Let it end; what it is doing is given up."""
+        self._channel.close()
+        try:
+            self._process.wait(_LEAVE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _listen(self) -> None:
+        for message in self._channel.messages():
+            self._patient_until = time.monotonic() + self._silence_limit
+            if "log" in message:
+                level, name, text = message["log"]
+                logging.getLogger(name).log(level, "%s", text)
+            elif "alive" not in message:
+                self._listener.hear(message)
+        self._process.wait()
+        self._ended.set()
+        code = self._process.returncode
+        self._listener.writer_ended(self._killed_for or f"it ended with exit status {code}")
+
+    def _watch(self) -> None:
+        """A writer that is stopped, or stuck in its storage, is killed: nobody waits for it for good."""
+        while not self._ended.wait(_LOOK_S):
+            if time.monotonic() > self._patient_until:
+                self._killed_for = f"no sign of life within {self._silence_limit:g} s"
+                self._process.kill()
+                return
+
+
+def ended(how: str) -> SaveAbandonedError:
+    """The error for a writer that is no more."""
+    return SaveAbandonedError(
+        expected="the process that writes this rank's save to live until that has ended",
+        found=how,
+        remedy="Was it killed, for memory say? The checkpoint before stands; the next save starts another.",
+    )

@@ -1,0 +1,107 @@
+"""The writer's view of what its trainer stages: see `Elements`."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Buffer, Callable, Iterator
+
+from mbridge_fsdp_ckpt.errors import CheckpointError, InternalError, SaveAbandonedError
+from mbridge_fsdp_ckpt.saving.beside.memory import PORTION, Staging, aligned
+from mbridge_fsdp_ckpt.saving.outgoing import Outgoing
+
+
+class Staged:
+    """Elements that arrive while they are written.
+
+    Args:
+        outgoing: What is written.
+        staging: Where they arrive.
+        save: The number of the save.
+        freed: Told how many portions have been read.
+        limit: Seconds that may pass without anything arriving.
+    """
+
+    def __init__(
+        self, outgoing: Outgoing, staging: Staging, save: int, freed: Callable[[int], None], limit: float
+    ) -> None:
+        self._outgoing, self._staging, self._save, self._freed, self._limit = outgoing, staging, save, freed, limit
+        self._position, self._read = 0, 0
+        self._changed = threading.Condition()
+        self._filled = 0
+        self._digests: dict[int, int] = {}
+        self._error: CheckpointError | None = None
+
+    def filled(self, portions: int) -> None:
+        """So many portions are there.  Of another thread."""
+        with self._changed:
+            self._filled = portions
+            self._changed.notify_all()
+
+    def hashed(self, digests: dict[int, int]) -> None:
+        """The hashes of blocks that other ranks write, by number.  Of another thread."""
+        with self._changed:
+            self._digests = digests
+            self._changed.notify_all()
+
+    def broken(self, error: CheckpointError) -> None:
+        """Nothing more will come.  Of another thread."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def pieces(self, number: int) -> Iterator[Buffer]:
+        """See `Elements`.
+
+        Raises:
+            CheckpointError: What the trainer met.
+            SaveAbandonedError: Nothing has come for too long.
+            InternalError: A portion is another save's.
+        """
+        self._position, left = aligned(self._position), self._outgoing.blocks[number].nbytes
+        while left:
+            portion, offset = divmod(self._position, PORTION)
+            self._free(portion)
+            self._await(lambda portion=portion: self._filled > portion)  # type: ignore[misc]  # asked at once
+            self._check(portion, number)
+            start, count = self._staging.place(portion) + offset, min(left, PORTION - offset)
+            yield self._staging.bytes[start : start + count]
+            self._position, left = self._position + count, left - count
+
+    def digest(self, number: int) -> int:
+        """See `Elements`."""
+        self._await(lambda: number in self._digests)
+        return self._digests[number]
+
+    def _free(self, portion: int) -> None:
+        """All before this portion has been read."""
+        if portion > self._read:
+            self._read = portion
+            self._freed(portion)
+
+    def _check(self, portion: int, number: int) -> None:
+        if not self._staging.has(portion, self._save):
+            raise InternalError(
+                expected=f"portion {portion} of save {self._save} in staging memory",
+                found="another's",
+                remedy="Nothing was committed. Report it.",
+                key=self._outgoing.blocks[number].key,
+            )
+
+    def _await(self, there: Callable[[], bool]) -> None:
+        """Wait for the trainer, however slowly it copies, as long as something comes."""
+        with self._changed:
+            since, seen = time.monotonic(), self._filled
+            while not there():
+                if self._error is not None:
+                    raise self._error
+                if self._filled > seen:
+                    since, seen = time.monotonic(), self._filled
+                left = since + self._limit - time.monotonic()
+                if left <= 0:
+                    raise SaveAbandonedError(
+                        expected="the trainer to copy what it saves before the optimizer's next step",
+                        found=f"nothing more within {self._limit:g} s",
+                        remedy="Is it stopped, or stuck? Nothing was committed.",
+                    )
+                self._changed.wait(left)

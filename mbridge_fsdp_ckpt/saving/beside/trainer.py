@@ -1,0 +1,284 @@
+"""Saves beside the training, as the trainer begins, awaits and ends them.  One at a time, in the order of the calls."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from mbridge_fsdp_ckpt.agree.elsewhere import Seat, served_store
+from mbridge_fsdp_ckpt.agree.outcome import Outcome
+from mbridge_fsdp_ckpt.errors import CheckpointError, SaveAbandonedError
+from mbridge_fsdp_ckpt.phases import Phases
+from mbridge_fsdp_ckpt.saving.beside import wire
+from mbridge_fsdp_ckpt.saving.beside.channel import Message
+from mbridge_fsdp_ckpt.saving.beside.filling import Copies, Filling, OnHost, OnStream, pin
+from mbridge_fsdp_ckpt.saving.beside.handle import Saving
+from mbridge_fsdp_ckpt.saving.beside.memory import Staging, length_of, slots_for
+from mbridge_fsdp_ckpt.saving.beside.process import WriterProcess
+from mbridge_fsdp_ckpt.saving.snapshot import Prepared
+from mbridge_fsdp_ckpt.settings import Settings
+from mbridge_fsdp_ckpt.storage.files import Json
+from mbridge_fsdp_ckpt.storage.format.values import encode
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A save to be done beside the training.
+
+    Args:
+        directory: Where to, as all ranks call it.
+        seat: This rank's, in the meetings.
+        settings: See `Settings`.
+        values: See `checkpoint.save`.
+        prepared: What this rank saves, or why it can't.
+        phases: The clock of the save.
+        add_files: See `checkpoint.save`.
+        after_commit: See `checkpoint.save`.
+    """
+
+    directory: str
+    seat: Seat
+    settings: Settings
+    values: Mapping[str, Any]
+    prepared: Outcome[Prepared]
+    phases: Phases
+    add_files: Callable[[Path], None] | None
+    after_commit: Callable[[], None] | None
+
+
+class Trainer:
+    """This process, as far as it has saves going on."""
+
+    def __init__(self) -> None:
+        self._writer: WriterProcess | None = None
+        self._saving: Saving | None = None
+        self._layout: wire.Layout | None = None
+        self._saves = 0
+        self._served: dist.Store | None = None  # it serves for as long as somebody refers to it
+
+    def begin(self, order: Order) -> Saving:
+        """Begin a save; the one before has ended.  Returns once nothing but tensors is still to be copied."""
+        _hook_optimizers()
+        self._saves += 1
+        self._served = served_store() if order.seat.name else None
+        saving = Saving(order.directory, order.seat, order.add_files, order.after_commit, self._answer)
+        self._saving = saving
+        snapshot = order.prepared.then(lambda own: _snapshot(own, order), order.seat.rank, "planning the save")
+        on_device = snapshot.message(lambda own: own.prepared.is_on_device) is True
+        copies: Copies = OnStream() if on_device else OnHost()
+        stage = partial(self._stage, saving, order, snapshot, copies)
+        threading.Thread(target=stage, name="staging", daemon=True).start()
+        saving.stalled += order.phases.elapsed
+        return saving
+
+    def wait_until_taken(self) -> None:
+        """Before tensors change: let the snapshot come to its end."""
+        if self._saving is not None:
+            self._saving.wait_until_taken()
+
+    def skips(self, seat: Seat, settings: Settings) -> bool:
+        """Whether a save is left out, because the one before goes on: where the first rank finds it so, on all."""
+        if settings.when_busy != "skip":
+            return False
+        busy = self._saving is not None and not self._saving.done
+        skipped = seat.first_says("busy" if busy else "free") == "busy"
+        if skipped and seat.rank == 0:
+            _log.warning("skipped: %s; the save before it goes on", seat.purpose)
+        return skipped
+
+    def settle(self) -> None:
+        """Wait for the save before, if there is one.
+
+        Raises:
+            CheckpointError: It failed, and nobody has been told.  The same on every rank.
+        """
+        saving = self._saving
+        if saving is None:
+            return
+        saving.wait()
+        self._saving = None
+        if saving.error is not None and not saving.raised:
+            saving.result()
+
+    def release(self) -> None:
+        """Give staging memory back, once a save that goes on has been written."""
+        if self._saving is not None:
+            self._saving.wait()
+        writer = self._writer
+        if writer is None or writer.staging is None:
+            return
+        staging, writer.staging = writer.staging, None
+        if writer.lives:
+            writer.send({"release": True})
+        staging.close()
+
+    def stop(self) -> None:
+        """Wait for the save that goes on, and let the writer end."""
+        if self._saving is not None:
+            self._saving.wait()
+        self._served = None
+        if self._writer is not None:
+            self._writer.stop()
+            if self._writer.staging is not None:
+                self._writer.staging.close()
+            self._writer = None
+
+    def hear(self, message: Message) -> None:
+        """See `Listener`."""
+        if self._saving is not None:
+            self._saving.hear(message)
+
+    def writer_ended(self, how: str) -> None:
+        """See `Listener`."""
+        if self._saving is not None:
+            self._saving.writer_ended(how)
+
+    def _answer(self, message: Message) -> None:
+        if self._writer is not None:
+            self._writer.send(message)
+
+    def _stage(self, saving: Saving, order: Order, snapshot: Outcome[_Snapshot], copies: Copies) -> None:
+        """The thread that copies."""
+        rank = order.seat.rank
+        try:
+            begin = Outcome.of(lambda: self._announce(order, snapshot), rank, "beginning to save beside the training")
+            if isinstance(begin.brought, CheckpointError):
+                saving.give_up(begin.brought)
+            elif not isinstance(snapshot.brought, CheckpointError):
+                writer, own = begin.brought, snapshot.brought.prepared
+                fill = partial(self._fill, writer, saving, own, order.settings.replicas, copies)
+                filled = Outcome.of(fill, rank, "copying what is saved")
+                if isinstance(filled.brought, CheckpointError):
+                    writer.send({"broken": filled.brought.to_wire()})
+        except SaveAbandonedError as error:
+            _log.debug("the writer has ended, which who listens to it knows: %s", error)
+        finally:
+            saving.staged()
+
+    def _writer_for(self, settings: Settings) -> WriterProcess:
+        if self._writer is None or not self._writer.lives:
+            if self._writer is not None and self._writer.staging is not None:
+                self._writer.staging.close()
+            self._layout = None
+            self._writer = WriterProcess(self, settings.storage_limit, settings.time_limit)
+        return self._writer
+
+    def _announce(self, order: Order, snapshot: Outcome[_Snapshot]) -> WriterProcess:
+        """Tell the writer what is to come."""
+        writer, brought = self._writer_for(order.settings), snapshot.brought
+        message = {
+            "save": self._saves,
+            "seat": order.seat.to_wire(),
+            "target": order.directory,
+            "settings": asdict(order.settings),
+            "adds_files": order.add_files is not None,
+            "follows_up": order.after_commit is not None,
+            "phases": order.phases.to_wire(),
+        }
+        if isinstance(brought, CheckpointError):
+            writer.send(message | {"failed": brought.to_wire()})
+            return writer
+        outgoing, descriptor = brought.prepared.outgoing, None
+        needed = length_of(outgoing.blocks[number].nbytes for number in outgoing.chunks)
+        slots = slots_for(needed, order.settings.staging_limit)
+        if writer.staging is None or writer.staging.slots != slots:
+            descriptor = self._replace_staging(writer, slots, on_device=brought.prepared.is_on_device).descriptor
+            message["slots"] = slots
+        if wire.layout_of(outgoing) != self._layout:
+            self._layout = wire.layout_of(outgoing)
+            message["layout"] = wire.layout_to_wire(self._layout)
+        writer.send(message | {"values": brought.values, "planned": wire.to_wire(outgoing)}, descriptor)
+        return writer
+
+    def _replace_staging(self, writer: WriterProcess, slots: int, *, on_device: bool) -> Staging:
+        if writer.staging is not None:
+            writer.staging.close()
+        writer.staging = staging = Staging.create(slots)
+        if on_device and not pin(staging):
+            _log.warning("staging memory cannot be page-locked: copies from the device take longer")
+        return staging
+
+    def _fill(self, writer: WriterProcess, saving: Saving, own: Prepared, choice: str, copies: Copies) -> None:
+        """Copy what the writer writes, and hash what it compares alone."""
+        staging = writer.staging
+        assert staging is not None
+        filling = Filling(staging, self._saves, _Reader(writer, saving, staging.slots), copies)
+        with torch.no_grad():
+            for number in own.outgoing.chunks:
+                filling.add(own.holdings[number].elements().detach())
+            filling.end()
+            digests = {number: own.elements.digest(number) for number in own.outgoing.compared(choice)}
+        writer.send({"digests": digests})
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """See `filling.Reader`: the writer."""
+
+    writer: WriterProcess
+    saving: Saving
+    slots: int
+
+    def filled(self, portions: int) -> None:
+        """See `filling.Reader`."""
+        self.writer.send({"filled": portions})
+
+    def wait_for_slot(self, portion: int) -> None:
+        """See `filling.Reader`."""
+        self.saving.wait_for_slot(portion, self.slots)
+
+
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    """What is saved: values as they were at the call, and tensors that the optimizer's next step will change.
+
+    Args:
+        prepared: With copies of buffers: a forward pass may change them.
+        values: `Order.values` on rank 0, encoded.
+    """
+
+    prepared: Prepared
+    values: Json
+
+
+def _snapshot(prepared: Prepared, order: Order) -> _Snapshot:
+    held = [replace(item, flat=item.flat.clone()) if item.is_buffer else item for item in prepared.holdings]
+    values = encode(dict(order.values), "values") if order.seat.rank == 0 else None
+    return _Snapshot(Prepared(prepared.outgoing, held), values)
+
+
+_trainer = Trainer()
+_hooked = False
+
+
+def trainer() -> Trainer:
+    """This process's."""
+    return _trainer
+
+
+def _hook_optimizers() -> None:
+    """Weights and optimizer state change in an optimizer's step and nowhere else: it waits for the snapshot.
+
+    Whichever optimizer it is: a save without optimizer state is one of weights all the same.
+    """
+    global _hooked
+    if not _hooked:
+        _hooked = True
+        register_optimizer_step_pre_hook(_before_step)
+        atexit.register(_trainer.stop)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    _trainer.wait_until_taken()

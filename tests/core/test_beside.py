@@ -1,0 +1,53 @@
+"""Saves beside the training: what is saved is what was there at the call, whatever training does meanwhile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mbridge_fsdp_ckpt.settings import LEAST_STAGING, Settings
+from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
+from mbridge_fsdp_ckpt.testing.models import Recipe
+from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from tests.core import beside, oracle
+from tests.soak.kill import iteration
+
+SMALL = Recipe(layers=1)
+STEPS = 10
+
+
+def content(directory: Path) -> tuple[oracle.Digests, Any, int]:
+    """All tensors, rank 0's values, and chunks."""
+    head = open_checkpoint(directory).head
+    return oracle.on_disk(directory), head.values, head.chunks
+
+
+@pytest.mark.parametrize("recipe", [SMALL, SMALL.on(offload=0.5), SMALL.on(experts=2, strategy="no_shard")], ids=str)
+def test_a_save_after_every_step_has_what_a_twin_saves_that_waits(
+    recipe: Recipe, megatron_ranks: RankPool, tmp_path: Path
+) -> None:
+    both = {}
+    for name, background in (("waiting", False), ("beside", True)):
+        arguments = str(tmp_path / name), recipe, STEPS, Settings(), background
+        both[name] = megatron_ranks.run(beside.save_every_step, *arguments, ranks=2)
+
+    assert both["beside"] == both["waiting"], "training goes on as it would, and each step waited for the snapshot"
+    seen = set()
+    for number in range(1, STEPS + 1):
+        found, expected = (content(iteration(tmp_path / name, number)) for name in ("beside", "waiting"))
+        assert found == expected
+        seen.add(str(sorted(found[0].items())))
+    assert len(seen) == STEPS, "every step changes something"
+
+
+def test_as_little_staging_memory_as_may_be_is_enough(megatron_ranks: RankPool, tmp_path: Path) -> None:
+    recipe = SMALL.on(hidden=1024)
+    for name, settings in (("little", Settings(staging_limit=LEAST_STAGING)), ("all", Settings())):
+        megatron_ranks.run(beside.save_every_step, str(tmp_path / name), recipe, 3, settings, True, ranks=1)
+    size = (iteration(tmp_path / "all", 1) / "__0_0.distcp").stat().st_size
+    assert size > 2 * LEAST_STAGING
+    for number in (1, 2, 3):
+        little, plenty = (content(iteration(tmp_path / name, number)) for name in ("little", "all"))
+        assert little == plenty

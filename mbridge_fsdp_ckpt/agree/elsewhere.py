@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from mbridge_fsdp_ckpt.agree.agreement import Agreement, check_limits, default_store, next_name
 from mbridge_fsdp_ckpt.agree.meeting import lost
-from mbridge_fsdp_ckpt.agree.signs import STORE_ERRORS
+from mbridge_fsdp_ckpt.agree.signs import STORE_ERRORS, key_of
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 
 
@@ -77,6 +77,11 @@ class Seat:
             return served_store().compare_set(f"{self.name}/first", "", word).decode()
         except STORE_ERRORS as error:
             raise lost(error, self.purpose, self.rank) from error
+
+    def vouch(self) -> None:
+        """Give a sign of life for whoever is about to take the seat."""
+        if self.name:
+            served_store().add(key_of(self.name), 1)
 
     def take(self) -> Agreement:
         """Attend in the rank's place, over a connection of one's own.

@@ -24,6 +24,11 @@ _PER_SECOND = 1000  # signs that all ranks together give, at most
 _log = logging.getLogger(__name__)
 
 
+def key_of(name: str) -> str:
+    """Where the signs of a sequence of meetings are counted."""
+    return f"{name}/beats"
+
+
 class Signs:
     """The signs of life of all ranks in one sequence of meetings: a number in the store, which each adds to.
 
@@ -38,7 +43,7 @@ class Signs:
     def __init__(
         self, store: dist.Store | None, name: str, time_limit: float, storage_limit: float, world_size: int
     ) -> None:
-        self._store, self._key, self._storage_limit = store, f"{name}/beats", storage_limit
+        self._store, self._key, self._storage_limit = store, key_of(name), storage_limit
         self._pause = min(max(_SELDOM, world_size / _PER_SECOND), time_limit / 8)
         self._sent, self._last_step = 0.0, 0.0
         self._has_pulse, self._works = False, False

@@ -17,7 +17,7 @@ import os
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -87,6 +87,7 @@ class GrowingFile:
                 self._output.use_cache()
                 self._output.write(rest, self._start)
             os.fsync(self._file.fileno())
+        rest.release()
         self.close()
 
     def close(self) -> None:
@@ -94,6 +95,9 @@ class GrowingFile:
         if self._helpers is not None:
             self._helpers.shutdown(wait=True, cancel_futures=True)  # they use the descriptor
         self._file.close()
+        self._under_way.clear()
+        with suppress(BufferError):  # an error's traceback may still have a view of it
+            self._memory.close()
 
     @contextmanager
     def _refusal_kept(self) -> Iterator[None]:

@@ -32,6 +32,7 @@ def forget_case(environment: Mapping[str, str], directory: Path) -> str | None:
     """Undo what a case did to the process; return the tracebacks of what could not be undone, if anything."""
     steps: list[Callable[[], None]] = [
         restore_kernels,
+        _end_saves,
         _leave_megatron,
         _leave_process_group,
         _forget_meshes,
@@ -76,6 +77,13 @@ def _leave_megatron() -> None:
     fp8 = getattr(sys.modules.get("transformer_engine.pytorch.quantization"), "FP8GlobalStateManager", None)
     if fp8 is not None:
         fp8.reset()
+
+
+def _end_saves() -> None:
+    """Let the writer of saves beside the training end, where the case had one."""
+    beside = sys.modules.get("mbridge_fsdp_ckpt.saving.beside.trainer")
+    if beside is not None:
+        beside.trainer().stop()
 
 
 def _leave_process_group() -> None:

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+import os
+import signal
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch.distributed as dist
 
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt import Settings
+from mbridge_fsdp_ckpt.errors import CheckpointError
+from mbridge_fsdp_ckpt.saving.beside.trainer import trainer
 from mbridge_fsdp_ckpt.testing.models import Recipe
-from tests.core import cases
+from tests.core import cases, oracle
 from tests.soak.kill import iteration
+
+SMALL = Recipe(layers=1)
 
 
 def save_every_step(root: str, recipe: Recipe, steps: int, settings: Settings, background: bool) -> dict[str, Any]:
@@ -30,3 +42,196 @@ def save_every_step(root: str, recipe: Recipe, steps: int, settings: Settings, b
         taken.append(saving.taken if background else True)
     mbridge_fsdp_ckpt.finish_saves()
     return {"losses": losses, "taken": taken}
+
+
+LIMIT_S = 3.0
+QUICK = Settings(time_limit=LIMIT_S)
+
+
+class Run:
+    """A rank that trains, and saves beside that.
+
+    Args:
+        root: Where its checkpoints go.
+        recipe: Its model.
+        settings: Of its saves.
+    """
+
+    def __init__(self, root: str, recipe: Recipe = SMALL, settings: Settings = QUICK) -> None:
+        self.root, self.settings = root, settings
+        self.trainable = cases.prepared(recipe, steps=1)
+        self.number = 0
+
+    def save(self, **more: Any) -> mbridge_fsdp_ckpt.Saving | None:
+        """Begin the save of the next iteration."""
+        self.number += 1
+        return mbridge_fsdp_ckpt.save(
+            iteration(self.root, self.number),
+            model=self.trainable.model,
+            optimizer=self.trainable.optimizer,
+            values={"iteration": self.number},
+            settings=self.settings,
+            background=True,
+            **more,
+        )
+
+    def step(self) -> None:
+        self.trainable.step(self.number)
+
+    def warm(self) -> None:
+        """A save that goes well: from now on the writer runs."""
+        self.save()
+        mbridge_fsdp_ckpt.finish_saves()
+
+    def writer(self, signal_number: int) -> None:
+        """Send a signal to this rank's writer."""
+        writer = trainer()._writer
+        assert writer is not None
+        os.kill(writer.pid, signal_number)
+
+    def ended(self) -> dict[str, Any]:
+        """What the save that goes on comes to, and how long that takes."""
+        start = time.monotonic()
+        try:
+            mbridge_fsdp_ckpt.finish_saves()
+        except CheckpointError as error:
+            return {**error.to_wire(), "seconds": time.monotonic() - start}
+        return {"error": None, "seconds": time.monotonic() - start}
+
+
+def writer_ends(root: str, victim: int, how: Literal["killed", "stopped"]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A save whose writer of one rank is killed, or stopped for good, before it has read a word; and the next one."""
+    run = Run(root)
+    run.warm()
+    dist.barrier()
+    if dist.get_rank() == victim:
+        run.writer(signal.SIGSTOP)
+    saving = run.save()
+    assert saving is not None
+    saving.wait_until_taken()
+    if dist.get_rank() == victim and how == "killed":
+        run.writer(signal.SIGKILL)
+    first = run.ended()
+    run.step()
+    run.save()
+    return first, run.ended()
+
+
+def trainer_dies(root: str, victim: int) -> dict[str, Any]:
+    """One rank is killed while another one's writer still has to write: what the survivor hears."""
+    run = Run(root)
+    run.warm()
+    dist.barrier()
+    if dist.get_rank() != victim:
+        run.writer(signal.SIGSTOP)
+    saving = run.save()
+    assert saving is not None
+    saving.wait_until_taken()
+    dist.barrier()
+    if dist.get_rank() == victim:
+        writer = trainer()._writer
+        assert writer is not None
+        (Path(root) / "orphan").write_text(str(writer.pid))
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1.0)
+    run.writer(signal.SIGCONT)
+    return run.ended()
+
+
+def planning_fails(root: str) -> list[dict[str, Any]]:
+    """A save that one rank cannot plan: what the next one raises, and what the one after that comes to."""
+    run = Run(root)
+    run.warm()
+    bad = {"rank_values": {"bad": object()}} if dist.get_rank() == 1 else {}
+    saving = run.save(**bad)
+    assert saving is not None
+    run.step()
+    try:
+        run.save()
+    except CheckpointError as error:
+        found = [error.to_wire()]
+    else:
+        raise AssertionError("no error was raised")
+    saving = run.save()
+    assert saving is not None
+    return [*found, run.ended()]
+
+
+def skips(root: str) -> list[Any]:
+    """Two saves, the second while the first goes on: whether it was skipped; and a third, once nothing goes on."""
+    run = Run(root, settings=Settings(time_limit=30.0, when_busy="skip"))
+    run.warm()
+    dist.barrier()
+    run.writer(signal.SIGSTOP)
+    first = run.save()
+    dist.barrier()
+    second = run.save()
+    dist.barrier()
+    run.writer(signal.SIGCONT)
+    assert first is not None
+    first.wait()
+    dist.barrier()
+    third = run.save()
+    return [second is None, third is not None, run.ended()["error"]]
+
+
+def follows_up(root: str) -> list[Any]:
+    """Saves with files of the caller's, and with a follow-up that fails."""
+    run = Run(root)
+    called: list[str] = []
+
+    def add_files(staging: Path) -> None:
+        (staging / "extra.txt").write_text("more")
+        called.append(threading.current_thread().name)
+
+    def fails() -> None:
+        raise ValueError("the tracker is read-only")
+
+    run.save(add_files=add_files, after_commit=lambda: called.append("after"))
+    first = run.ended()
+    run.save(after_commit=fails)
+    return [called, first["error"], run.ended()]
+
+
+def loads_meanwhile(root: str) -> bool:
+    """A load right after a save began, of another state: whether what was saved is what was there before."""
+    run = Run(root)
+    run.warm()
+    run.step()
+    run.writer(signal.SIGSTOP)
+    before = oracle.live(run.trainable)
+    run.save()
+    mbridge_fsdp_ckpt.load(
+        iteration(root, 1), model=run.trainable.model, optimizer=run.trainable.optimizer, settings=QUICK
+    )
+    assert oracle.live(run.trainable) != before
+    run.writer(signal.SIGCONT)
+    mbridge_fsdp_ckpt.finish_saves()
+    found = oracle.on_disk(iteration(root, 2))
+    return {key: value for key, value in found.items() if key in before} == before
+
+
+def memory(root: str, limit: int | None) -> dict[str, tuple[int, int]]:
+    """Bytes of shared memory that this rank and its writer have: after a save, once it was released, after another."""
+    run = Run(root, SMALL.on(hidden=1024), replace(QUICK, staging_limit=limit))
+    seen = {}
+    run.warm()
+    writer = trainer()._writer
+    assert writer is not None
+    seen["saved"] = shared_memory(os.getpid()), shared_memory(writer.pid)
+    mbridge_fsdp_ckpt.release_staging()
+    until = time.monotonic() + 10.0
+    while shared_memory(writer.pid) > 1 << 20 and time.monotonic() < until:
+        time.sleep(0.01)  # the writer hears of it
+    seen["released"] = shared_memory(os.getpid()), shared_memory(writer.pid)
+    run.warm()
+    seen["again"] = shared_memory(os.getpid()), shared_memory(writer.pid)
+    return seen
+
+
+def shared_memory(process_id: int) -> int:
+    """Resident, in bytes."""
+    for line in Path(f"/proc/{process_id}/status").read_text().splitlines():
+        if line.startswith("RssShmem:"):
+            return int(line.split()[1]) << 10
+    raise AssertionError("no RssShmem")

@@ -90,7 +90,7 @@ def save_where_rank_1_cannot_write(directory: str) -> dict[str, Any]:
 
     trainable = cases.prepared(SMALL, steps=1)
     _save(directory, trainable)
-    broken = patch.object(PayloadWriter, "add", full if dist.get_rank() == 1 else PayloadWriter.add)
+    broken = patch.object(PayloadWriter, "add_pieces", full if dist.get_rank() == 1 else PayloadWriter.add_pieces)
     with broken:
         return seen(trainable, lambda: _save(directory, trainable))
 

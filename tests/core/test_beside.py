@@ -51,3 +51,14 @@ def test_as_little_staging_memory_as_may_be_is_enough(megatron_ranks: RankPool, 
     for number in (1, 2, 3):
         little, plenty = (content(iteration(tmp_path / name, number)) for name in ("little", "all"))
         assert little == plenty
+
+
+@pytest.mark.parametrize("limit", [None, 2 * LEAST_STAGING], ids=["all", "32 MiB"])
+def test_staging_memory_is_bounded_and_given_back(limit: int | None, megatron_ranks: RankPool, tmp_path: Path) -> None:
+    [seen] = megatron_ranks.run(beside.memory, str(tmp_path), limit, ranks=1)
+    size = (iteration(tmp_path, 1) / "__0_0.distcp").stat().st_size
+    allowed = limit or size
+    few = 1 << 20
+    for both in (seen["saved"], seen["again"]):
+        assert all(allowed * 0.9 < found < allowed + few for found in both), "the same memory, seen by both"
+    assert all(found < few for found in seen["released"])

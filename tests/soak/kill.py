@@ -59,7 +59,7 @@ STEPS = (
     Step("storage.commit.methods:condemn_leftovers"),
     Step("storage.commit.methods:begin"),
     Step("saving.writer:write", EVERYBODY),
-    Step("storage.format.payload:PayloadWriter.add", EVERYBODY, times=3),
+    Step("storage.format.payload:PayloadWriter.add_pieces", EVERYBODY, times=3),
     Step("storage.format.payload:PayloadWriter.close", EVERYBODY),
     Step("storage.format.told:write_file", EVERYBODY),
     Step("storage.format.told:write_file", times=2),

@@ -129,7 +129,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_fails_no_save(
 def test_a_slow_disk_that_gets_on_fails_nobody(pool: RankPool, old: tuple[Path, Any], tmp_path: Path) -> None:
     """Every chunk is a sign of life: the save takes longer than the limit."""
     root = Path(shutil.copytree(old[0], tmp_path / "root"))
-    fault = Fault(f"{PACKAGE}.format.payload:PayloadWriter.add", 1, seconds=0.3)
+    fault = Fault(f"{PACKAGE}.format.payload:PayloadWriter.add_pieces", 1, seconds=0.3)
     seen = run_save(pool, root, fault, overwrites=False, limit=3.0)
     assert [rank["error"] for rank in seen] == [None] * RANKS
     assert min(rank["seconds"] for rank in seen) > 3.0

@@ -131,7 +131,7 @@ STEPS = {
     "condemn_leftovers": "leftovers are renamed",
     "begin": "the staging directory is made",
     "write": "writing all chunks and the index file",
-    "PayloadWriter.add": "writing one chunk",
+    "PayloadWriter.add_pieces": "writing one chunk",
     "PayloadWriter.close": "closing the payload file",
     "write_file": "writing an index file, or the head",
     "os.fsync": "flushing a file",

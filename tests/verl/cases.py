@@ -54,7 +54,7 @@ def train_and_be_killed(setup: Setup, steps: int, save_at: tuple[int, ...]) -> N
 
 def die_in_a_save(setup: Setup, steps: int, save_at: tuple[int, ...], chunks: int) -> None:
     """Like `train`; in the last save every rank is killed after it wrote some chunks."""
-    add, calls = PayloadWriter.add, itertools.count(1)
+    add, calls = PayloadWriter.add_pieces, itertools.count(1)
 
     def mortal(writer: PayloadWriter, *args: Any) -> Any:
         written = add(writer, *args)
@@ -62,7 +62,7 @@ def die_in_a_save(setup: Setup, steps: int, save_at: tuple[int, ...], chunks: in
             os.kill(os.getpid(), signal.SIGKILL)
         return written
 
-    with patch.object(PayloadWriter, "add", mortal):
+    with patch.object(PayloadWriter, "add_pieces", mortal):
         train(setup, steps, save_at)
 
 

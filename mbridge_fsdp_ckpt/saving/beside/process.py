@@ -50,6 +50,8 @@ class WriterProcess:
             )
         self._channel, self._listener, self._silence_limit = Channel(own), listener, silence_limit
         self._ended, self._killed_for = threading.Event(), ""
+        self.spoke = threading.Event()
+        """Whether it has said something, or has ended without."""
         self._patient_until = time.monotonic() + start_limit
         self.staging: Staging | None = None
         """The memory that it knows of."""
@@ -89,6 +91,7 @@ class WriterProcess:
     def _listen(self) -> None:
         for message in self._channel.messages():
             self._patient_until = time.monotonic() + self._silence_limit
+            self.spoke.set()
             if "log" in message:
                 level, name, text = message["log"]
                 logging.getLogger(name).log(level, "%s", text)
@@ -96,6 +99,7 @@ class WriterProcess:
                 self._listener.hear(message)
         self._process.wait()
         self._ended.set()
+        self.spoke.set()
         code = self._process.returncode
         self._listener.writer_ended(self._killed_for or f"it ended with exit status {code}")
 

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mbridge_fsdp_ckpt.agree.elsewhere import Seat, served_store
 from mbridge_fsdp_ckpt.agree.outcome import Outcome
+from mbridge_fsdp_ckpt.agree.signs import STORE_ERRORS
 from mbridge_fsdp_ckpt.errors import CheckpointError, SaveAbandonedError
 from mbridge_fsdp_ckpt.phases import Phases
 from mbridge_fsdp_ckpt.saving.beside import wire
@@ -30,6 +31,7 @@ from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.files import Json
 from mbridge_fsdp_ckpt.storage.format.values import encode
 
+_SIGNS = 8  # within the time limit, in place of a writer that starts
 _log = logging.getLogger(__name__)
 
 
@@ -125,10 +127,10 @@ class Trainer:
         staging.close()
 
     def stop(self) -> None:
-        """Wait for the save that goes on, and let the writer end."""
+        """Wait for the save that goes on, whatever it comes to, and let the writer end."""
         if self._saving is not None:
             self._saving.wait()
-        self._served = None
+        self._saving = self._served = None
         if self._writer is not None:
             self._writer.stop()
             if self._writer.staging is not None:
@@ -167,17 +169,18 @@ class Trainer:
         finally:
             saving.staged()
 
-    def _writer_for(self, settings: Settings) -> WriterProcess:
+    def _writer_for(self, settings: Settings, seat: Seat) -> WriterProcess:
         if self._writer is None or not self._writer.lives:
             if self._writer is not None and self._writer.staging is not None:
                 self._writer.staging.close()
             self._layout = None
             self._writer = WriterProcess(self, settings.storage_limit, settings.time_limit)
+            threading.Thread(target=_vouch, args=(self._writer, seat), name="writer starts", daemon=True).start()
         return self._writer
 
     def _announce(self, order: Order, snapshot: Outcome[_Snapshot]) -> WriterProcess:
         """Tell the writer what is to come."""
-        writer, brought = self._writer_for(order.settings), snapshot.brought
+        writer, brought = self._writer_for(order.settings, order.seat), snapshot.brought
         message = {
             "save": self._saves,
             "seat": order.seat.to_wire(),
@@ -257,6 +260,16 @@ def _snapshot(prepared: Prepared, order: Order) -> _Snapshot:
     held = [replace(item, flat=item.flat.clone()) if item.is_buffer else item for item in prepared.holdings]
     values = encode(dict(order.values), "values") if order.seat.rank == 0 else None
     return _Snapshot(Prepared(prepared.outgoing, held), values)
+
+
+def _vouch(writer: WriterProcess, seat: Seat) -> None:
+    """While a writer starts, give signs of life in its place: that may take long where files are slow."""
+    while not writer.spoke.wait(seat.time_limit / _SIGNS):
+        try:
+            seat.vouch()
+        except STORE_ERRORS as error:  # who meets there will say so
+            _log.info("no sign of life can be given for the writer: %s", error)
+            return
 
 
 _trainer = Trainer()

@@ -1,0 +1,43 @@
+"""A training job of plain processes that ends while a save goes on beside it.
+
+RANK=... WORLD_SIZE=... MASTER_ADDR=... MASTER_PORT=... python -m tests.core.beside_job ROOT HOW
+
+HOW     raises      an exception that nobody catches
+        waits       trains on until somebody interrupts it
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from mbridge_fsdp_ckpt.testing import cpu_cuda
+
+
+def main(root: Path, how: str) -> None:
+    """One save that ends well, so that the writers run; then one that the end of the process meets in the middle."""
+    import megatron.core.distributed.fsdp.mcore_fsdp_adapter  # noqa: F401 - before CUDA is replaced
+
+    cpu_cuda.install()
+    dist.init_process_group("gloo")
+
+    from tests.core import beside
+
+    run = beside.Run(str(root))
+    run.warm()
+    dist.barrier()
+    run.writer(signal.SIGSTOP)
+    run.save()
+    dist.barrier()
+    print("saving", flush=True)
+    if how == "raises":
+        raise RuntimeError("training diverged")
+    time.sleep(600)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,100 @@
+"""Deaths in the middle of a save beside the training: of the writer, of its trainer, or of both.
+
+A writer is a process that the package starts: it learns of its death by its environment (`writer/sitecustomize.py`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+from unittest.mock import patch
+
+import torch.distributed as dist
+
+import mbridge_fsdp_ckpt
+from mbridge_fsdp_ckpt.errors import CheckpointError
+from mbridge_fsdp_ckpt.hosts.root import TRACKER
+from mbridge_fsdp_ckpt.storage.files import replace_file
+from tests.core import cases
+from tests.patched import patched
+from tests.soak.kill import EVERYBODY, NEW, RECIPE, STEPS, Step, iteration, signed
+
+Who = Literal["writer", "trainer", "both"]
+WHO: tuple[Who, ...] = ("writer", "trainer", "both")
+_DEATH = "MBRIDGE_TEST_DEATH"
+_REPOSITORY = Path(__file__).parents[2]
+
+_OF_TRAINERS = {"saving.snapshot:plan_save"}
+WRITERS_STEPS = tuple(step for step in STEPS if step.name not in _OF_TRAINERS and step.exchanges)
+"""What a writer does of the steps of a save."""
+
+OWN_STEPS = (
+    Step("saving.beside.writing:Writer._begin", EVERYBODY),
+    Step("saving.beside.staged:Staged.pieces", EVERYBODY, times=3),
+    Step("saving.beside.writing:Writer._after_commit"),
+    Step("saving.beside.channel:Channel.send", EVERYBODY),
+)
+"""And what it does besides."""
+
+
+def save_and_die(root: str, number: int, signs: str, who: Who, step: str, time: int, rank: int) -> str:
+    """Save the newer state beside the training as iteration `number`; somebody dies meanwhile.  What a survivor saw."""
+    trainable = cases.prepared(RECIPE, steps=NEW)
+    settings = mbridge_fsdp_ckpt.Settings(time_limit=5.0)
+    tracker = Path(root) / TRACKER
+    dist.barrier()
+    with signed(Path(signs)), _deadly(Path(signs), who, step, time, rank):
+        try:
+            mbridge_fsdp_ckpt.save(
+                iteration(root, number),
+                model=trainable.model,
+                optimizer=trainable.optimizer,
+                values={"iteration": number},
+                after_commit=lambda: replace_file(tracker, str(number).encode()),
+                settings=settings,
+                background=True,
+            )
+            mbridge_fsdp_ckpt.finish_saves()
+        except CheckpointError as error:
+            return type(error).__name__
+    return "saved"
+
+
+@contextmanager
+def _deadly(signs: Path, who: Who, step: str, time: int, rank: int) -> Iterator[None]:
+    """Writers that are started meanwhile are mortal."""
+    if dist.get_rank() != rank:
+        yield
+        return
+    death = json.dumps([str(signs), who, step, time])
+    path = os.pathsep.join([str(Path(__file__).parent / "writer"), str(_REPOSITORY), os.environ.get("PYTHONPATH", "")])
+    with patch.dict(os.environ, {_DEATH: death, "PYTHONPATH": path}):
+        yield
+
+
+def make_mortal() -> None:
+    """In a writer, before it does anything: see to it that it dies at its step."""
+    signs, who, step, time = json.loads(os.environ[_DEATH])
+    call = step if step.startswith("pathlib:") else f"mbridge_fsdp_ckpt.{step}"
+    patched(call, lambda function: _killing(function, Path(signs), who, time)).start()
+
+
+def _killing(function: Callable[..., Any], signs: Path, who: Who, time: int) -> Callable[..., Any]:
+    calls = itertools.count(1)
+
+    def killing(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == time:
+            (signs / "died").touch()
+            if who != "writer":
+                os.kill(os.getppid(), signal.SIGKILL)
+            if who != "trainer":
+                os.kill(os.getpid(), signal.SIGKILL)
+        return function(*args, **kwargs)
+
+    return killing

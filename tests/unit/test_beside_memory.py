@@ -17,10 +17,10 @@ from mbridge_fsdp_ckpt.errors import InternalError, SaveAbandonedError, StorageE
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.layout import Axis
 from mbridge_fsdp_ckpt.saving.beside import wire
+from mbridge_fsdp_ckpt.saving.beside.arriving import Arriving
 from mbridge_fsdp_ckpt.saving.beside.channel import Channel
 from mbridge_fsdp_ckpt.saving.beside.filling import Filling, OnHost
 from mbridge_fsdp_ckpt.saving.beside.memory import PORTION, Staging, length_of, slots_for
-from mbridge_fsdp_ckpt.saving.beside.staged import Staged
 from mbridge_fsdp_ckpt.saving.outgoing import Outgoing
 from mbridge_fsdp_ckpt.saving.snapshot import outgoing_of
 from mbridge_fsdp_ckpt.storage.format.own_index import RankIndex
@@ -44,7 +44,7 @@ class Ring:
 
     def __init__(self, what: Outgoing, slots: int, save: int = 3) -> None:
         self.staging, self.save = Staging.create(slots), save
-        self.staged = Staged(what, self.staging, save, self.free, LIMIT_S)
+        self.staged = Arriving(what, self.staging, save, self.free, LIMIT_S)
         self._changed, self._free = threading.Condition(), 0
 
     def free(self, portions: int) -> None:
@@ -115,8 +115,8 @@ def test_what_an_earlier_save_left_there_is_refused() -> None:
 def test_nothing_that_comes_and_an_error_end_the_wait() -> None:
     staging = Staging.create(2)
     with pytest.raises(SaveAbandonedError, match="nothing more within"):
-        list(Staged(outgoing([10]), staging, 1, print, 0.05).pieces(0))
-    broken = Staged(outgoing([10]), staging, 1, print, LIMIT_S)
+        list(Arriving(outgoing([10]), staging, 1, print, 0.05).pieces(0))
+    broken = Arriving(outgoing([10]), staging, 1, print, LIMIT_S)
     broken.broken(StorageError(expected="a", found="b", remedy="c"))
     with pytest.raises(StorageError):
         broken.digest(0)

@@ -9,7 +9,7 @@ import torch
 from mbridge_fsdp_ckpt.saving.beside.memory import PORTION, Staging, aligned
 
 
-class Reader(Protocol):
+class Consumer(Protocol):
     """Who reads what is staged."""
 
     def filled(self, portions: int) -> None:
@@ -35,12 +35,12 @@ class Filling:
     Args:
         staging: The memory.
         save: The number of the save.
-        reader: Who reads it.
+        consumer: Who reads it.
         copies: How it gets there.
     """
 
-    def __init__(self, staging: Staging, save: int, reader: Reader, copies: Copies) -> None:
-        self._staging, self._save, self._reader, self._copies = staging, save, reader, copies
+    def __init__(self, staging: Staging, save: int, consumer: Consumer, copies: Copies) -> None:
+        self._staging, self._save, self._consumer, self._copies = staging, save, consumer, copies
         self._memory = torch.from_numpy(staging.bytes)
         self._position, self._entered, self._sealed = 0, 0, 0
 
@@ -65,7 +65,7 @@ class Filling:
 
     def _enter(self, portion: int) -> None:
         if portion >= self._entered:
-            self._reader.wait_for_slot(portion)
+            self._consumer.wait_for_slot(portion)
             self._entered = portion + 1
 
     def _advance(self, position: int) -> None:
@@ -77,7 +77,7 @@ class Filling:
         self._copies.settle()
         self._staging.stamp(portion, self._save)
         self._sealed = portion + 1
-        self._reader.filled(self._sealed)
+        self._consumer.filled(self._sealed)
 
 
 class OnHost:

@@ -93,7 +93,7 @@ class Saving:
         assert self._saved is not None
         return self._saved
 
-    def staged(self) -> None:
+    def set_taken(self) -> None:
         """All is copied, or nothing more will be.  Of the thread that copies."""
         with self._changed:
             self._taken = True

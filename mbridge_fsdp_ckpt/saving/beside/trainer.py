@@ -167,7 +167,7 @@ class Trainer:
         except SaveAbandonedError as error:
             _log.debug("the writer has ended, which who listens to it knows: %s", error)
         finally:
-            saving.staged()
+            saving.set_taken()
 
     def _writer_for(self, settings: Settings, seat: Seat) -> WriterProcess:
         if self._writer is None or not self._writer.lives:
@@ -217,29 +217,29 @@ class Trainer:
         """Copy what the writer writes, and hash what it compares alone."""
         staging = writer.staging
         assert staging is not None
-        filling = Filling(staging, self._saves, _Reader(writer, saving, staging.slots), copies)
+        filling = Filling(staging, self._saves, _Consumer(writer, saving, staging.slots), copies)
         with torch.no_grad():
             for number in own.outgoing.chunks:
                 filling.add(own.holdings[number].elements().detach())
             filling.end()
-            digests = {number: own.elements.digest(number) for number in own.outgoing.compared(choice)}
+            digests = [(number, own.elements.digest(number)) for number in own.outgoing.compared(choice)]
         writer.send({"digests": digests})
 
 
 @dataclass(frozen=True, slots=True)
-class _Reader:
-    """See `filling.Reader`: the writer."""
+class _Consumer:
+    """See `filling.Consumer`: the writer."""
 
     writer: WriterProcess
     saving: Saving
     slots: int
 
     def filled(self, portions: int) -> None:
-        """See `filling.Reader`."""
+        """See `filling.Consumer`."""
         self.writer.send({"filled": portions})
 
     def wait_for_slot(self, portion: int) -> None:
-        """See `filling.Reader`."""
+        """See `filling.Consumer`."""
         self.saving.wait_for_slot(portion, self.slots)
 
 

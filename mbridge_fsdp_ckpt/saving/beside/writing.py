@@ -17,9 +17,9 @@ from mbridge_fsdp_ckpt.agree.outcome import Outcome
 from mbridge_fsdp_ckpt.errors import CheckpointError, SaveAbandonedError, describe_unexpected
 from mbridge_fsdp_ckpt.phases import Phases
 from mbridge_fsdp_ckpt.saving.beside import wire
+from mbridge_fsdp_ckpt.saving.beside.arriving import Arriving
 from mbridge_fsdp_ckpt.saving.beside.channel import Channel, Message
 from mbridge_fsdp_ckpt.saving.beside.memory import Staging
-from mbridge_fsdp_ckpt.saving.beside.staged import Staged
 from mbridge_fsdp_ckpt.saving.commit import Job
 from mbridge_fsdp_ckpt.saving.outgoing import Elements, Outgoing
 from mbridge_fsdp_ckpt.saving.run import give_up, run
@@ -42,18 +42,18 @@ class _Task:
     asked: Message
     seat: Seat
     planned: Outcome[Outgoing]
-    staged: Staged | None
+    arriving: Arriving | None
     agreement: Agreement | None = None
 
     def elements(self) -> Elements:
         """Of a save that could be planned."""
-        assert self.staged is not None
-        return self.staged
+        assert self.arriving is not None
+        return self.arriving
 
     def fail(self, error: CheckpointError) -> None:
         """Nothing more will come from the trainer."""
-        if self.staged is not None:
-            self.staged.broken(error)
+        if self.arriving is not None:
+            self.arriving.broken(error)
 
 
 class Writer:
@@ -126,9 +126,11 @@ class Writer:
     def _listen(self) -> None:
         handlers: dict[str, Callable[[Message], None]] = {
             "save": self._begin,
-            "filled": lambda message: self._staged.filled(message["filled"]),
-            "digests": lambda message: self._staged.hashed({int(n): found for n, found in message["digests"].items()}),
-            "broken": lambda message: self._staged.broken(CheckpointError.from_wire(message["broken"])),
+            "filled": lambda message: self._arriving.filled(message["filled"]),
+            "digests": lambda message: self._arriving.hashed(
+                {int(n): found for n, found in message["digests"].items()}
+            ),
+            "broken": lambda message: self._arriving.broken(CheckpointError.from_wire(message["broken"])),
             "answer": self._answers.put,
             "release": lambda message: self._release(),
         }
@@ -139,10 +141,10 @@ class Writer:
             self._orphan()
 
     @property
-    def _staged(self) -> Staged:
+    def _arriving(self) -> Arriving:
         assert self._task is not None
-        assert self._task.staged is not None
-        return self._task.staged
+        assert self._task.arriving is not None
+        return self._task.arriving
 
     def _begin(self, asked: Message) -> None:
         if "slots" in asked:
@@ -159,8 +161,8 @@ class Writer:
         outgoing = wire.from_wire(asked["planned"], self._layout, seat.rank)
         assert self._staging is not None
         limit = seat.time_limit + seat.storage_limit
-        staged = Staged(outgoing, self._staging, asked["save"], lambda portions: self._tell(freed=portions), limit)
-        return _Task(asked, seat, Outcome(outgoing), staged)
+        arriving = Arriving(outgoing, self._staging, asked["save"], lambda portions: self._tell(freed=portions), limit)
+        return _Task(asked, seat, Outcome(outgoing), arriving)
 
     def _release(self) -> None:
         if self._staging is not None:

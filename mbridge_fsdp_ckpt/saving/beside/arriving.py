@@ -11,7 +11,7 @@ from mbridge_fsdp_ckpt.saving.beside.memory import PORTION, Staging, aligned
 from mbridge_fsdp_ckpt.saving.outgoing import Outgoing
 
 
-class Staged:
+class Arriving:
     """Elements that arrive while they are written.
 
     Args:

@@ -14,7 +14,7 @@ from typing import Any
 from mbridge_fsdp_ckpt.agree.agreement import Agreement
 from mbridge_fsdp_ckpt.agree.elsewhere import Seat
 from mbridge_fsdp_ckpt.agree.outcome import Outcome
-from mbridge_fsdp_ckpt.errors import CheckpointError, SaveAbandonedError, describe_unexpected
+from mbridge_fsdp_ckpt.errors import CheckpointError, SaveAbandonedError, brief, describe_unexpected
 from mbridge_fsdp_ckpt.phases import Phases
 from mbridge_fsdp_ckpt.saving.beside import wire
 from mbridge_fsdp_ckpt.saving.beside.arriving import Arriving
@@ -127,18 +127,19 @@ class Writer:
         handlers: dict[str, Callable[[Message], None]] = {
             "save": self._begin,
             "filled": lambda message: self._arriving.filled(message["filled"]),
-            "digests": lambda message: self._arriving.hashed(
-                {int(n): found for n, found in message["digests"].items()}
-            ),
+            "digests": lambda message: self._arriving.hashed(dict(message["digests"])),
             "broken": lambda message: self._arriving.broken(CheckpointError.from_wire(message["broken"])),
             "answer": self._answers.put,
             "release": lambda message: self._release(),
         }
+        found = "that it has ended"
         try:
             for message in self._channel.messages():
                 handlers[next(iter(message))](message)
-        finally:
-            self._orphan()
+        except Exception as error:
+            _log.exception("the writer does not understand its trainer")
+            found = f"words that the writer fails at: {brief(error)}"
+        self._orphan(found)
 
     @property
     def _arriving(self) -> Arriving:
@@ -176,23 +177,27 @@ class Writer:
         """
         while not self._orphaned.wait(PULSE_S):
             if os.getppid() != self._trainer:
-                self._orphan()
+                self._orphan("that it has ended")
                 return
             task = self._task
             if task is None or task.agreement is None or not task.agreement.has_stopped:
                 self._tell(alive=True)
 
-    def _orphan(self) -> None:
-        """The trainer has ended: give up what is not committed, within the time limit."""
+    def _orphan(self, found: str) -> None:
+        """The trainer is no more: give up what is not committed, within the time limit."""
         if self._orphaned.is_set():
             return
         self._orphaned.set()
-        self._todo.put(None)
-        if (task := self._task) is None:
+        task = self._task
+        if task is None:
+            self._todo.put(None)
             return
+        late = threading.Timer(task.seat.time_limit + task.seat.storage_limit, os._exit, [1])
+        late.daemon = True
+        late.start()
         error = SaveAbandonedError(
             expected="the trainer to live until its save beside the training has ended",
-            found="that it has ended",
+            found=found,
             remedy="Look at that rank's log. The checkpoint before stands.",
         ).at_rank(task.seat.rank, "saving beside the training")
         task.fail(error)
@@ -201,7 +206,7 @@ class Writer:
             give_up(task.seat.take(), error)
         except CheckpointError as told:
             _log.info("given up: %s", told)
-        threading.Timer(task.seat.time_limit, os._exit, [1]).start()
+        self._todo.put(None)
 
 
 def _settings(data: dict[str, Any]) -> Settings:

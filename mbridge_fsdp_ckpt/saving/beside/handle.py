@@ -58,8 +58,8 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
-        return self._over
+        """Whether it has ended, well or not, and nothing of it is still being copied."""
+        return self._over and self._taken
 
     @property
     def error(self) -> CheckpointError | None:
@@ -78,7 +78,7 @@ class Saving:
     def wait(self) -> None:
         """Wait until it has ended, well or not."""
         with self._changed:
-            self._changed.wait_for(lambda: self._over)
+            self._changed.wait_for(lambda: self.done)
 
     def result(self) -> Saved:
         """Wait until it has ended; what it cost.
@@ -172,5 +172,5 @@ class Saving:
             _log.error("the save to %s failed, which the next save raises, or the end: %s", self.directory, error)
         with self._changed:
             self._saved, self._error = saved, error
-            self._over = self._taken = True
+            self._over = True
             self._changed.notify_all()

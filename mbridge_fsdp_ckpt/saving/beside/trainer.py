@@ -163,7 +163,7 @@ class Trainer:
                 fill = partial(self._fill, writer, saving, own, order.settings.replicas, copies)
                 filled = Outcome.of(fill, rank, "copying what is saved")
                 if isinstance(filled.brought, CheckpointError):
-                    writer.send({"broken": filled.brought.to_wire()})
+                    writer.send({"broken": filled.brought.to_wire(), "save": self._saves})
         except SaveAbandonedError as error:
             _log.debug("the writer has ended, which who listens to it knows: %s", error)
         finally:
@@ -217,13 +217,13 @@ class Trainer:
         """Copy what the writer writes, and hash what it compares alone."""
         staging = writer.staging
         assert staging is not None
-        filling = Filling(staging, self._saves, _Consumer(writer, saving, staging.slots), copies)
+        filling = Filling(staging, self._saves, _Consumer(writer, saving, staging.slots, self._saves), copies)
         with torch.no_grad():
             for number in own.outgoing.chunks:
                 filling.add(own.holdings[number].elements().detach())
             filling.end()
             digests = [(number, own.elements.digest(number)) for number in own.outgoing.compared(choice)]
-        writer.send({"digests": digests})
+        writer.send({"digests": digests, "save": self._saves})
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,10 +233,11 @@ class _Consumer:
     writer: WriterProcess
     saving: Saving
     slots: int
+    save: int
 
     def filled(self, portions: int) -> None:
         """See `filling.Consumer`."""
-        self.writer.send({"filled": portions})
+        self.writer.send({"filled": portions, "save": self.save})
 
     def wait_for_slot(self, portion: int) -> None:
         """See `filling.Consumer`."""

@@ -77,15 +77,20 @@ class Writer:
         threading.Thread(target=self._listen, name="trainer", daemon=True).start()
         threading.Thread(target=self._pulse, name="pulse", daemon=True).start()
         while (task := self._todo.get()) is not None:
-            try:
-                self._tell(done=_to_wire(self._save(task)))
-            except CheckpointError as error:
-                self._tell(failed=error.to_wire())
-            except Exception as error:
-                _log.exception("rank %d failed while saving beside the training", task.seat.rank)
-                doing = "saving beside the training"
-                self._tell(failed=describe_unexpected(error, rank=task.seat.rank, doing=doing).to_wire())
-            self._task = None
+            ending = self._ending(task)
+            self._task = None  # before the trainer hears of it and begins the next one
+            self._tell(**ending)
+
+    def _ending(self, task: _Task) -> Message:
+        """Save; what to tell the trainer of it.  What ranks have agreed on is told as it is."""
+        try:
+            return {"done": _to_wire(self._save(task))}
+        except CheckpointError as error:
+            return {"failed": error.to_wire()}
+        except Exception as error:
+            doing = "saving beside the training"
+            _log.exception("rank %d failed while %s", task.seat.rank, doing)
+            return {"failed": describe_unexpected(error, rank=task.seat.rank, doing=doing).to_wire()}
 
     def _save(self, task: _Task) -> Saved:
         asked, phases = task.asked, Phases.from_wire(task.asked["phases"])
@@ -126,9 +131,9 @@ class Writer:
     def _listen(self) -> None:
         handlers: dict[str, Callable[[Message], None]] = {
             "save": self._begin,
-            "filled": lambda message: self._arriving.filled(message["filled"]),
-            "digests": lambda message: self._arriving.hashed(dict(message["digests"])),
-            "broken": lambda message: self._arriving.broken(CheckpointError.from_wire(message["broken"])),
+            "filled": self._arrives,
+            "digests": self._arrives,
+            "broken": self._arrives,
             "answer": self._answers.put,
             "release": lambda message: self._release(),
         }
@@ -141,11 +146,17 @@ class Writer:
             found = f"words that the writer fails at: {brief(error)}"
         self._orphan(found)
 
-    @property
-    def _arriving(self) -> Arriving:
-        assert self._task is not None
-        assert self._task.arriving is not None
-        return self._task.arriving
+    def _arrives(self, message: Message) -> None:
+        """What the trainer stages; of a save that has failed meanwhile, nobody wants it."""
+        task = self._task
+        if task is None or task.arriving is None or task.asked["save"] != message["save"]:
+            return
+        if "filled" in message:
+            task.arriving.filled(message["filled"])
+        elif "digests" in message:
+            task.arriving.hashed(dict(message["digests"]))
+        else:
+            task.arriving.broken(CheckpointError.from_wire(message["broken"]))
 
     def _begin(self, asked: Message) -> None:
         if "slots" in asked:

@@ -8,6 +8,8 @@ once more, before they begin to.  A save issues no collective; a load only those
 Megatron-FSDP gathers compute weights after an optimizer step, at its very end.  An error on one rank is raised on
 all.  Until the second meeting of a save the previous checkpoint is untouched; until the first meeting of a load has
 passed, so are model and optimizer.
+
+A save in the background takes the same steps in a process of its own (`saving.beside`), while training goes on.
 """
 
 from __future__ import annotations

@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from mbridge_fsdp_ckpt.care.timeline.html import draw_html
+from mbridge_fsdp_ckpt.care.timeline.lanes import timeline
+from mbridge_fsdp_ckpt.care.timeline.png import draw_png
 from mbridge_fsdp_ckpt.settings import LEAST_STAGING, Settings
 from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
 from mbridge_fsdp_ckpt.testing.models import Recipe
@@ -40,6 +43,10 @@ def test_a_save_after_every_step_has_what_a_twin_saves_that_waits(
         assert found == expected
         seen.add(str(sorted(found[0].items())))
     assert len(seen) == STEPS, "every step changes something"
+    drawn = timeline(iteration(tmp_path / "beside", STEPS))
+    assert [list(lane.seconds)[:3] for lane in drawn.lanes] == [["wait", "plan", "agree"]] * 2
+    assert b"wait" in draw_html(drawn).encode()
+    assert draw_png(drawn).startswith(b"\x89PNG")
 
 
 def test_as_little_staging_memory_as_may_be_is_enough(megatron_ranks: RankPool, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from mbridge_fsdp_ckpt.care.timeline.lanes import MEETING, NAMED_LANES, SLOWEST, Lane, Timeline
+from mbridge_fsdp_ckpt.care.timeline.lanes import NAMED_LANES, SLOWEST, WAITING, Lane, Timeline
 
 SLOW = "#cc0000"
 """The colour of stragglers."""
@@ -33,7 +33,7 @@ def phase_rows(found: Timeline) -> list[tuple[str, str, str, str, str]]:
     for name, usual in found.medians.items():
         slowest = max(found.lanes, key=lambda lane: lane.seconds.get(name, 0.0))
         count = sum(one.phase == name for one in found.stragglers)
-        marked = "waits" if name == MEETING else str(count)
+        marked = "waits" if name in WAITING else str(count)
         rows.append((name, f"{usual:.3f}", f"{slowest.seconds.get(name, 0.0):.3f}", str(slowest.rank), marked))
     return rows
 

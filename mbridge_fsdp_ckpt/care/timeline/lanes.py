@@ -19,7 +19,9 @@ from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 MEETING = "agree"
-"""The phase in which ranks wait for each other: nobody's own time."""
+"""The phase in which ranks wait for each other."""
+WAITING = (MEETING, "wait")
+"""Phases that are nobody's own time."""
 SLOWER, BY_SECONDS = 1.5, 0.1
 """A straggler takes more than so many times the median of a phase, and by more than so many seconds."""
 RULE = f"A straggler is a rank that takes more than {SLOWER} x the median of a phase, and over {BY_SECONDS} s more."
@@ -65,7 +67,7 @@ class Lane:
     @property
     def own(self) -> float:
         """Seconds that it did not wait for others."""
-        return sum(seconds for name, seconds in self.seconds.items() if name != MEETING)
+        return sum(seconds for name, seconds in self.seconds.items() if name not in WAITING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,7 @@ class Timeline:
         found = [
             Straggler(rank, name, took, usual[name])
             for name, of in seconds.items()
-            if name != MEETING
+            if name not in WAITING
             for rank, took in of.items()
             if took > SLOWER * usual[name] and took - usual[name] > BY_SECONDS
         ]
@@ -139,7 +141,7 @@ class Timeline:
     def palette(self) -> dict[str, str]:
         """A colour for each phase, none of them like red, which is stragglers'; grey where ranks wait."""
         colours = iter([colour for colour in FEW if colour != _REDDISH])
-        return {name: "#c4c4c4" if name == MEETING else next(colours, "#777777") for name in self.medians}
+        return {name: "#c4c4c4" if name in WAITING else next(colours, "#777777") for name in self.medians}
 
     @property
     def slowest(self) -> list[Lane]:

@@ -6,6 +6,7 @@ import atexit
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -122,7 +123,7 @@ class Trainer:
         if writer is None or writer.staging is None:
             return
         staging, writer.staging = writer.staging, None
-        if writer.lives:
+        with suppress(SaveAbandonedError):  # with a writer that has ended its share has gone
             writer.send({"release": True})
         staging.close()
 

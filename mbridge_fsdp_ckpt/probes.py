@@ -50,15 +50,11 @@ _LM = "megatron.training"
 
 _TOUCHED: dict[Need, dict[str, dict[str, str]]] = {
     "save and load": {
-        "agree/agreement.py": {
-            "torch.distributed.distributed_c10d": "_get_default_store",
-        },
+        "agree/agreement.py": {"torch.distributed.distributed_c10d": "_get_default_store"},
         "loading/exchange.py": {
             "torch.distributed.distributed_c10d": "ProcessGroupGloo._Options ProcessGroupGloo.create_default_device",
         },
-        "storage/format/payload.py": {
-            "torch.serialization": "get_crc32_options set_crc32_options",
-        },
+        "storage/format/payload.py": {"torch.serialization": "get_crc32_options set_crc32_options"},
         "storage/stock/writer.py": {
             f"{_DCP}._nested_dict": "flatten_state_dict",
             f"{_DCP}.filesystem": "_StorageInfo CURRENT_DCP_VERSION",
@@ -206,13 +202,10 @@ _TOUCHED: dict[Need, dict[str, dict[str, str]]] = {
     "Megatron-LM": {
         "megatron_lm/plugin.py": {
             f"{_LM}.checkpointing": "save_checkpoint load_checkpoint",
+            f"{_LM}.async_utils": "maybe_finalize_async_save",
         },
     },
-    "Megatron-LM's arguments": {
-        "megatron_lm/plugin.py": {
-            f"{_LM}.arguments": "add_megatron_arguments validate_args",
-        },
-    },
+    "Megatron-LM's arguments": {"megatron_lm/plugin.py": {f"{_LM}.arguments": "add_megatron_arguments validate_args"}},
     "megatron.training": {
         "megatron_lm/checkpointing.py": {
             f"{_LM}.checkpointing": (
@@ -225,15 +218,19 @@ _TOUCHED: dict[Need, dict[str, dict[str, str]]] = {
             f"{_LM}.ft_integration": (
                 "on_checkpointing_start on_checkpointing_end(is_async_finalization) on_checkpoint_loaded"
             ),
-            f"{_LM}.one_logger_utils": "on_save_checkpoint_start on_save_checkpoint_success",
-            f"{_LM}.wandb_utils": "on_save_checkpoint_success on_load_checkpoint_success",
+            f"{_LM}.one_logger_utils": "on_save_checkpoint_start",
+            f"{_LM}.wandb_utils": "on_load_checkpoint_success",
             "megatron.core.num_microbatches_calculator": "update_num_microbatches(consumed_samples,verbose)",
             "megatron.core.process_groups_config": "ProcessGroupCollection.use_mpu_process_groups",
             "megatron.core.utils": "unwrap_model",
         },
-        "megatron_lm/plugin.py": {
-            _LM: "get_args",
+        "megatron_lm/following.py": {
+            f"{_LM}.checkpointing": "get_checkpoint_name(return_base_dir)",
+            f"{_LM}.utils": "append_to_progress_log(barrier) is_last_rank print_rank_0",
+            f"{_LM}.one_logger_utils": "on_save_checkpoint_success",
+            f"{_LM}.wandb_utils": "on_save_checkpoint_success",
         },
+        "megatron_lm/plugin.py": {_LM: "get_args"},
     },
     "VeRL": {
         "verl/plugin.py": {
@@ -244,9 +241,7 @@ _TOUCHED: dict[Need, dict[str, dict[str, str]]] = {
             ),
             "verl.workers.engine.megatron.transformer_impl": "MegatronEngine._build_optimizer",
         },
-        "verl/config.py": {
-            "verl.workers.config": "McoreCheckpointConfig",
-        },
+        "verl/config.py": {"verl.workers.config": "McoreCheckpointConfig"},
         "verl/restoration.py": {
             "megatron.core.process_groups_config": "ProcessGroupCollection.use_mpu_process_groups",
         },

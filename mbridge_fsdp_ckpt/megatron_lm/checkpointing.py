@@ -1,12 +1,10 @@
 """Megatron-LM's `save_checkpoint` and `load_checkpoint` in this format; the same arguments.
 
-Megatron-LM's own helpers make the random-number states and tell its loggers; the tracker is replaced last, before any
-rank goes on.
+Megatron-LM's own helpers make the random-number states and tell its loggers; the tracker is replaced last.
 """
 
 from __future__ import annotations
 
-import logging
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
@@ -22,15 +20,12 @@ from mbridge_fsdp_ckpt import checkpoint
 from mbridge_fsdp_ckpt.errors import ConfigurationError, NotACheckpointError
 from mbridge_fsdp_ckpt.hosts import restoration
 from mbridge_fsdp_ckpt.hosts.root import RELEASE, TRACKER, find_checkpoint
+from mbridge_fsdp_ckpt.megatron_lm import following
 from mbridge_fsdp_ckpt.megatron_lm.choice import check_arguments, settings_in_use
 from mbridge_fsdp_ckpt.settings import Settings
-from mbridge_fsdp_ckpt.storage.commit import removal
-from mbridge_fsdp_ckpt.storage.commit.retention import remove_unless_read
-from mbridge_fsdp_ckpt.storage.files import replace_file
 from mbridge_fsdp_ckpt.storage.format.names import ITERATION, STOCK_FORMAT
 from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path
 
-_log = logging.getLogger(__name__)
 _PROGRESS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 _COMPARED = (*_PROGRESS, "num_layers", "hidden_size", "num_attention_heads", "add_position_embedding")
 _COMPARED_TOO = (
@@ -53,10 +48,11 @@ def save_checkpoint(
     release: bool = False,
     **__: Any,
 ) -> None:
-    """Save at an iteration.
+    """Save at an iteration; with `--async-save` beside the training.
 
     Raises:
-        CheckpointError: The same on every rank; the previous checkpoint and the tracker stand.
+        CheckpointError: The same on every rank; the previous checkpoint and the tracker stand.  Of a save beside the
+            training it is raised by the next one, or at the end.
     """
     args = get_args()
     check_arguments(args)
@@ -67,18 +63,22 @@ def save_checkpoint(
     directory = as_path(stock.get_checkpoint_name(str(root), iteration, release=release, return_base_dir=True))
     print_rank_0(f"saving checkpoint at iteration {iteration:7d} to {root} in fsdp_dtensor_safe format")
     stock.maybe_save_dataloader_state(train_data_iterator, iteration, getattr(args, "dataloader_save", None))
-    checkpoint.save(
+    interval = args.save_retain_interval
+    saving = checkpoint.save(
         directory,
         model=model[0] if len(model) == 1 else model,
         optimizer=None if args.no_save_optim else optimizer,
         values=_values(args, iteration, optimizer, opt_param_scheduler, num_floating_point_operations_so_far),
         rank_values=_rank_values(args),
-        after_commit=lambda: _publish(args, root, iteration, release=release),
+        after_commit=lambda: following.publish(root, iteration, release=release, interval=interval),
         settings=_settings_of(args),
+        background=args.async_save,
     )
-    print_rank_0(f"  successfully saved checkpoint from iteration {iteration:7d} to {root}")
-    if is_last_rank():
-        _tell_loggers(root, directory, iteration, metrics)
+    news = following.News(root, directory, iteration, metrics, args.async_save, args.log_progress)
+    if not args.async_save:
+        news.tell()
+    elif saving is not None:
+        following.await_end(saving, news)
     ft_integration.on_checkpointing_end(is_async_finalization=False)
 
 
@@ -105,27 +105,16 @@ def _groups() -> Any:
     return ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "dp"])
 
 
-def _publish(args: Any, root: AnyPath, iteration: int, *, release: bool) -> None:
-    """Rank 0, after the commit: the tracker, and then Megatron-LM's rule for the checkpoint before.
+def maybe_finalize_async_save(blocking: bool = False, terminate: bool = False) -> None:
+    """Before every iteration: tell of a save beside the training that has ended well.  At the end: wait for it.
 
-    That one goes in the background.
+    Raises:
+        CheckpointError: It failed, and this is the end.  The same on every rank.
     """
-    tracker = root / TRACKER
-    before = tracker.read_bytes().decode(errors="replace").strip() if tracker.is_file() else ""
-    replace_file(tracker, (RELEASE if release else str(iteration)).encode())
-    interval = args.save_retain_interval
-    if interval is not None and before.isdecimal() and int(before) not in (0, iteration) and int(before) % interval:
-        old = as_path(stock.get_checkpoint_name(str(root), int(before), return_base_dir=True))
-        removal.later(f"removing {old}", lambda: remove_unless_read(old))
-
-
-def _tell_loggers(root: AnyPath, directory: AnyPath, iteration: int, metrics: Any) -> None:
-    """On the last rank alone: the checkpoint is there, and the other ranks go on, whatever a logger says."""
-    try:
-        one_logger_utils.on_save_checkpoint_success(metrics, get_args().async_save)
-        wandb_utils.on_save_checkpoint_success(str(directory), str(root / TRACKER), str(root), iteration)
-    except Exception:
-        _log.warning("%s was saved, which a logger could not be told", directory, exc_info=True)
+    if blocking or terminate:
+        following.finish()
+    else:
+        following.look()
 
 
 def load_checkpoint(

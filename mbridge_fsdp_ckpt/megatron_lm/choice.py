@@ -29,7 +29,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         ConfigurationError: One of these options is given.
     """
     for option, present in (
-        ("--async-save", args.async_save),
+        ("--logits-save-dir", getattr(args, "logits_save_dir", None) is not None),  # new in 0.19
         (f"--non-persistent-ckpt-type {args.non_persistent_ckpt_type}", args.non_persistent_ckpt_type is not None),
         ("--use-checkpoint-args", args.use_checkpoint_args),
         ("--override-ckpt-iteration", getattr(args, "override_ckpt_iteration", None) is not None),  # new in 0.19

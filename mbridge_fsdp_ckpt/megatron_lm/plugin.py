@@ -4,8 +4,10 @@ Megatron-LM has no plug-in point for checkpoints.  These are replaced, here and 
 module is imported, and only act for our format name:
 
     checkpointing.save_checkpoint, load_checkpoint    called by the training loop, which imports them by name
+    async_utils.maybe_finalize_async_save             called by it before every iteration, and at the end
     arguments.add_megatron_arguments                  knows the format names by heart
-    arguments.validate_args                           wants fsdp_dtensor for Megatron-FSDP
+    arguments.validate_args                           wants fsdp_dtensor for Megatron-FSDP, and a process of stock's for
+                                                      --async-save
 
 megatron-core itself is corrected in `hosts.corrections`.
 """
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -67,8 +70,9 @@ def unregister() -> None:
 def _patch_checkpointing(module: ModuleType) -> None:
     require("save and load", "corrections", "random states", "Megatron-LM")
     corrections.apply(__name__)
-    save, load = module.save_checkpoint, module.load_checkpoint
-    rebind_everywhere(_patches, [(save, _routed(save)), (load, _routed(load))])
+    finalize = sys.modules[f"{module.__package__}.async_utils"].maybe_finalize_async_save  # imported by that module
+    stock = (module.save_checkpoint, module.load_checkpoint, finalize)
+    rebind_everywhere(_patches, [(function, _routed(function)) for function in stock])
 
 
 def _patch_arguments(module: ModuleType) -> None:
@@ -111,10 +115,12 @@ def _validating(stock: Callable[..., Any]) -> Callable[..., Any]:
         if args.ckpt_format != FORMAT_NAME:
             return stock(args, *others, **named)
         check_arguments(args)
-        args.ckpt_format = STOCK_FORMAT
+        beside = args.async_save
+        args.ckpt_format, args.async_save = STOCK_FORMAT, False  # stock would drop it, for want of its own process
         try:
             return stock(args, *others, **named)
         finally:
-            args.ckpt_format = FORMAT_NAME
+            args.ckpt_format, args.async_save = FORMAT_NAME, beside
+            args.use_persistent_ckpt_worker = False  # that process, which nothing would be given to
 
     return validate_args

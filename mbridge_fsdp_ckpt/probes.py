@@ -237,9 +237,13 @@ _TOUCHED: dict[Need, dict[str, dict[str, str]]] = {
             "verl.utils.checkpoint.megatron_checkpoint_manager": (
                 "MegatronCheckpointManager._save_megatron_fsdp_checkpoint(dist_checkpoint_path) "
                 "MegatronCheckpointManager._load_megatron_fsdp_checkpoint(local_path,del_local_after_load) "
+                "MegatronCheckpointManager._dispatch_finalize(async_requests,finalize_save_fn) "
                 "get_hf_model_checkpoint_path get_model_dist_checkpoint_path"
             ),
-            "verl.workers.engine.megatron.transformer_impl": "MegatronEngine._build_optimizer",
+            "verl.workers.engine.megatron.transformer_impl": (
+                "MegatronEngine._build_optimizer MegatronEngine.save_checkpoint(local_path,hdfs_path,global_step) "
+                "offload_megatron_model_to_cpu offload_megatron_optimizer"
+            ),
         },
         "verl/config.py": {"verl.workers.config": "McoreCheckpointConfig"},
         "verl/restoration.py": {

@@ -29,6 +29,7 @@ from mbridge_fsdp_ckpt.live.holdings import optimizer_parts, plan_model
 from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module
 from mbridge_fsdp_ckpt.loading.fill import refresh
 from mbridge_fsdp_ckpt.settings import Settings
+from mbridge_fsdp_ckpt.verl.beside import Following, begun
 from mbridge_fsdp_ckpt.verl.restoration import CONTENTS, Parts, restoration
 
 _log = logging.getLogger(__name__)
@@ -56,21 +57,29 @@ def save(manager: Any, directory: str, settings: Settings) -> None:
         settings: See `Settings`.
 
     Raises:
-        CheckpointError: The same on every rank.  Nothing was committed, an older checkpoint stands.
+        CheckpointError: The same on every rank.  Nothing was committed, an older checkpoint stands.  Of a save beside
+            the training it is raised by the next one.
     """
     if not (manager.should_save_model or manager.should_save_optimizer or manager.should_save_extra):
         _say("save_contents=%s asks for no sharded checkpoint", list(manager.checkpoint_save_contents))
         return
-    checkpoint.save(
+    following = Following() if manager.checkpoint_config.async_save else None
+    saving = checkpoint.save(
         directory,
         model=manager.model[0],
         optimizer=manager.optimizer if manager.should_save_optimizer else None,
         values=_values(manager),
         rank_values={"rng_state": manager.get_rng_state()} if manager.should_save_extra else {},
         include=None if manager.should_save_model else _no_weights,
+        after_commit=following and following.after_commit,
         settings=settings.for_vocabulary(tokens_of(manager.provider)),
+        background=following is not None,
     )
-    _say("saved an fsdp_dtensor_safe checkpoint to %s", directory)
+    if following is None:
+        _say("saved an fsdp_dtensor_safe checkpoint to %s", directory)
+    else:
+        following.saving = saving
+        begun(manager, following)
 
 
 def _values(manager: Any) -> dict[str, Any]:

@@ -5,6 +5,9 @@ These are replaced, here and nowhere else, once VeRL has imported the module; th
     MegatronCheckpointManager.__init__                          refuses what cannot work, before training
     MegatronCheckpointManager._save_megatron_fsdp_checkpoint    the sharded checkpoint of Megatron-FSDP
     MegatronCheckpointManager._load_megatron_fsdp_checkpoint
+    MegatronCheckpointManager._dispatch_finalize                what follows a save, once that is committed
+    MegatronEngine.save_checkpoint                              waits for the last save of a run
+    offload_megatron_model_to_cpu, offload_megatron_optimizer   wait until what they move is copied
     MegatronEngine._build_optimizer                             calls `bridge.register()` first: under Megatron-FSDP,
                                                                 Megatron's own HybridDeviceOptimizer cannot step
 
@@ -65,12 +68,16 @@ def _patch_manager(module: ModuleType) -> None:
         "__init__": _checked,
         "_save_megatron_fsdp_checkpoint": _saving,
         "_load_megatron_fsdp_checkpoint": functools.partial(_loading, module),
+        "_dispatch_finalize": _dispatching,
     }
     _patch(module, "MegatronCheckpointManager", methods)
 
 
 def _patch_engine(module: ModuleType) -> None:
-    _patch(module, "MegatronEngine", {"_build_optimizer": _building})
+    _patch(module, "MegatronEngine", {"_build_optimizer": _building, "save_checkpoint": _ending})
+    for name in ("offload_megatron_model_to_cpu", "offload_megatron_optimizer"):
+        if hasattr(module, name):
+            _patches.set(module, name, _moving(getattr(module, name)))
 
 
 def _patch(module: ModuleType, name: str, methods: _Makers) -> None:
@@ -105,7 +112,7 @@ def _check(manager: Any, choice: Choice) -> None:
     """Refuse what the format cannot do, before training begins.
 
     Raises:
-        ConfigurationError: No Megatron-FSDP, or asynchronous saves.
+        ConfigurationError: No Megatron-FSDP, or saves that may be left out.
     """
     if not manager.use_megatron_fsdp:
         raise ConfigurationError(
@@ -114,11 +121,11 @@ def _check(manager: Any, choice: Choice) -> None:
             remedy="Set megatron.use_megatron_fsdp=True for this role (engine.use_megatron_fsdp for the SFT trainer), "
             "or another format by +...checkpoint.mbridge_config.ckpt_format=torch_dist.",
         )
-    if manager.checkpoint_config.async_save:
+    if manager.checkpoint_config.async_save and choice.settings.when_busy == "skip":
         raise ConfigurationError(
-            expected=f"synchronous saves with {choice.said}",
-            found="checkpoint.async_save=True",
-            remedy="Leave async_save out.",
+            expected="when_busy='wait' with checkpoint.async_save=True: VeRL goes by every save that it asks for",
+            found="when_busy='skip'",
+            remedy="Leave when_busy out.",
         )
     from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module
 
@@ -151,6 +158,55 @@ def _loading(module: Any, stock: _Method) -> _Method:
         return load(manager, module.get_model_dist_checkpoint_path(local_path), export, choice.settings)
 
     return load
+
+
+def _dispatching(stock: _Method) -> _Method:
+    @functools.wraps(stock)
+    def dispatch(manager: Any, async_requests: Any, finalize_save_fn: Callable[[], None]) -> Any:
+        if choice_of(manager.checkpoint_config) is not None and manager.checkpoint_config.async_save:
+            from mbridge_fsdp_ckpt.verl.beside import hand_over
+
+            if hand_over(manager, finalize_save_fn):
+                return None
+        return stock(manager, async_requests, finalize_save_fn)
+
+    return dispatch
+
+
+def _ending(stock: _Method) -> _Method:
+    @functools.wraps(stock)
+    def save_checkpoint(
+        engine: Any, local_path: str, hdfs_path: str | None = None, global_step: int = 0, *others: Any, **named: Any
+    ) -> None:
+        manager = engine.checkpoint_mananager
+        if choice_of(manager.checkpoint_config) is None or not manager.checkpoint_config.async_save:
+            stock(engine, local_path, hdfs_path, global_step, *others, **named)
+            return
+        from mbridge_fsdp_ckpt.verl import beside
+
+        beside.keep_synchronous(manager, local_path)
+        try:
+            stock(engine, local_path, hdfs_path, global_step, *others, **named)
+        except BaseException:
+            beside.hand_over(manager, None)
+            raise
+        if beside.is_last(engine, global_step):
+            beside.finish(manager)
+
+    return save_checkpoint
+
+
+def _moving(stock: _Method) -> _Method:
+    """For whichever engine: one of ours may keep the tensors of another that is being saved."""
+
+    @functools.wraps(stock)
+    def move(moved: Any) -> Any:
+        from mbridge_fsdp_ckpt.saving.beside.trainer import trainer
+
+        trainer().wait_until_taken()
+        return stock(moved)
+
+    return move
 
 
 def _building(stock: _Method) -> _Method:

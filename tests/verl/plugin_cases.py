@@ -149,6 +149,8 @@ def install_and_uninstall(setup: Setup) -> dict[str, bool]:
             "MegatronCheckpointManager.__init__",
             "MegatronCheckpointManager._save_megatron_fsdp_checkpoint",
             "MegatronCheckpointManager._load_megatron_fsdp_checkpoint",
+            "MegatronCheckpointManager._dispatch_finalize",
+            "MegatronEngine.save_checkpoint",
             "MegatronEngine._build_optimizer",
         },
         "idempotent": at_import == again and stock == stock_again,

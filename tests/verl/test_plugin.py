@@ -169,11 +169,12 @@ def test_what_cannot_work_is_refused_on_every_rank_before_training(
 ) -> None:
     setup = Setup(source, str(tmp_path / "run"))
     stock = setup.on(mbridge_config={})
+    skipping = {"ckpt_format": SAFE, SAFE: {"when_busy": "skip"}}
     without = {"optimizer": "fused", "fsdp": False, "overlap": False}
     attempts = {
         "found 'fsdp_dtensor_saef'": (setup.on(mbridge_config={"ckpt_format": "fsdp_dtensor_saef"}), {}),
         "found 'fsdp-dtensor-safe'": (stock, {VARIABLE: "fsdp-dtensor-safe"}),
-        "checkpoint.async_save=True": (setup.on(checkpoint={"async_save": True}), {}),
+        "found when_busy='skip'": (setup.on(mbridge_config=skipping, checkpoint={"async_save": True}), {}),
         "found use_megatron_fsdp=False (role actor)": (setup.on(**without), {}),
         f"Megatron-FSDP with {VARIABLE}={SAFE}": (stock.on(**without), {VARIABLE: SAFE}),
     }

@@ -58,6 +58,7 @@ class Setup:
         overlap: Whether weights are gathered while the model computes.
         tensor: Tensor-parallel size.
         fsdp: Whether Megatron-FSDP wraps the model.
+        steps: How many VeRL's driver says it will train.
     """
 
     source: str
@@ -69,6 +70,7 @@ class Setup:
     overlap: bool = True
     tensor: int = 1
     fsdp: bool = True
+    steps: int = 20
 
     def on(self, **changes: Any) -> Setup:
         """The same, changed."""
@@ -127,7 +129,7 @@ def build(setup: Setup) -> Any:
         McoreOptimizerConfig(
             lr=1e-3,
             lr_warmup_steps=3,
-            total_training_steps=20,
+            total_training_steps=setup.steps,
             use_checkpoint_opt_param_scheduler=True,
             override_optimizer_config=dict(ISSUE_4910) if hybrid else {},
         ),

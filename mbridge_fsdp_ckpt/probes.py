@@ -241,8 +241,7 @@ _TOUCHED: dict[Need, dict[str, dict[str, str]]] = {
                 "get_hf_model_checkpoint_path get_model_dist_checkpoint_path"
             ),
             "verl.workers.engine.megatron.transformer_impl": (
-                "MegatronEngine._build_optimizer MegatronEngine.save_checkpoint(local_path,hdfs_path,global_step) "
-                "offload_megatron_model_to_cpu offload_megatron_optimizer"
+                "MegatronEngine._build_optimizer offload_megatron_model_to_cpu offload_megatron_optimizer"
             ),
         },
         "verl/config.py": {"verl.workers.config": "McoreCheckpointConfig"},

@@ -66,8 +66,9 @@ class Following:
 _of: WeakKeyDictionary[Any, Following] = WeakKeyDictionary()
 
 
-def begun(manager: Any, following: Following) -> None:
+def begun(manager: Any, following: Following, saving: checkpoint.Saving | None) -> None:
     """A manager's save goes on; its one before has ended."""
+    following.saving = saving
     before = _of.get(manager)
     if before is not None and manager.rank != 0:
         before.elsewhere()
@@ -95,7 +96,7 @@ def keep_synchronous(manager: Any, local_path: str) -> None:
 def is_last(engine: Any, step: int) -> bool:
     """Whether no later call may come from VeRL's driver; also where it does not say how long it trains."""
     steps = engine.optimizer_config.total_training_steps
-    return steps <= 0 or max(step, getattr(engine.lr_scheduler, "num_steps", 0)) >= steps
+    return bool(steps <= 0 or max(step, getattr(engine.lr_scheduler, "num_steps", 0)) >= steps)
 
 
 def finish(manager: Any) -> None:

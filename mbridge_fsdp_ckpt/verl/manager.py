@@ -63,7 +63,7 @@ def save(manager: Any, directory: str, settings: Settings) -> None:
     if not (manager.should_save_model or manager.should_save_optimizer or manager.should_save_extra):
         _say("save_contents=%s asks for no sharded checkpoint", list(manager.checkpoint_save_contents))
         return
-    following = Following() if manager.checkpoint_config.async_save else None
+    beside, following = manager.checkpoint_config.async_save, Following()
     saving = checkpoint.save(
         directory,
         model=manager.model[0],
@@ -71,15 +71,14 @@ def save(manager: Any, directory: str, settings: Settings) -> None:
         values=_values(manager),
         rank_values={"rng_state": manager.get_rng_state()} if manager.should_save_extra else {},
         include=None if manager.should_save_model else _no_weights,
-        after_commit=following and following.after_commit,
+        after_commit=following.after_commit if beside else None,
         settings=settings.for_vocabulary(tokens_of(manager.provider)),
-        background=following is not None,
+        background=beside,
     )
-    if following is None:
-        _say("saved an fsdp_dtensor_safe checkpoint to %s", directory)
+    if beside:
+        begun(manager, following, saving)
     else:
-        following.saving = saving
-        begun(manager, following)
+        _say("saved an fsdp_dtensor_safe checkpoint to %s", directory)
 
 
 def _values(manager: Any) -> dict[str, Any]:

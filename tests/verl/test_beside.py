@@ -1,4 +1,4 @@
-"""`checkpoint.async_save=True`: VeRL's engine and manager go on while a checkpoint is written, and follow the commit."""
+"""`checkpoint.async_save=True`: VeRL goes on while a checkpoint is written, and its bookkeeping follows the commit."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from mbridge_fsdp_ckpt import checkpoint
 from mbridge_fsdp_ckpt.errors import SaveAbandonedError
 
 _log = logging.getLogger(__name__)
-_STEP = "global_step_"
+_ACTOR = "actor"
 
 
 class Following:
@@ -81,16 +81,20 @@ def hand_over(manager: Any, finalize: Callable[[], None] | None) -> bool:
     return following is not None and following.hand_over(finalize)
 
 
-def keep_synchronous(manager: Any, local_path: str) -> None:
-    """The SFT trainer sets its tracker as soon as a save has returned: for it none goes on after that.
+def keep_to_actors(manager: Any, local_path: str) -> None:
+    """Let a manager save beside the training if it is an actor's under PPO's trainers; all others stay synchronous.
+
+    The SFT trainer sets its tracker as soon as a save has returned.  A critic would set the same tracker as its actor,
+    which need not be committed by then.
 
     Args:
         manager: VeRL's `MegatronCheckpointManager`.
-        local_path: PPO's trainers save roles below a step's directory; the SFT trainer saves there.
+        local_path: PPO's trainers save in `.../global_step_N/actor` and `critic`, the SFT trainer in `global_step_N`.
     """
-    if manager.checkpoint_config.async_save and Path(local_path).name.startswith(_STEP):
+    if manager.checkpoint_config.async_save and Path(local_path).name != _ACTOR:
         manager.checkpoint_config = dataclasses.replace(manager.checkpoint_config, async_save=False)
-        _log.warning("checkpoint.async_save=True is not for VeRL's SFT trainer: its saves stay synchronous")
+        if manager.rank == 0:
+            _log.warning("checkpoint.async_save=True is for actors: saves to %s stay synchronous", local_path)
 
 
 def is_last(engine: Any, step: int) -> bool:

@@ -184,7 +184,7 @@ def _ending(stock: _Method) -> _Method:
             return
         from mbridge_fsdp_ckpt.verl import beside
 
-        beside.keep_synchronous(manager, local_path)
+        beside.keep_to_actors(manager, local_path)
         try:
             stock(engine, local_path, hdfs_path, global_step, *others, **named)
         except BaseException:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -90,3 +91,11 @@ def taken_around_a_move(setup: Setup) -> tuple[bool, bool]:
         after = saving.taken
     checkpoint.finish_saves()
     return before, after
+
+
+def save_a_critic(setup: Setup) -> bool:
+    """Whether a critic's checkpoint is there as soon as its save has returned."""
+    engine, place = tiny.build(setup.on(model_type="value_model")), f"{setup.directory}/global_step_1/critic"
+    with gloo_gathers_uneven():
+        engine.save_checkpoint(place, None, 1, None)
+    return (Path(place) / "model" / "dist_ckpt" / "manifest.json").is_file() and trainer()._saving is None

@@ -87,3 +87,9 @@ def test_the_sft_trainer_saves_at_once(beside: Setup, verl_ranks: RankPool) -> N
     directory = Path(beside.directory)
     assert (directory / "global_step_1" / "ckpt_contents.json").is_file()
     assert not (directory.parent / TRACKER).exists()
+
+
+def test_a_critic_is_saved_at_once_and_sets_no_tracker(beside: Setup, verl_ranks: RankPool) -> None:
+    """It would be the actor's, which need not be committed."""
+    assert verl_ranks.run(beside_cases.save_a_critic, beside) == [True] * RANKS
+    assert not (Path(beside.directory) / TRACKER).exists()

@@ -101,6 +101,8 @@ _TOUCHED: dict[Need, dict[str, dict[str, str]]] = {
     "Bridge": {
         "bridge/plugin.py": {
             f"{_TRAINING}.config": "ConfigContainer.validate",
+            f"{_TRAINING}.state": "GlobalState.initialize_async_checkpoint_worker",
+            f"{_TRAINING}.checkpointing": "maybe_finalize_async_save(global_state,ckpt_cfg,blocking,terminate)",
             "megatron.bridge.utils.instantiate_utils": "target_allowlist.add_exact target_allowlist.remove_exact",
         },
         "bridge/manager.py": {
@@ -134,7 +136,10 @@ _TOUCHED: dict[Need, dict[str, dict[str, str]]] = {
             f"{_TRAINING}.utils.checkpoint_utils": (
                 "get_checkpoint_run_config_filename get_checkpoint_train_state_filename TRACKER_PREFIX"
             ),
-            f"{_TRAINING}.checkpointing": "maybe_save_dataloader_state(pg_collection) save_tokenizer_assets",
+            f"{_TRAINING}.checkpointing": (
+                "append_to_progress_log(save_dir,string,barrier) maybe_save_dataloader_state(pg_collection) "
+                "save_tokenizer_assets"
+            ),
             f"{_TRAINING}.callbacks": "CallbackContext should_fire",
             f"{_TRAINING}.utils.wandb_utils": "on_save_checkpoint_success(wandb_writer)",
             f"{_TRAINING}.utils.mlflow_utils": "on_save_checkpoint_success(mlflow_logger)",

@@ -65,8 +65,12 @@ class Seat:
         """As JSON-able data."""
         return asdict(self)
 
-    def first_says(self, word: str) -> str:
+    def first_says(self, word: str, about: str = "first") -> str:
         """What the first of all ranks says that asks; one request to the store.
+
+        Args:
+            word: What this rank would say.
+            about: What it is asked about.
 
         Raises:
             RankMissingError: The store does not answer.
@@ -74,7 +78,7 @@ class Seat:
         if not self.name:
             return word
         try:
-            return served_store().compare_set(f"{self.name}/first", "", word).decode()
+            return served_store().compare_set(f"{self.name}/{about}", "", word).decode()
         except STORE_ERRORS as error:
             raise lost(error, self.purpose, self.rank) from error
 

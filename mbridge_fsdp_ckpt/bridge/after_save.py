@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -13,9 +16,11 @@ from megatron.bridge.training.utils import checkpoint_utils as names
 from megatron.bridge.training.utils import comet_utils, mlflow_utils, wandb_utils
 from megatron.bridge.utils.common_utils import get_rank_safe, is_last_rank, print_rank_0
 
+from mbridge_fsdp_ckpt.agree.outcome import Outcome
 from mbridge_fsdp_ckpt.bridge.differences import dataloader_directory
 from mbridge_fsdp_ckpt.bridge.locate import NON_PERSISTENT
 from mbridge_fsdp_ckpt.bridge.scalars import log_scalars
+from mbridge_fsdp_ckpt.errors import CheckpointError
 from mbridge_fsdp_ckpt.saving.saved import Saved
 from mbridge_fsdp_ckpt.storage.commit.retention import prune_later
 from mbridge_fsdp_ckpt.storage.files import replace_file
@@ -40,10 +45,21 @@ def save_dataloader_state(state: Any, model: list[Any], iterator: Any, pg_collec
     stock.maybe_save_dataloader_state(model, iterator, state.train_state.step, path, pg_collection=pg_collection)
 
 
-def write_run_files(staging: Path, cfg: Any, train_state: dict[str, torch.Tensor]) -> None:
-    """Rank 0: the files that Bridge expects in an iteration directory, part of the same commit."""
+def run_files(cfg: Any, train_state: dict[str, torch.Tensor]) -> Callable[[Path], None]:
+    """Rank 0: writes the files that Bridge expects in an iteration directory, part of the same commit.
+
+    They are as of now, whenever it is called: training changes its configuration, and what writes YAML is not made for
+    two threads.
+    """
+    text = Outcome.of(lambda: _yaml(cfg) if get_rank_safe() == 0 else b"", get_rank_safe(), "writing the run's files")
+    return lambda staging: _write_run_files(staging, cfg, train_state, text)
+
+
+def _write_run_files(staging: Path, cfg: Any, train_state: dict[str, torch.Tensor], text: Outcome[bytes]) -> None:
+    if isinstance(text.brought, CheckpointError):
+        raise text.brought
     (staging / Path(names.get_checkpoint_train_state_filename("")).name).write_bytes(_torch_bytes(train_state))
-    cfg.to_yaml(str(staging / Path(names.get_checkpoint_run_config_filename("")).name))
+    (staging / Path(names.get_checkpoint_run_config_filename("")).name).write_bytes(text.brought)
     tokenizer = getattr(cfg.dataset, "tokenizer", None) if cfg.dataset else None
     if cfg.checkpoint.save_tokenizer_assets and tokenizer is not None:
         stock.save_tokenizer_assets(tokenizer, cfg.tokenizer, str(staging))
@@ -56,23 +72,60 @@ def write_trackers(root: AnyPath, step: int, train_state: dict[str, torch.Tensor
     replace_file(as_path(names.get_checkpoint_tracker_filename(str(root))), str(step).encode())
 
 
-def announce(
-    state: Any, saved: Saved, root: AnyPath, directory: AnyPath, callback_manager: Any, model: list[Any], optimizer: Any
-) -> None:
-    """After the commit: loggers (which raise nothing), callbacks, and last the old checkpoints, in the background."""
-    step, cfg = state.train_state.step, state.cfg
-    log_scalars("save", saved, state)
-    print_rank_0(f"  successfully saved checkpoint from iteration {step:7d} to {root}")
-    if is_last_rank():
-        wandb_utils.on_save_checkpoint_success(str(directory), str(root), step, wandb_writer=state.wandb_logger)
-        if cfg.logger.mlflow_log_artifacts:
-            mlflow_utils.on_save_checkpoint_success(str(directory), str(root), step, mlflow_logger=state.mlflow_logger)
-        comet_utils.on_save_checkpoint_success(str(directory), str(root), step, comet_logger=state.comet_logger)
-    if should_fire(callback_manager, "on_checkpoint_save"):
-        context = CallbackContext(state=state, model=model, user_state=callback_manager.user_state, optimizer=optimizer)
-        callback_manager.fire("on_checkpoint_save", context)
-    if get_rank_safe() == 0:
-        _prune(cfg.checkpoint, root, step)
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """What follows a commit.
+
+    Args:
+        state: Bridge's; of a save beside the training, steps may have followed by then.
+        step: The save's.
+        root: Where iteration directories go.
+        directory: The save's.
+        callback_manager: Bridge's, or None.
+        model: What callbacks get.
+        optimizer: What callbacks get.
+    """
+
+    state: Any
+    step: int
+    root: AnyPath
+    directory: AnyPath
+    callback_manager: Any
+    model: list[Any]
+    optimizer: Any
+
+    @property
+    def calls_back(self) -> bool:
+        """Whether there are callbacks to call."""
+        return bool(should_fire(self.callback_manager, "on_checkpoint_save"))
+
+    def make(self, saved: Saved) -> None:
+        """Loggers (which raise nothing), callbacks, and last the old checkpoints, in the background."""
+        state, step, root, cfg = self.state, self.step, self.root, self.state.cfg
+        log_scalars("save", saved, state, step)
+        print_rank_0(f"  successfully saved checkpoint from iteration {step:7d} to {root}")
+        if is_last_rank():
+            self._tell_trackers()
+        if self.calls_back:
+            users = self.callback_manager.user_state
+            context = CallbackContext(state=state, model=self.model, user_state=users, optimizer=self.optimizer)
+            self.callback_manager.fire("on_checkpoint_save", context)
+        if get_rank_safe() == 0:
+            _prune(cfg.checkpoint, root, step)
+
+    def make_later(self, saved: Saved) -> None:
+        """The same after a save beside the training, of which Bridge's progress log says when it ended, too."""
+        if self.state.cfg.logger.log_progress and self.root == as_path(self.state.cfg.checkpoint.save):
+            said = f"Saved async checkpoint\tIteration: {self.step}"
+            stock.append_to_progress_log(self.state.cfg.checkpoint.save, said, barrier=False)
+        self.make(saved)
+
+    def _tell_trackers(self) -> None:
+        state, step, where = self.state, self.step, (str(self.directory), str(self.root))
+        wandb_utils.on_save_checkpoint_success(*where, step, wandb_writer=state.wandb_logger)
+        if state.cfg.logger.mlflow_log_artifacts:
+            mlflow_utils.on_save_checkpoint_success(*where, step, mlflow_logger=state.mlflow_logger)
+        comet_utils.on_save_checkpoint_success(*where, step, comet_logger=state.comet_logger)
 
 
 def _prune(checkpoint_config: Any, root: AnyPath, step: int) -> None:
@@ -82,6 +135,13 @@ def _prune(checkpoint_config: Any, root: AnyPath, step: int) -> None:
         keep = 2 if keep < 0 else keep
     if keep > -1:
         prune_later(root, max(1, keep), also_keep=step)
+
+
+def _yaml(cfg: Any) -> bytes:
+    with TemporaryDirectory(prefix="mbridge_fsdp_ckpt-") as place:
+        file = Path(place) / "run_config.yaml"
+        cfg.to_yaml(str(file))
+        return file.read_bytes()
 
 
 def _torch_bytes(value: Any) -> bytes:

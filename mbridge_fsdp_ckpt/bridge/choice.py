@@ -65,12 +65,16 @@ def tokens_of(provider: Any) -> int | None:
 
 @contextmanager
 def presented_as_stock(checkpoint: Any) -> Iterator[None]:
-    """Let Bridge's code that compares format names take our format for the stock one."""
-    said, checkpoint.ckpt_format = checkpoint.ckpt_format, STOCK_FORMAT
+    """Let Bridge's code that compares format names take our format for the stock one.
+
+    That asks for a persistent worker where saves are asynchronous; ours need none of Bridge's workers.
+    """
+    said = checkpoint.ckpt_format, checkpoint.use_persistent_ckpt_worker
+    checkpoint.ckpt_format, checkpoint.use_persistent_ckpt_worker = STOCK_FORMAT, True
     try:
         yield
     finally:
-        checkpoint.ckpt_format = said
+        checkpoint.ckpt_format, checkpoint.use_persistent_ckpt_worker = said
 
 
 def check_format(name: Any) -> None:
@@ -94,10 +98,9 @@ def check_settings(checkpoint: Any) -> None:
     """Refuse what the format cannot do yet, before training begins.
 
     Raises:
-        ConfigurationError: async_save, local non-persistent checkpoints, or another custom manager.
+        ConfigurationError: Local non-persistent checkpoints, or another custom manager.
     """
     refused = {
-        "async_save=True": checkpoint.async_save,
         "non_persistent_ckpt_type='local'": checkpoint.non_persistent_ckpt_type == "local",
         f"custom_manager_class={checkpoint.custom_manager_class!r}": checkpoint.custom_manager_class
         not in (None, MANAGER),

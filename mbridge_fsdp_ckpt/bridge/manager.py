@@ -17,16 +17,18 @@ from megatron.bridge.utils.common_utils import print_rank_0
 from megatron.core.utils import unwrap_model
 
 from mbridge_fsdp_ckpt import checkpoint
-from mbridge_fsdp_ckpt.bridge import after_save, differences
+from mbridge_fsdp_ckpt.bridge import after_save, differences, pending
+from mbridge_fsdp_ckpt.bridge.after_save import Announcement
 from mbridge_fsdp_ckpt.bridge.choice import check_settings, presented_as_stock, settings_of
 from mbridge_fsdp_ckpt.bridge.locate import locate
 from mbridge_fsdp_ckpt.bridge.names import PROGRESS
+from mbridge_fsdp_ckpt.bridge.pending import Pending
 from mbridge_fsdp_ckpt.bridge.restoration import Parts, restoration
 from mbridge_fsdp_ckpt.bridge.scalars import log_scalars
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.hosts.restoration import saved_loss_scales
 from mbridge_fsdp_ckpt.storage.format.names import STOCK_FORMAT
-from mbridge_fsdp_ckpt.storage.store import as_path
+from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path
 
 
 class SafeCheckpointManager:
@@ -70,7 +72,8 @@ class SafeCheckpointManager:
         return progress
 
     def finalize_async_saves(self, state: Any, blocking: bool = False, terminate: bool = False) -> None:
-        """Saves are synchronous: there is nothing to finish."""
+        """Follow up a save beside the training that has ended, or wait for it; see `pending.finalize`."""
+        pending.finalize(blocking=blocking, terminate=terminate)
 
 
 def save_checkpoint(
@@ -92,32 +95,52 @@ def save_checkpoint(
 ) -> None:
     """Bridge's `save_checkpoint` for this format; the same arguments.
 
+    With `async_save` it returns while the save goes on, which `finalize_async_saves` follows up.
+
     Raises:
-        CheckpointError: The same on every rank; the previous checkpoint and the trackers stand.
+        CheckpointError: The same on every rank; the previous checkpoint and the trackers stand.  With `async_save` it
+            may be that of the save before.
     """
-    cfg = state.cfg
+    cfg, step = state.cfg, state.train_state.step
     check_settings(cfg.checkpoint)
     _check_model(model, prebuilt_state_dict)
     fault_tolerance.on_checkpointing_start(state)
     model, pg_collection = _unwrapped(model, pg_collection)
     root = as_path(after_save.root_directory(cfg.checkpoint, non_persistent=non_persistent_ckpt))
-    directory = as_path(names.get_checkpoint_name(str(root), state.train_state.step))
-    print_rank_0(f"saving checkpoint at iteration {state.train_state.step:7d} to {root} in fsdp_dtensor_safe format")
+    directory = as_path(names.get_checkpoint_name(str(root), step))
+    print_rank_0(f"saving checkpoint at iteration {step:7d} to {root} in fsdp_dtensor_safe format")
     after_save.save_dataloader_state(state, model, train_data_iterator, pg_collection)
     train_state = _train_state(state, num_floating_point_operations_so_far)
-    saved = checkpoint.save(
-        directory,
-        model=model[0] if len(model) == 1 else model,
-        optimizer=optimizer if cfg.checkpoint.save_optim else None,
-        values=_values(state, optimizer, opt_param_scheduler, train_state),
-        rank_values=_rank_values(cfg, pg_collection),
-        include=cfg.peft.adapter_key_filter if cfg.peft is not None else None,
-        add_files=lambda staging: after_save.write_run_files(staging, cfg, train_state),
-        after_commit=lambda: after_save.write_trackers(root, state.train_state.step, train_state),
-        settings=settings_of(cfg),
-    )
-    after_save.announce(state, saved, root, directory, callback_manager, model, optimizer)
-    fault_tolerance.on_checkpointing_end(global_state=state, is_async_finalization=False)
+    options: dict[str, Any] = {
+        "model": model[0] if len(model) == 1 else model,
+        "optimizer": optimizer if cfg.checkpoint.save_optim else None,
+        "values": _values(state, optimizer, opt_param_scheduler, train_state),
+        "rank_values": _rank_values(cfg, pg_collection),
+        "include": cfg.peft.adapter_key_filter if cfg.peft is not None else None,
+        "add_files": after_save.run_files(cfg, train_state),
+        "after_commit": lambda: after_save.write_trackers(root, step, train_state),
+        "settings": settings_of(cfg),
+    }
+    announcement = after_save.Announcement(state, step, root, directory, callback_manager, model, optimizer)
+    begun = _save(directory, options, announcement, background=cfg.checkpoint.async_save)
+    fault_tolerance.on_checkpointing_end(global_state=state, is_async_finalization=not begun)
+
+
+def _save(directory: AnyPath, options: dict[str, Any], announcement: Announcement, *, background: bool) -> bool:
+    """Save, or begin to; the save before has ended by then, and is followed up first.
+
+    Returns:
+        Whether it did: not where the one before goes on, and `Settings.when_busy` says so.
+    """
+    if not background:
+        saved = checkpoint.save(directory, **options)
+        pending.settle()
+        announcement.make(saved)
+        return True
+    saving = checkpoint.save(directory, background=True, **options)
+    if saving is not None:
+        pending.put(Pending(saving, announcement.make_later, announcement.calls_back))
+    return saving is not None
 
 
 def _unwrapped(model: list[Any], pg_collection: Any) -> tuple[list[Any], Any]:
@@ -210,7 +233,7 @@ def load_from_path(
 
 
 def _tell(loaded: checkpoint.Loaded, state: Any) -> None:
-    log_scalars("load", loaded, state)
+    log_scalars("load", loaded, state, state.train_state.step)
     if loaded.skipped:
         print_rank_0(f"WARNING: not in the checkpoint, left as they were: {', '.join(loaded.skipped[:20])}")
 

@@ -5,6 +5,8 @@ does not reach, these are replaced, here and nowhere else, and only act for our 
 a takeover, for the stock one):
 
     ConfigContainer.validate                         knows three format names by heart; sets custom_manager_class
+    GlobalState.initialize_async_checkpoint_worker   would start processes for async_save, which ours does not use
+    checkpointing.maybe_finalize_async_save          called directly by users with a loop of their own
     checkpointing.save_checkpoint                    called directly by save_megatron_model and by users
     checkpointing._load_checkpoint_from_path         called by load_checkpoint and by Bridge's set-up
     optim.sync_hybrid_device_optimizer_...           assumes a distributed optimizer without Megatron-FSDP
@@ -32,6 +34,7 @@ from mbridge_fsdp_ckpt.hosts.patching import Patches, rebind_everywhere
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.versions import require
 
+START_WORKER = "initialize_async_checkpoint_worker"
 _patches: Patches | None = None
 
 
@@ -82,20 +85,24 @@ def unregister() -> None:
 def _patch(patches: Patches) -> None:
     from megatron.bridge.training import checkpointing
     from megatron.bridge.training.config import ConfigContainer
+    from megatron.bridge.training.state import GlobalState
     from megatron.bridge.utils.instantiate_utils import target_allowlist
 
-    from mbridge_fsdp_ckpt.bridge import conversion_seams, manager
+    from mbridge_fsdp_ckpt.bridge import conversion_seams, manager, pending
     from mbridge_fsdp_ckpt.bridge.differences import copies_refresher
     from mbridge_fsdp_ckpt.bridge.export_fix import correct_export
     from mbridge_fsdp_ckpt.bridge.full_dim_norms import mark_as_sharded
 
     target_allowlist.add_exact(MANAGER)  # Bridge's prefixes would let a checkpoint name everything below them
     patches.set(ConfigContainer, "validate", _validate(ConfigContainer.validate))
+    patches.set(GlobalState, START_WORKER, _start_worker(getattr(GlobalState, START_WORKER)))
     save, load = checkpointing.save_checkpoint, checkpointing._load_checkpoint_from_path
+    finalize = checkpointing.maybe_finalize_async_save
     sync = copies_refresher()
     replacements = [
         (save, _routed(save, manager.save_checkpoint)),
         (load, _routed(load, manager.load_from_path)),
+        (finalize, _finalize(finalize, pending.finalize)),
         *([] if sync is None else [(sync, _sync_copies(sync))]),
         *conversion_seams.replacements(is_ours),
     ]
@@ -136,6 +143,26 @@ def _validate(stock: Callable[[Any], None]) -> Callable[[Any], None]:
             stock(config)
 
     return validate
+
+
+def _start_worker(stock: Callable[[Any], None]) -> Callable[[Any], None]:
+    @functools.wraps(stock)
+    def start(state: Any) -> None:
+        if state.cfg is None or not is_ours(state.cfg.checkpoint.ckpt_format):
+            stock(state)
+
+    return start
+
+
+def _finalize(stock: Callable[..., None], safe: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(stock)
+    def finalize(global_state: Any, ckpt_cfg: Any, blocking: bool = False, terminate: bool = False) -> None:
+        if is_ours(ckpt_cfg.ckpt_format):
+            safe(blocking=blocking, terminate=terminate)
+        else:
+            stock(global_state, ckpt_cfg, blocking=blocking, terminate=terminate)
+
+    return finalize
 
 
 def _sync_copies(stock: Callable[[Any], bool]) -> Callable[[Any], bool]:

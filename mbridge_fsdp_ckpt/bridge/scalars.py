@@ -8,12 +8,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from mbridge_fsdp_ckpt.errors import brief
 from mbridge_fsdp_ckpt.phases import Spent, rate
 
 Numbers = Mapping[str, float]
+
+
+class Moment(NamedTuple):
+    """Iterations: of the checkpoint, and the present one, which is later after a save beside the training."""
+
+    saved: int
+    now: int
 
 
 def numbers_of(what: Literal["save", "load"], spent: Spent) -> dict[str, float]:
@@ -26,41 +33,43 @@ def numbers_of(what: Literal["save", "load"], spent: Spent) -> dict[str, float]:
     }
 
 
-def log_scalars(what: Literal["save", "load"], spent: Spent, state: Any) -> None:
-    """Write them at the present iteration, on the rank that has the loggers.
+def log_scalars(what: Literal["save", "load"], spent: Spent, state: Any, step: int) -> None:
+    """Write them, on the rank that has the loggers.
 
     Args:
         what: What was done.
         spent: What it cost this rank.
         state: Bridge's `GlobalState`.
+        step: The iteration of the checkpoint.
     """
     if getattr(state.cfg, "logger", None) is None:
         return
-    numbers, step = numbers_of(what, spent), state.train_state.step
+    numbers, moment = numbers_of(what, spent), Moment(step, state.train_state.step)
     for name, write in _WRITERS.items():
         try:
             logger = getattr(state, name, None)  # made when it is first asked for; older Bridge has not all
             if logger is not None:
-                write(logger, numbers, step)
+                write(logger, numbers, moment)
         except Exception as error:
             text = f"{name} does not take what the {what} took, and the run goes on: {brief(error)}"
             warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
-def _to_tensorboard(logger: Any, numbers: Numbers, step: int) -> None:
+def _to_tensorboard(logger: Any, numbers: Numbers, moment: Moment) -> None:
     for name, value in numbers.items():
-        logger.add_scalar(name, value, step)
+        logger.add_scalar(name, value, moment.saved)
+    logger.flush()  # Bridge does for the last time before the last save beside the training has ended
 
 
-def _to_wandb(logger: Any, numbers: Numbers, step: int) -> None:
-    logger.log(dict(numbers), step)
+def _to_wandb(logger: Any, numbers: Numbers, moment: Moment) -> None:
+    logger.log(dict(numbers), moment.now)  # it drops what comes for a step that has passed
 
 
-def _to_metrics(logger: Any, numbers: Numbers, step: int) -> None:
-    logger.log_metrics(dict(numbers), step=step)
+def _to_metrics(logger: Any, numbers: Numbers, moment: Moment) -> None:
+    logger.log_metrics(dict(numbers), step=moment.saved)
 
 
-_WRITERS: dict[str, Callable[[Any, Numbers, int], None]] = {
+_WRITERS: dict[str, Callable[[Any, Numbers, Moment], None]] = {
     "tensorboard_logger": _to_tensorboard,
     "wandb_logger": _to_wandb,
     "mlflow_logger": _to_metrics,

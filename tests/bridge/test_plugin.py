@@ -24,11 +24,14 @@ def _names() -> dict[str, Any]:
     import megatron.core.optimizer as megatron_optimizer
     from megatron.bridge.training import checkpointing, model_load_save, setup
     from megatron.bridge.training.config import ConfigContainer
+    from megatron.bridge.training.state import GlobalState
 
     return {
         "validate": ConfigContainer.validate,
         "save": checkpointing.save_checkpoint,
         "save, imported early": model_load_save.save_checkpoint,
+        "finalize": checkpointing.maybe_finalize_async_save,
+        "start worker": GlobalState.initialize_async_checkpoint_worker,
         "load": checkpointing._load_checkpoint_from_path,
         "load, imported early": setup._load_checkpoint_from_path,
         "hybrid": megatron_optimizer.HybridDeviceOptimizer,
@@ -141,7 +144,7 @@ def refused(run: Run) -> tuple[str, str]:
     [
         ({"format": "fsdp_dtensor_saef"}, "UnknownFormatError", "Did you mean 'fsdp_dtensor_safe'?"),
         ({"format": "fsdp-dtensor"}, "UnknownFormatError", "Did you mean 'fsdp_dtensor'?"),
-        ({"config": {"checkpoint.async_save": True}}, "ConfigurationError", "checkpoint.async_save=True"),
+        ({"config": {"checkpoint.non_persistent_ckpt_type": "local"}}, "ConfigurationError", "ckpt_type='local'"),
         ({"config": {"checkpoint.custom_manager_class": "a.B"}}, "ConfigurationError", "custom_manager_class='a.B'"),
     ],
 )

@@ -49,7 +49,7 @@ class Run:
 
 
 @no_process_group
-def train(run: Run) -> dict[str, Any]:
+def train(run: Run, callbacks: Any = None) -> dict[str, Any]:
     """Train; losses as full floats by iteration, digests of all tensors at the end, collectives of each save."""
     from megatron.bridge.training import pretrain as bridge_pretrain
     from megatron.bridge.training.gpt_step import forward_step
@@ -62,7 +62,7 @@ def train(run: Run) -> dict[str, Any]:
     os.environ["MASTER_ADDR"] = os.environ.get("MASTER_ADDR", "127.0.0.1")
     seen = _Observer(run)
     with seen.installed(), torch_adam() if run.optimizer == "torch" else _nothing():
-        bridge_pretrain.pretrain(configuration(run), forward_step)
+        bridge_pretrain.pretrain(configuration(run), forward_step, callbacks)
     return {"losses": seen.losses, "end": seen.end, "saves": seen.saves, "loaded": seen.loaded}
 
 

@@ -44,6 +44,7 @@ class Saving:
         self._add_files, self._after_commit, self._answer = add_files, after_commit, answer
         self._changed = threading.Condition()
         self._taken, self._over, self._given_up, self._freed = False, False, False, 0
+        self._asked = 0
         self._saved: Saved | None = None
         self._error: CheckpointError | None = None
         self.raised = False
@@ -60,6 +61,20 @@ class Saving:
     def done(self) -> bool:
         """Whether it has ended, well or not, and nothing of it is still being copied."""
         return self._over and self._taken
+
+    def ended_on_all(self) -> bool:
+        """Whether it has ended, as the first rank finds that asks: the same on all, which ask equally often.
+
+        Where another rank has heard it first, this one waits until it does.  One request to the store.
+
+        Raises:
+            RankMissingError: The store does not answer.
+        """
+        self._asked += 1
+        word = self._seat.first_says("ended" if self._over else "goes on", f"asked {self._asked}")
+        if word == "ended":
+            self.wait()
+        return word == "ended"
 
     @property
     def error(self) -> CheckpointError | None:

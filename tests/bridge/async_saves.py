@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,8 +20,6 @@ from mbridge_fsdp_ckpt.storage.commit import removal
 from mbridge_fsdp_ckpt.testing.ranks import no_process_group
 from tests.bridge.training import Run, train
 from tests.patched import patched
-
-Steps = list[int]
 
 
 @no_process_group
@@ -61,6 +61,29 @@ def train_held(run: Run, settings: Settings, until: int) -> dict[str, Any]:
 
 
 @no_process_group
+def train_where_one_hears_late(run: Run) -> list[list[int]]:
+    """Train, while rank 1 hears seconds after rank 0 that a save has ended; at which steps ranks heard of it."""
+    heard = _Heard()
+
+    def wait(context: Any) -> None:
+        if dist.get_rank() == 0 and pending._pending is not None:
+            pending._pending.saving.wait()
+
+    heard.callbacks.register("on_train_step_end", wait)
+
+    def late(function: Callable[..., Any]) -> Callable[..., Any]:
+        def end(*args: Any) -> None:
+            time.sleep(4.0 if dist.get_rank() == 1 else 0.0)
+            function(*args)
+
+        return end
+
+    with patched("mbridge_fsdp_ckpt.saving.beside.handle:Saving._end", late):
+        train(run, heard.callbacks)
+    return heard.steps
+
+
+@no_process_group
 def train_with_an_obstacle(run: Run) -> None:
     """Train, and let a file lie where a directory on the way to the second save should be."""
     heard = _Heard()
@@ -76,8 +99,6 @@ def train_with_an_obstacle(run: Run) -> None:
 @no_process_group
 def train_until_exit(run: Run, signal: int | None) -> dict[str, Any]:
     """Train until Bridge ends the process; see `train_watched`."""
-    import os
-
     heard = _Heard()
 
     def send(context: Any) -> None:

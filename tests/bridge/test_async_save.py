@@ -99,6 +99,13 @@ def test_what_follows_a_save_waits_for_it_and_names_its_step(bridge_ranks: RankP
     assert trackers(tmp_path / "c")[0] == "4"
 
 
+def test_callbacks_are_called_at_the_same_step_where_one_rank_hears_late(
+    bridge_ranks: RankPool, tmp_path: Path
+) -> None:
+    run = Run(str(tmp_path), iterations=5, config=ASYNC)
+    assert bridge_ranks.run(async_saves.train_where_one_hears_late, run, ranks=2) == [[[3, 3], [5, 5], [5, 5]]] * 2
+
+
 def test_the_next_save_waits_and_most_recent_k_is_obeyed(bridge_ranks: RankPool, tmp_path: Path) -> None:
     run = Run(str(tmp_path), save_every=1, config={**ASYNC, "checkpoint.most_recent_k": 2})
     for found in bridge_ranks.run(async_saves.train_watched, run, ranks=2):

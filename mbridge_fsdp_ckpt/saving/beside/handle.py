@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -44,6 +45,7 @@ class Saving:
         self._add_files, self._after_commit, self._answer = add_files, after_commit, answer
         self._changed = threading.Condition()
         self._taken, self._over, self._given_up, self._freed = False, False, False, 0
+        self._asks: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._asked = 0
         self._saved: Saved | None = None
         self._error: CheckpointError | None = None
@@ -132,7 +134,7 @@ class Saving:
                 self._freed = message["freed"]
                 self._changed.notify_all()
         elif "ask" in message:  # it may take long, and there is more to hear
-            threading.Thread(target=self._serve, args=(message,), name="asked by the writer", daemon=True).start()
+            self._asks.put(message)
         elif "done" in message:
             done = message["done"]
             self._end(Saved(**done, stalled=self.stalled), None)
@@ -157,12 +159,17 @@ class Saving:
         else:  # the ranks had committed it by then
             self._end(Saved(0, total, {}, 0.0, self.stalled), None)
 
-    def _serve(self, message: Message) -> None:
-        answer = self._called(message)
-        try:
-            self._answer({"answer": answer})
-        except CheckpointError as error:
-            _log.debug("nobody waits for the answer any more: %s", error)
+    def serve(self) -> None:
+        """Do what the writer asks, until the save has ended.
+
+        Of a thread that begins with the save: none can begin once the interpreter ends, which waits for the save.
+        """
+        while (message := self._asks.get()) is not None:
+            answer = self._called(message)
+            try:
+                self._answer({"answer": answer})
+            except CheckpointError as error:
+                _log.debug("nobody waits for the answer any more: %s", error)
 
     def _called(self, message: Message) -> object:
         """Call what the caller of the save gave; returns its error as data, None where it went well."""
@@ -189,3 +196,4 @@ class Saving:
             self._saved, self._error = saved, error
             self._over = True
             self._changed.notify_all()
+        self._asks.put(None)

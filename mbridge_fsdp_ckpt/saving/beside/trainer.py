@@ -69,6 +69,7 @@ class Trainer:
         self._saving: Saving | None = None
         self._layout: wire.Layout | None = None
         self._saves = 0
+        self._stager: threading.Thread | None = None
         self._served: dist.Store | None = None  # it serves for as long as somebody refers to it
 
     def begin(self, order: Order) -> Saving:
@@ -81,8 +82,14 @@ class Trainer:
         snapshot = order.prepared.then(lambda own: _snapshot(own, order), order.seat.rank, "planning the save")
         on_device = snapshot.message(lambda own: own.prepared.is_on_device) is True
         copies: Copies = OnStream() if on_device else OnHost()
-        stage = partial(self._stage, saving, order, snapshot, copies)
-        threading.Thread(target=stage, name="staging", daemon=True).start()
+        # before the call returns, like all threads: none can begin once the interpreter ends, which waits for the save
+        writer = Outcome.of(partial(self._writer_for, order.settings, order.seat), order.seat.rank, "starting the writer")
+        stage = partial(self._stage, saving, order, writer, snapshot, copies)
+        threading.Thread(target=saving.serve, name="asked by the writer", daemon=True).start()
+        if self._stager is not None:
+            self._stager.join()  # of a save that failed meanwhile, it may not have heard so yet
+        self._stager = threading.Thread(target=stage, name="staging", daemon=True)
+        self._stager.start()
         saving.stalled += order.phases.elapsed
         return saving
 
@@ -152,19 +159,26 @@ class Trainer:
         if self._writer is not None:
             self._writer.send(message)
 
-    def _stage(self, saving: Saving, order: Order, snapshot: Outcome[_Snapshot], copies: Copies) -> None:
+    def _stage(
+        self,
+        saving: Saving,
+        order: Order,
+        writer: Outcome[WriterProcess],
+        snapshot: Outcome[_Snapshot],
+        copies: Copies,
+    ) -> None:
         """The thread that copies."""
-        rank = order.seat.rank
+        rank, doing = order.seat.rank, "beginning to save beside the training"
         try:
-            begin = Outcome.of(lambda: self._announce(order, snapshot), rank, "beginning to save beside the training")
+            begin = writer.then(lambda writer: self._announce(writer, order, snapshot), rank, doing)
             if isinstance(begin.brought, CheckpointError):
                 saving.give_up(begin.brought)
             elif not isinstance(snapshot.brought, CheckpointError):
-                writer, own = begin.brought, snapshot.brought.prepared
-                fill = partial(self._fill, writer, saving, own, order.settings.replicas, copies)
+                listener, own = begin.brought, snapshot.brought.prepared
+                fill = partial(self._fill, listener, saving, own, order.settings.replicas, copies)
                 filled = Outcome.of(fill, rank, "copying what is saved")
                 if isinstance(filled.brought, CheckpointError):
-                    writer.send({"broken": filled.brought.to_wire(), "save": self._saves})
+                    listener.send({"broken": filled.brought.to_wire(), "save": self._saves})
         except SaveAbandonedError as error:
             _log.debug("the writer has ended, which who listens to it knows: %s", error)
         finally:
@@ -179,9 +193,9 @@ class Trainer:
             threading.Thread(target=_vouch, args=(self._writer, seat), name="writer starts", daemon=True).start()
         return self._writer
 
-    def _announce(self, order: Order, snapshot: Outcome[_Snapshot]) -> WriterProcess:
+    def _announce(self, writer: WriterProcess, order: Order, snapshot: Outcome[_Snapshot]) -> WriterProcess:
         """Tell the writer what is to come."""
-        writer, brought = self._writer_for(order.settings, order.seat), snapshot.brought
+        brought = snapshot.brought
         message = {
             "save": self._saves,
             "seat": order.seat.to_wire(),

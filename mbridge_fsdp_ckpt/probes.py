@@ -155,9 +155,7 @@ _TOUCHED: dict[Need, dict[str, dict[str, str]]] = {
                 "_load_model_weights_from_checkpoint(checkpoint_path,model,return_state_dict)"
             ),
         },
-        "bridge/differences.py": {
-            f"{_TRAINING}.optim": "",
-        },
+        "bridge/differences.py": {f"{_TRAINING}.optim": ""},
         "bridge/export_fix.py": {
             "megatron.bridge.models.conversion.param_mapping": ("_module_uses_fsdp ChunkedMapping MambaInProjMapping"),
         },

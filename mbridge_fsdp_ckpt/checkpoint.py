@@ -32,7 +32,8 @@ from mbridge_fsdp_ckpt.phases import Phases, tell
 from mbridge_fsdp_ckpt.saving import run as saving
 from mbridge_fsdp_ckpt.saving import snapshot
 from mbridge_fsdp_ckpt.saving.beside.handle import Saving
-from mbridge_fsdp_ckpt.saving.beside.trainer import Order, trainer
+from mbridge_fsdp_ckpt.saving.beside.order import Order
+from mbridge_fsdp_ckpt.saving.beside.trainer import trainer
 from mbridge_fsdp_ckpt.saving.commit import Job
 from mbridge_fsdp_ckpt.saving.saved import Saved
 from mbridge_fsdp_ckpt.saving.writer import Watching

@@ -137,8 +137,7 @@ _TOUCHED: dict[Need, dict[str, dict[str, str]]] = {
                 "get_checkpoint_run_config_filename get_checkpoint_train_state_filename TRACKER_PREFIX"
             ),
             f"{_TRAINING}.checkpointing": (
-                "append_to_progress_log(save_dir,string,barrier) maybe_save_dataloader_state(pg_collection) "
-                "save_tokenizer_assets"
+                "append_to_progress_log maybe_save_dataloader_state(pg_collection) save_tokenizer_assets"
             ),
             f"{_TRAINING}.callbacks": "CallbackContext should_fire",
             f"{_TRAINING}.utils.wandb_utils": "on_save_checkpoint_success(wandb_writer)",

@@ -5,11 +5,9 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
-from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,45 +18,18 @@ from mbridge_fsdp_ckpt.agree.elsewhere import Seat, served_store
 from mbridge_fsdp_ckpt.agree.outcome import Outcome
 from mbridge_fsdp_ckpt.agree.signs import STORE_ERRORS
 from mbridge_fsdp_ckpt.errors import CheckpointError, SaveAbandonedError
-from mbridge_fsdp_ckpt.phases import Phases
 from mbridge_fsdp_ckpt.saving.beside import wire
 from mbridge_fsdp_ckpt.saving.beside.channel import Message
 from mbridge_fsdp_ckpt.saving.beside.filling import Copies, Filling, OnHost, OnStream, pin
 from mbridge_fsdp_ckpt.saving.beside.handle import Saving
 from mbridge_fsdp_ckpt.saving.beside.memory import Staging, length_of, slots_for
+from mbridge_fsdp_ckpt.saving.beside.order import Order, Snapshot
 from mbridge_fsdp_ckpt.saving.beside.process import WriterProcess
 from mbridge_fsdp_ckpt.saving.snapshot import Prepared
 from mbridge_fsdp_ckpt.settings import Settings
-from mbridge_fsdp_ckpt.storage.files import Json
-from mbridge_fsdp_ckpt.storage.format.values import encode
 
 _SIGNS = 8  # within the time limit, in place of a writer that starts
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """A save to be done beside the training.
-
-    Args:
-        directory: Where to, as all ranks call it.
-        seat: This rank's, in the meetings.
-        settings: See `Settings`.
-        values: See `checkpoint.save`.
-        prepared: What this rank saves, or why it can't.
-        phases: The clock of the save.
-        add_files: See `checkpoint.save`.
-        after_commit: See `checkpoint.save`.
-    """
-
-    directory: str
-    seat: Seat
-    settings: Settings
-    values: Mapping[str, Any]
-    prepared: Outcome[Prepared]
-    phases: Phases
-    add_files: Callable[[Path], None] | None
-    after_commit: Callable[[], None] | None
 
 
 class Trainer:
@@ -69,7 +40,6 @@ class Trainer:
         self._saving: Saving | None = None
         self._layout: wire.Layout | None = None
         self._saves = 0
-        self._stager: threading.Thread | None = None
         self._served: dist.Store | None = None  # it serves for as long as somebody refers to it
 
     def begin(self, order: Order) -> Saving:
@@ -79,17 +49,16 @@ class Trainer:
         self._served = served_store() if order.seat.name else None
         saving = Saving(order.directory, order.seat, order.add_files, order.after_commit, self._answer)
         self._saving = saving
-        snapshot = order.prepared.then(lambda own: _snapshot(own, order), order.seat.rank, "planning the save")
+        snapshot = order.snapshot()
         on_device = snapshot.message(lambda own: own.prepared.is_on_device) is True
         copies: Copies = OnStream() if on_device else OnHost()
         # before the call returns, like all threads: none can begin once the interpreter ends, which waits for the save
-        writer = Outcome.of(partial(self._writer_for, order.settings, order.seat), order.seat.rank, "starting the writer")
+        writer = Outcome.of(
+            partial(self._writer_for, order.settings, order.seat), order.seat.rank, "starting the writer"
+        )
         stage = partial(self._stage, saving, order, writer, snapshot, copies)
         threading.Thread(target=saving.serve, name="asked by the writer", daemon=True).start()
-        if self._stager is not None:
-            self._stager.join()  # of a save that failed meanwhile, it may not have heard so yet
-        self._stager = threading.Thread(target=stage, name="staging", daemon=True)
-        self._stager.start()
+        threading.Thread(target=stage, name="staging", daemon=True).start()
         saving.stalled += order.phases.elapsed
         return saving
 
@@ -164,7 +133,7 @@ class Trainer:
         saving: Saving,
         order: Order,
         writer: Outcome[WriterProcess],
-        snapshot: Outcome[_Snapshot],
+        snapshot: Outcome[Snapshot],
         copies: Copies,
     ) -> None:
         """The thread that copies."""
@@ -193,7 +162,7 @@ class Trainer:
             threading.Thread(target=_vouch, args=(self._writer, seat), name="writer starts", daemon=True).start()
         return self._writer
 
-    def _announce(self, writer: WriterProcess, order: Order, snapshot: Outcome[_Snapshot]) -> WriterProcess:
+    def _announce(self, writer: WriterProcess, order: Order, snapshot: Outcome[Snapshot]) -> WriterProcess:
         """Tell the writer what is to come."""
         brought = snapshot.brought
         message = {
@@ -257,25 +226,6 @@ class _Consumer:
     def wait_for_slot(self, portion: int) -> None:
         """See `filling.Consumer`."""
         self.saving.wait_for_slot(portion, self.slots)
-
-
-@dataclass(frozen=True, slots=True)
-class _Snapshot:
-    """What is saved: values as they were at the call, and tensors that the optimizer's next step will change.
-
-    Args:
-        prepared: With copies of buffers: a forward pass may change them.
-        values: `Order.values` on rank 0, encoded.
-    """
-
-    prepared: Prepared
-    values: Json
-
-
-def _snapshot(prepared: Prepared, order: Order) -> _Snapshot:
-    held = [replace(item, flat=item.flat.clone()) if item.is_buffer else item for item in prepared.holdings]
-    values = encode(dict(order.values), "values") if order.seat.rank == 0 else None
-    return _Snapshot(Prepared(prepared.outgoing, held), values)
 
 
 def _vouch(writer: WriterProcess, seat: Seat) -> None:

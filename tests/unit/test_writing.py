@@ -9,10 +9,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from mbridge_fsdp_ckpt.agree.elsewhere import Seat
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.phases import Phases
 from mbridge_fsdp_ckpt.saving.beside.channel import Channel, Message
+from mbridge_fsdp_ckpt.saving.beside.handle import Saving
+from mbridge_fsdp_ckpt.saving.beside.process import WriterProcess
+from mbridge_fsdp_ckpt.saving.beside.trainer import Trainer
 from mbridge_fsdp_ckpt.saving.beside.writing import Writer
 from mbridge_fsdp_ckpt.settings import Settings
 
@@ -80,3 +85,15 @@ def test_a_save_may_begin_as_soon_as_the_one_before_has_ended(tmp_path: Path) ->
     trainer.close()
     serving.join(LIMIT_S)
     assert writer.known == [True, True]
+
+
+def test_the_end_of_a_writer_that_was_replaced_is_not_the_next_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last word may come when another writer has begun already."""
+    heard: list[str] = []
+    saving = Saving("iter_0000002", Seat("save", 0, 1, LIMIT_S, LIMIT_S), None, None, print)
+    monkeypatch.setattr(saving, "writer_ended", heard.append)
+    trainer, (old, new) = Trainer(), (object.__new__(WriterProcess) for _ in range(2))
+    trainer._saving, trainer._writer = saving, new
+    trainer.writer_ended(old, "the one before")
+    trainer.writer_ended(new, "its own")
+    assert heard == ["its own"]

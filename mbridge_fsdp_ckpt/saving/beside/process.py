@@ -25,7 +25,7 @@ class Listener(Protocol):
     def hear(self, message: Message) -> None:
         """A message.  Of another thread."""
 
-    def writer_ended(self, how: str) -> None:
+    def writer_ended(self, writer: WriterProcess, how: str) -> None:
         """Nothing more will be said.  Of another thread."""
 
 
@@ -53,6 +53,8 @@ class WriterProcess:
         self.spoke = threading.Event()
         """Whether it has said something, or has ended without."""
         self._patient_until = time.monotonic() + start_limit
+        self.how_ended = ""
+        """In words, once it has."""
         self.staging: Staging | None = None
         """The memory that it knows of."""
         threading.Thread(target=self._listen, name="hearing the writer", daemon=True).start()
@@ -97,11 +99,11 @@ class WriterProcess:
                 logging.getLogger(name).log(level, "%s", text)
             elif "alive" not in message:
                 self._listener.hear(message)
-        self._process.wait()
+        code = self._process.wait()
+        self.how_ended = self._killed_for or f"it ended with exit status {code}"
         self._ended.set()
         self.spoke.set()
-        code = self._process.returncode
-        self._listener.writer_ended(self._killed_for or f"it ended with exit status {code}")
+        self._listener.writer_ended(self, self.how_ended)
 
     def _watch(self) -> None:
         """A writer that is stopped, or stuck in its storage, is killed: nobody waits for it for good."""

@@ -48,7 +48,6 @@ class Trainer:
         self._saves += 1
         self._served = served_store() if order.seat.name else None
         saving = Saving(order.directory, order.seat, order.add_files, order.after_commit, self._answer)
-        self._saving = saving
         snapshot = order.snapshot()
         on_device = snapshot.message(lambda own: own.prepared.is_on_device) is True
         copies: Copies = OnStream() if on_device else OnHost()
@@ -56,6 +55,7 @@ class Trainer:
         writer = Outcome.of(
             partial(self._writer_for, order.settings, order.seat), order.seat.rank, "starting the writer"
         )
+        self._saving = saving
         stage = partial(self._stage, saving, order, writer, snapshot, copies)
         threading.Thread(target=saving.serve, name="asked by the writer", daemon=True).start()
         threading.Thread(target=stage, name="staging", daemon=True).start()
@@ -119,9 +119,9 @@ class Trainer:
         if self._saving is not None:
             self._saving.hear(message)
 
-    def writer_ended(self, how: str) -> None:
-        """See `Listener`."""
-        if self._saving is not None:
+    def writer_ended(self, writer: WriterProcess, how: str) -> None:
+        """See `Listener`.  One that was replaced has nothing to do with the save that goes on."""
+        if self._saving is not None and writer is self._writer:
             self._saving.writer_ended(how)
 
     def _answer(self, message: Message) -> None:
@@ -142,6 +142,8 @@ class Trainer:
             begin = writer.then(lambda writer: self._announce(writer, order, snapshot), rank, doing)
             if isinstance(begin.brought, CheckpointError):
                 saving.give_up(begin.brought)
+            elif not begin.brought.lives:  # since before this save was there to hear of it, perhaps
+                saving.writer_ended(begin.brought.how_ended)
             elif not isinstance(snapshot.brought, CheckpointError):
                 listener, own = begin.brought, snapshot.brought.prepared
                 fill = partial(self._fill, listener, saving, own, order.settings.replicas, copies)

@@ -46,6 +46,8 @@ def save_every_step(root: str, recipe: Recipe, steps: int, settings: Settings, b
 
 LIMIT_S = 3.0
 QUICK = Settings(time_limit=LIMIT_S)
+PATIENT = Settings(time_limit=60.0)
+"""Where a writer is stopped for a while, on a machine that does other things, too."""
 
 
 class Run:
@@ -119,7 +121,7 @@ def writer_ends(root: str, victim: int, how: Literal["killed", "stopped"]) -> tu
 
 def trainer_dies(root: str, victim: int) -> dict[str, Any]:
     """One rank is killed while another one's writer still has to write: what the survivor hears."""
-    run = Run(root)
+    run = Run(root, settings=PATIENT)
     run.warm()
     dist.barrier()
     if dist.get_rank() != victim:
@@ -159,7 +161,7 @@ def planning_fails(root: str) -> list[dict[str, Any]]:
 
 def skips(root: str) -> list[Any]:
     """Two saves, the second while the first goes on: whether it was skipped; and a third, once nothing goes on."""
-    run = Run(root, settings=Settings(time_limit=30.0, when_busy="skip"))
+    run = Run(root, settings=replace(PATIENT, when_busy="skip"))
     run.warm()
     dist.barrier()
     run.writer(signal.SIGSTOP)
@@ -195,14 +197,14 @@ def follows_up(root: str) -> list[Any]:
 
 def loads_meanwhile(root: str) -> bool:
     """A load right after a save began, of another state: whether what was saved is what was there before."""
-    run = Run(root)
+    run = Run(root, settings=PATIENT)
     run.warm()
     run.step()
     run.writer(signal.SIGSTOP)
     before = oracle.live(run.trainable)
     run.save()
     mbridge_fsdp_ckpt.load(
-        iteration(root, 1), model=run.trainable.model, optimizer=run.trainable.optimizer, settings=QUICK
+        iteration(root, 1), model=run.trainable.model, optimizer=run.trainable.optimizer, settings=PATIENT
     )
     assert oracle.live(run.trainable) != before
     run.writer(signal.SIGCONT)

@@ -27,7 +27,7 @@ def main(root: Path, how: str) -> None:
 
     from tests.core import beside
 
-    run = beside.Run(str(root))
+    run = beside.Run(str(root), settings=beside.PATIENT)
     run.warm()
     dist.barrier()
     run.writer(signal.SIGSTOP)

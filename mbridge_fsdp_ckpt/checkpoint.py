@@ -135,7 +135,7 @@ def save(
     job = Job(as_path(directory), settings, agreement, values or {}, add_files, after_commit)
     with phases("plan"):
         prepared = Outcome.of(prepare, agreement.rank, "planning the save")
-    outgoing = prepared.then(lambda own: own.outgoing, agreement.rank, "planning the save")
+    outgoing = prepared.then(lambda own: own.read(), agreement.rank, "planning the save")
     with job_bar(agreement.rank, wanted=settings.progress) as progress:
         saved = saving.run(job, outgoing, lambda: prepared.value.elements, Watching(phases, progress))
     if agreement.rank == 0:

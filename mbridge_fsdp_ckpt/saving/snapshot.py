@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Buffer, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from mbridge_fsdp_ckpt.agree import sketches
@@ -38,12 +38,18 @@ class Prepared:
     """What one rank is about to write, and the tensors.
 
     Args:
-        outgoing: What it writes.
+        outgoing: What it writes, without its numbers.
         holdings: The blocks with what is behind them, one for each of `Outgoing.blocks`.
+        numbers: See `Outgoing`, with what is behind them.
     """
 
     outgoing: Outgoing
     holdings: list[Holding]
+    numbers: list[Holding]
+
+    def read(self) -> Outgoing:
+        """What it writes, its numbers as they are now."""
+        return replace(self.outgoing, numbers=list(map(_number, self.numbers)))
 
     @property
     def is_on_device(self) -> bool:
@@ -81,7 +87,7 @@ def plan_save(
     rank_values: Mapping[str, Any] | None,
     vocabulary_size: int | None = None,
 ) -> Prepared:
-    """Plan this rank's part.  No communication, and no copies but of numbers.
+    """Plan this rank's part.  No communication, and nothing of a tensor is read.
 
     Raises:
         CheckpointError: The model or the optimizer cannot be saved.
@@ -110,7 +116,7 @@ def plan_save(
     numbers = [holding for holding in slots if holding.is_scalar]
     holdings += [holding for holding in slots if holding.declares]
     shape = {**topology(), "strategy": sharding_strategy(module)}
-    return Prepared(outgoing_of(holdings, numbers, said, hyperparameters, sections, shape), holdings)
+    return Prepared(outgoing_of(holdings, numbers, said, hyperparameters, sections, shape), holdings, numbers)
 
 
 def outgoing_of(
@@ -121,7 +127,7 @@ def outgoing_of(
     sections: tuple[Section, ...],
     shape: dict[str, int | str],
 ) -> Outgoing:
-    """What a rank writes of what it holds.
+    """What a rank writes of what it holds, without the values of numbers.
 
     Args:
         holdings: Its blocks that count for the plan.
@@ -137,8 +143,7 @@ def outgoing_of(
     blocks = list(map(Block.of, holdings))
     keys = {holding.key: holding.entry for holding in holdings if holding.piece.writes}
     keys |= {holding.key: holding.entry for holding in numbers}
-    read = list(map(_number, numbers))
-    return Outgoing(blocks, keys, read, sketches.sketch(blocks), said, hyperparameters, sections, shape)
+    return Outgoing(blocks, keys, [], sketches.sketch(blocks), said, hyperparameters, sections, shape)
 
 
 def _number(holding: Holding) -> Number:

@@ -32,11 +32,13 @@ def agreement(rank: int) -> Agreement:
 
 def prepared(held: list[Holding], sections: tuple[Section, ...] = ("model",)) -> Prepared:
     numbers = [holding for holding in held if holding.is_scalar]
-    return Prepared(outgoing_of(held, numbers, RankIndex(0, {}, None, {}), {}, sections, {"strategy": "x"}), held)
+    return Prepared(
+        outgoing_of(held, numbers, RankIndex(0, {}, None, {}), {}, sections, {"strategy": "x"}), held, numbers
+    )
 
 
 def write(held: Prepared, place: writer.Place, rank: int, choice: str = "warn") -> writer.Written:
-    return writer.write(held.outgoing, held.elements, place, agreement(rank), choice)
+    return writer.write(held.read(), held.elements, place, agreement(rank), choice)
 
 
 NO_VIEW = Settings(dcp_metadata="never")

@@ -60,4 +60,4 @@ class Order:
     def _snapshot(self, prepared: Prepared) -> Snapshot:
         held = [replace(item, flat=item.flat.clone()) if item.is_buffer else item for item in prepared.holdings]
         values = encode(dict(self.values), "values") if self.seat.rank == 0 else None
-        return Snapshot(Prepared(prepared.outgoing, held), values)
+        return Snapshot(Prepared(prepared.read(), held, []), values)

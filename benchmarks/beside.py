@@ -1,0 +1,207 @@
+"""What training waits for a save beside it: `python -m benchmarks.beside`.
+
+Two real ranks and models of few large tensors, in one run: saves of ours that wait, and beside the training; plain
+`torch.distributed.checkpoint` of the same tensors, its own two ways of saving asynchronously (a thread, a process)
+among them; and one copy of the state in memory.  All take turns, each after a step and with steps after it until the
+checkpoint is there.  Medians of the slowest rank.
+
+    stall         in the call, and before the next optimizer step
+    of memcpy     the stall, of one copy of the state in memory
+    committed     from the call until the checkpoint is there
+    steps         a step meanwhile, of a step with nothing beside it
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from rich.console import Console
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+import mbridge_fsdp_ckpt
+from benchmarks.disk import RANKS, RECIPES
+from mbridge_fsdp_ckpt.testing.gpu.state import tensors
+from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
+from mbridge_fsdp_ckpt.testing.models import Recipe, Trainable, build
+from mbridge_fsdp_ckpt.testing.modules import MEGATRON_MODULES, installed
+from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from tools.circumstances import circumstances
+
+RESULTS = Path(__file__).parent / "results" / "beside"
+KINDS = ("ours", "ours, beside", "DCP", "DCP, thread", "DCP, process")
+MEASURES = ("stall", "committed", "steps")
+Numbers = dict[str, list[float]]
+Begun = tuple[Callable[[], bool], Callable[[], float]]
+"""Whether a save that has begun is committed, and what it stalled the training after its call."""
+
+
+def measure(folder: str, recipe: Recipe, runs: int) -> tuple[Numbers, float]:
+    """On every rank: its numbers, the first of each left out, and its bytes."""
+    replace_cuda_only_kernels()
+    trainable = build(recipe)
+    one = _Rank(Path(folder), trainable)
+    for number in range(runs + 1):
+        for name, value in one.turn():
+            if number:
+                one.numbers.setdefault(name, []).append(value)
+    mbridge_fsdp_ckpt.finish_saves()
+    return one.numbers, float(sum(tensor.nbytes for _, tensor in tensors(trainable)))
+
+
+class _Rank:
+    """One rank's measurements.
+
+    Args:
+        folder: Where files go.
+        trainable: What is saved.
+    """
+
+    def __init__(self, folder: Path, trainable: Trainable) -> None:
+        self._folder, self._trainable = folder, trainable
+        self.numbers: Numbers = {}
+        self._steps = 0
+        self._step()
+        self._copies = [torch.empty_like(tensor).copy_(tensor) for _, tensor in tensors(trainable)]
+
+    def turn(self) -> Iterator[tuple[str, float]]:
+        """Each kind once."""
+        begin: dict[str, Callable[[Path], Begun]] = {
+            "ours": self._ours,
+            "ours, beside": self._beside,
+            "DCP": self._plain,
+            "DCP, thread": lambda place: self._plain(place, AsyncCheckpointerType.THREAD),
+            "DCP, process": lambda place: self._plain(place, AsyncCheckpointerType.PROCESS),
+        }
+        for kind in KINDS:
+            yield "alone, a step", statistics.median(self._step() for _ in range(2))
+            yield "memcpy", self._memcpy()
+            for measure, value in zip(MEASURES, self._save(begin[kind]), strict=True):
+                yield f"{kind}: {measure}", value
+            self._clear()
+
+    def _save(self, begin: Callable[[Path], Begun]) -> tuple[float, float, float]:
+        dist.barrier()
+        start = time.perf_counter()
+        is_there, stalled = begin(self._folder / "saved")
+        called = time.perf_counter() - start
+        steps: list[float] = []
+        committed = time.perf_counter() - start if is_there() else 0.0
+        while not committed or not steps:
+            steps.append(self._step())
+            committed = committed or (time.perf_counter() - start if self._all(is_there()) else 0.0)
+        return called + stalled(), committed, statistics.median(steps)
+
+    def _ours(self, place: Path) -> Begun:
+        mbridge_fsdp_ckpt.save(place, model=self._trainable.model, optimizer=self._trainable.optimizer)
+        return (lambda: True), (lambda: 0.0)
+
+    def _beside(self, place: Path) -> Begun:
+        start = time.perf_counter()
+        saving = mbridge_fsdp_ckpt.save(
+            place, model=self._trainable.model, optimizer=self._trainable.optimizer, background=True
+        )
+        assert saving is not None
+        called, own = time.perf_counter() - start, saving.stalled
+        assert own <= called
+        return (lambda: saving.done), (lambda: saving.stalled - own)
+
+    def _plain(self, place: Path, kind: AsyncCheckpointerType | None = None) -> Begun:
+        state = {f"{dist.get_rank()} {name}": tensor for name, tensor in tensors(self._trainable)}
+        writer = dcp.FileSystemWriter(place, sync_files=True)
+        if kind is None:
+            dcp.save(state, storage_writer=writer)
+            return (lambda: True), (lambda: 0.0)
+        future: Any = dcp.async_save(state, storage_writer=writer, async_checkpointer_type=kind)
+        return future.done, (lambda: 0.0)
+
+    def _all(self, done: bool) -> bool:
+        found = torch.tensor(int(done))
+        dist.all_reduce(found, dist.ReduceOp.MIN)
+        return bool(found)
+
+    def _step(self) -> float:
+        self._steps += 1
+        dist.barrier()
+        start = time.perf_counter()
+        self._trainable.step(self._steps)
+        return time.perf_counter() - start
+
+    def _memcpy(self) -> float:
+        dist.barrier()
+        start = time.perf_counter()
+        for copy, (_, tensor) in zip(self._copies, tensors(self._trainable), strict=True):
+            copy.copy_(tensor)
+        return time.perf_counter() - start
+
+    def _clear(self) -> None:
+        """Remove what was written: it is not to be trimmed while the next one is measured."""
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(self._folder / "saved")
+        dist.barrier()
+
+
+def compare(ranks: list[tuple[Numbers, float]]) -> dict[str, Any]:
+    """Medians of the slowest rank."""
+    names = ranks[0][0]
+    slowest = {name: list(map(max, zip(*(own[name] for own, _ in ranks), strict=True))) for name in names}
+    return {"bytes": sum(size for _, size in ranks), "seconds": {n: statistics.median(v) for n, v in slowest.items()}}
+
+
+def report(about: dict[str, str], found: dict[float, dict[str, Any]]) -> str:
+    """A page."""
+    lines = [f"# What training waits for a save beside it\n\n{__doc__.split(chr(10), 2)[2].strip()}\n"]
+    lines += [f"- {name}: {value}" for name, value in about.items()]
+    for gigabytes, one in found.items():
+        seconds = one["seconds"]
+        copy, alone = seconds["memcpy"], seconds["alone, a step"]
+        lines += [
+            f"\n## {gigabytes} GB\n",
+            f"{one['bytes'] / 1e9:.2f} GB in all. One copy in memory: {copy:.3f} s. A step: {alone:.2f} s.\n",
+            "| | stall, s | of memcpy | committed, s | steps |",
+            "| --- " * 5 + "|",
+        ]
+        for kind in KINDS:
+            stall, committed, step = (seconds[f"{kind}: {measure}"] for measure in MEASURES)
+            during = f"{step / alone:.2f}" if committed > stall else ""
+            lines.append(f"| {kind} | {stall:.3f} | {stall / copy:.2f} | {committed:.2f} | {during} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.beside", description=__doc__)
+    parser.add_argument("--gigabytes", type=float, nargs="+", choices=RECIPES, default=list(RECIPES)[:2])
+    parser.add_argument("--runs", type=int, default=5, help="of each kind (default: 5)")
+    parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="where files go")
+    parser.add_argument("--dry", action="store_true", help="write no page")
+    arguments = parser.parse_args()
+    found, ranks = {}, {}
+    for gigabytes in arguments.gigabytes:
+        with (
+            tempfile.TemporaryDirectory(dir=arguments.scratch) as place,
+            RankPool(RANKS, preload=installed(MEGATRON_MODULES), time_limit=3000) as pool,
+        ):
+            ranks[gigabytes] = pool.run(measure, place, RECIPES[gigabytes], arguments.runs)
+            found[gigabytes] = compare(ranks[gigabytes])
+    about = circumstances(arguments.scratch, runs=str(arguments.runs))
+    page = report(about, found)
+    Console(highlight=False).print(page)
+    if not arguments.dry:
+        RESULTS.with_suffix(".md").write_text(page)
+        RESULTS.with_suffix(".json").write_text(json.dumps({"about": about, "ranks": ranks}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -13,11 +13,8 @@ checkpoint is there.  Medians of the slowest rank.
 
 from __future__ import annotations
 
-import argparse
-import json
 import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,22 +23,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from rich.console import Console
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import mbridge_fsdp_ckpt
-from benchmarks.disk import RANKS, RECIPES
+from benchmarks.large import Benchmark, Numbers, slowest
 from mbridge_fsdp_ckpt.testing.gpu.state import tensors
 from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
 from mbridge_fsdp_ckpt.testing.models import Recipe, Trainable, build
-from mbridge_fsdp_ckpt.testing.modules import MEGATRON_MODULES, installed
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
-from tools.circumstances import circumstances
 
-RESULTS = Path(__file__).parent / "results" / "beside"
 KINDS = ("ours", "ours, beside", "DCP", "DCP, thread", "DCP, process")
 MEASURES = ("stall", "committed", "steps")
-Numbers = dict[str, list[float]]
 Begun = tuple[Callable[[], bool], Callable[[], float]]
 """Whether a save that has begun is committed, and what it stalled the training after its call."""
 
@@ -154,54 +145,28 @@ class _Rank:
 
 def compare(ranks: list[tuple[Numbers, float]]) -> dict[str, Any]:
     """Medians of the slowest rank."""
-    names = ranks[0][0]
-    slowest = {name: list(map(max, zip(*(own[name] for own, _ in ranks), strict=True))) for name in names}
-    return {"bytes": sum(size for _, size in ranks), "seconds": {n: statistics.median(v) for n, v in slowest.items()}}
+    return {"bytes": sum(size for _, size in ranks), "seconds": slowest([own for own, _ in ranks])}
 
 
-def report(about: dict[str, str], found: dict[float, dict[str, Any]]) -> str:
-    """A page."""
-    lines = [f"# What training waits for a save beside it\n\n{__doc__.split(chr(10), 2)[2].strip()}\n"]
-    lines += [f"- {name}: {value}" for name, value in about.items()]
-    for gigabytes, one in found.items():
-        seconds = one["seconds"]
-        copy, alone = seconds["memcpy"], seconds["alone, a step"]
-        lines += [
-            f"\n## {gigabytes} GB\n",
-            f"{one['bytes'] / 1e9:.2f} GB in all. One copy in memory: {copy:.3f} s. A step: {alone:.2f} s.\n",
-            "| | stall, s | of memcpy | committed, s | steps |",
-            "| --- " * 5 + "|",
-        ]
-        for kind in KINDS:
-            stall, committed, step = (seconds[f"{kind}: {measure}"] for measure in MEASURES)
-            during = f"{step / alone:.2f}" if committed > stall else ""
-            lines.append(f"| {kind} | {stall:.3f} | {stall / copy:.2f} | {committed:.2f} | {during} |")
-    return "\n".join(lines) + "\n"
+def section(one: dict[str, Any]) -> list[str]:
+    """One model on the page."""
+    seconds = one["seconds"]
+    copy, alone = seconds["memcpy"], seconds["alone, a step"]
+    lines = [
+        f"{one['bytes'] / 1e9:.2f} GB in all. One copy in memory: {copy:.3f} s. A step: {alone:.2f} s.\n",
+        "| | stall, s | of memcpy | committed, s | steps |",
+        "| --- " * 5 + "|",
+    ]
+    for kind in KINDS:
+        stall, committed, step = (seconds[f"{kind}: {measure}"] for measure in MEASURES)
+        during = f"{step / alone:.2f}" if committed > stall else ""
+        lines.append(f"| {kind} | {stall:.3f} | {stall / copy:.2f} | {committed:.2f} | {during} |")
+    return lines
 
 
-def main() -> None:
-    """Measure, print, write."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.beside", description=__doc__)
-    parser.add_argument("--gigabytes", type=float, nargs="+", choices=RECIPES, default=list(RECIPES)[:2])
-    parser.add_argument("--runs", type=int, default=5, help="of each kind (default: 5)")
-    parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="where files go")
-    parser.add_argument("--dry", action="store_true", help="write no page")
-    arguments = parser.parse_args()
-    found, ranks = {}, {}
-    for gigabytes in arguments.gigabytes:
-        with (
-            tempfile.TemporaryDirectory(dir=arguments.scratch) as place,
-            RankPool(RANKS, preload=installed(MEGATRON_MODULES), time_limit=3000) as pool,
-        ):
-            ranks[gigabytes] = pool.run(measure, place, RECIPES[gigabytes], arguments.runs)
-            found[gigabytes] = compare(ranks[gigabytes])
-    about = circumstances(arguments.scratch, runs=str(arguments.runs))
-    page = report(about, found)
-    Console(highlight=False).print(page)
-    if not arguments.dry:
-        RESULTS.with_suffix(".md").write_text(page)
-        RESULTS.with_suffix(".json").write_text(json.dumps({"about": about, "ranks": ranks}, indent=1) + "\n")
-
+BENCHMARK = Benchmark(
+    "beside", "What training waits for a save beside it", __doc__, measure, compare, section, gigabytes=(0.43, 1.7)
+)
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

@@ -9,13 +9,9 @@ does with loaded weights at the end of a load, a gather of all of them, is told 
 
 from __future__ import annotations
 
-import argparse
-import json
 import mmap
 import os
 import shutil
-import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,26 +23,14 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from rich.console import Console
 
 import mbridge_fsdp_ckpt
 from benchmarks.cache import prepare_cache
+from benchmarks.large import Benchmark, Numbers, slowest
 from mbridge_fsdp_ckpt.loading import fill
 from mbridge_fsdp_ckpt.testing.gpu.state import tensors
 from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
 from mbridge_fsdp_ckpt.testing.models import Recipe, Trainable, build
-from mbridge_fsdp_ckpt.testing.modules import MEGATRON_MODULES, installed
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
-from tools.circumstances import circumstances
-
-RESULTS = Path(__file__).parent / "results" / "disk"
-RANKS = 2
-RECIPES = {
-    0.43: Recipe(layers=2, hidden=1024, ffn=4096),
-    1.7: Recipe(layers=2, hidden=2048, ffn=8192),
-    4.0: Recipe(layers=5, hidden=2048, ffn=8192),
-}
-"""By gigabytes of weights and moments, in fp32."""
 
 RAW = {
     "write": ("raw write, page cache", "raw write, direct"),
@@ -64,10 +48,8 @@ KINDS = (
 )
 _BLOCK = 1 << 23
 
-Times = dict[str, list[float]]
 
-
-def measure(folder: str, recipe: Recipe, runs: int) -> tuple[Times, dict[str, float]]:
+def measure(folder: str, recipe: Recipe, runs: int) -> tuple[Numbers, dict[str, float]]:
     """On every rank: its seconds of each kind, the first of each left out; its bytes and its peak extra memory."""
     replace_cuda_only_kernels()
     trainable = build(recipe)
@@ -93,7 +75,7 @@ class _Rank:
         self._own = dict(tensors(trainable))
         self.size = sum(tensor.nbytes for tensor in self._own.values())
         self._source = torch.cat([t.reshape(-1).view(torch.uint8)[:_BLOCK] for t in self._own.values()])[:_BLOCK]
-        self.times: Times = {}
+        self.times: Numbers = {}
         self.extra: list[float] = []
 
     def turn(self) -> Iterator[tuple[str, float]]:
@@ -202,10 +184,9 @@ def _noting(function: Callable[..., Any], seconds: list[float]) -> Callable[...,
     return call
 
 
-def compare(ranks: list[tuple[Times, dict[str, float]]]) -> dict[str, Any]:
+def compare(ranks: list[tuple[Numbers, dict[str, float]]]) -> dict[str, Any]:
     """Medians of the slowest rank, and what they are of the faster raw rate."""
-    times = [own for own, _ in ranks]
-    seconds = {name: statistics.median(map(max, zip(*(own[name] for own in times), strict=True))) for name in KINDS}
+    seconds = slowest([own for own, _ in ranks])
     size = sum(about["bytes"] for _, about in ranks)
     best = {what: min(seconds[name] for name in names) for what, names in RAW.items()}
     return {
@@ -223,47 +204,21 @@ def compare(ranks: list[tuple[Times, dict[str, float]]]) -> dict[str, Any]:
     }
 
 
-def report(about: dict[str, str], found: dict[float, dict[str, Any]]) -> str:
-    """A page."""
-    lines = [f"# Saves and loads beside what the disk can do\n\n{__doc__.split(chr(10), 2)[2].strip()}\n"]
-    lines += [f"- {name}: {value}" for name, value in about.items()]
-    for gigabytes, one in found.items():
-        lines += [
-            f"\n## {gigabytes} GB\n",
-            f"{one['bytes'] / 1e9:.2f} GB in all. Extra memory of a save, at the most: "
-            f"{one['extra memory of a save'] / 2**20:.0f} MiB a rank.\n",
-            "| | s | GB/s | of the faster raw rate |",
-            "| --- " * 4 + "|",
-        ]
-        for name in KINDS:
-            of_raw = f"{one['of raw'][name]:.0%}" if name in one["of raw"] else ""
-            lines.append(f"| {name} | {one['seconds'][name]:.2f} | {one['gigabytes a second'][name]:.2f} | {of_raw} |")
-    return "\n".join(lines) + "\n"
+def section(one: dict[str, Any]) -> list[str]:
+    """One model on the page."""
+    lines = [
+        f"{one['bytes'] / 1e9:.2f} GB in all. Extra memory of a save, at the most: "
+        f"{one['extra memory of a save'] / 2**20:.0f} MiB a rank.\n",
+        "| | s | GB/s | of the faster raw rate |",
+        "| --- " * 4 + "|",
+    ]
+    for name in KINDS:
+        of_raw = f"{one['of raw'][name]:.0%}" if name in one["of raw"] else ""
+        lines.append(f"| {name} | {one['seconds'][name]:.2f} | {one['gigabytes a second'][name]:.2f} | {of_raw} |")
+    return lines
 
 
-def main() -> None:
-    """Measure, print, write."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.disk", description=__doc__)
-    parser.add_argument("--gigabytes", type=float, nargs="+", choices=RECIPES, default=list(RECIPES))
-    parser.add_argument("--runs", type=int, default=5, help="of each kind (default: 5)")
-    parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="where files go")
-    parser.add_argument("--dry", action="store_true", help="write no page")
-    arguments = parser.parse_args()
-    found, ranks = {}, {}
-    for gigabytes in arguments.gigabytes:
-        with (
-            tempfile.TemporaryDirectory(dir=arguments.scratch) as place,
-            RankPool(RANKS, preload=installed(MEGATRON_MODULES), time_limit=3000) as pool,
-        ):
-            ranks[gigabytes] = pool.run(measure, place, RECIPES[gigabytes], arguments.runs)
-            found[gigabytes] = compare(ranks[gigabytes])
-    about = circumstances(arguments.scratch, runs=str(arguments.runs))
-    page = report(about, found)
-    Console(highlight=False).print(page)
-    if not arguments.dry:
-        RESULTS.with_suffix(".md").write_text(page)
-        RESULTS.with_suffix(".json").write_text(json.dumps({"about": about, "ranks": ranks}, indent=1) + "\n")
-
+BENCHMARK = Benchmark("disk", "Saves and loads beside what the disk can do", __doc__, measure, compare, section)
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

@@ -60,6 +60,8 @@ class _Rank:
 
     def __init__(self, folder: Path, trainable: Trainable) -> None:
         self._folder, self._trainable = folder, trainable
+        # DCP's thread and a step of the training would wait for each other in one process group
+        self._group: Any = dist.new_group(backend="gloo")
         self.numbers: Numbers = {}
         self._steps = 0
         self._step()
@@ -113,7 +115,9 @@ class _Rank:
         if kind is None:
             dcp.save(state, storage_writer=writer)
             return (lambda: True), (lambda: 0.0)
-        future: Any = dcp.async_save(state, storage_writer=writer, async_checkpointer_type=kind)
+        future: Any = dcp.async_save(
+            state, storage_writer=writer, process_group=self._group, async_checkpointer_type=kind
+        )
         return future.done, (lambda: 0.0)
 
     def _all(self, done: bool) -> bool:

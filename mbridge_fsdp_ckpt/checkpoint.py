@@ -185,8 +185,7 @@ def load(
         LoadInterruptedError: Reading failed after live tensors had begun to change: don't go on with them.
         CheckpointError: Any other; the same on every rank, and nothing was changed.
     """
-    trainer().wait_until_taken()
-    return loading.run(directory, Wanted(model, optimizer, include, with_state=True), accept, settings or Settings())
+    return _load(directory, Wanted(model, optimizer, include, with_state=True), accept, settings)
 
 
 def load_weights_only(
@@ -214,5 +213,10 @@ def load_weights_only(
     Raises:
         CheckpointError: As in `load`.
     """
+    return _load(directory, Wanted(model, optimizer, include, with_state=False), accept, settings)
+
+
+def _load(directory: Directory, wanted: Wanted, accept: Accept | None, settings: Settings | None) -> Loaded:
+    """Load; what a save in the background still copies is copied before anything changes."""
     trainer().wait_until_taken()
-    return loading.run(directory, Wanted(model, optimizer, include, with_state=False), accept, settings or Settings())
+    return loading.run(directory, wanted, accept, settings or Settings())

@@ -224,7 +224,7 @@ def next_name(store: dist.Store, rank: int, kind: str) -> str:
     number = store.add(f"{job}/{rank}/{kind}", 1)
     if number == 1:
         store.set(f"{HOSTS}/{rank}", socket.gethostname())
-    return f"{job}/{number}" if kind == "agreements" else f"{job}/{kind}/{number}"
+    return f"{job}/{kind}/{number}"
 
 
 def default_store() -> dist.Store:

@@ -19,6 +19,7 @@ from megatron.bridge.utils.common_utils import get_rank_safe, is_last_rank, prin
 from mbridge_fsdp_ckpt.agree.outcome import Outcome
 from mbridge_fsdp_ckpt.bridge.differences import dataloader_directory
 from mbridge_fsdp_ckpt.bridge.locate import NON_PERSISTENT
+from mbridge_fsdp_ckpt.bridge.names import RUN_CONFIG
 from mbridge_fsdp_ckpt.bridge.scalars import log_scalars
 from mbridge_fsdp_ckpt.errors import CheckpointError
 from mbridge_fsdp_ckpt.saving.saved import Saved
@@ -139,7 +140,7 @@ def _prune(checkpoint_config: Any, root: AnyPath, step: int) -> None:
 
 def _yaml(cfg: Any) -> bytes:
     with TemporaryDirectory(prefix="mbridge_fsdp_ckpt-") as place:
-        file = Path(place) / "run_config.yaml"
+        file = Path(place) / RUN_CONFIG
         cfg.to_yaml(str(file))
         return file.read_bytes()
 

@@ -17,16 +17,18 @@ from megatron.bridge.utils.common_utils import print_rank_0
 from megatron.core.utils import unwrap_model
 
 from mbridge_fsdp_ckpt import checkpoint
-from mbridge_fsdp_ckpt.bridge import after_save, differences, pending
+from mbridge_fsdp_ckpt.bridge import after_save, differences
 from mbridge_fsdp_ckpt.bridge.after_save import Announcement
 from mbridge_fsdp_ckpt.bridge.choice import check_settings, presented_as_stock, settings_of
 from mbridge_fsdp_ckpt.bridge.locate import locate
 from mbridge_fsdp_ckpt.bridge.names import PROGRESS
-from mbridge_fsdp_ckpt.bridge.pending import Pending
 from mbridge_fsdp_ckpt.bridge.restoration import Parts, restoration
 from mbridge_fsdp_ckpt.bridge.scalars import log_scalars
 from mbridge_fsdp_ckpt.errors import ConfigurationError
+from mbridge_fsdp_ckpt.hosts import pending
+from mbridge_fsdp_ckpt.hosts.pending import Pending
 from mbridge_fsdp_ckpt.hosts.restoration import saved_loss_scales
+from mbridge_fsdp_ckpt.saving.beside.trainer import trainer
 from mbridge_fsdp_ckpt.storage.format.names import STOCK_FORMAT
 from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path
 
@@ -72,8 +74,8 @@ class SafeCheckpointManager:
         return progress
 
     def finalize_async_saves(self, state: Any, blocking: bool = False, terminate: bool = False) -> None:
-        """Follow up a save beside the training that has ended, or wait for it; see `pending.finalize`."""
-        pending.finalize(blocking=blocking, terminate=terminate)
+        """Follow up a save beside the training that has ended, or wait for it; see `finalize`."""
+        finalize(blocking=blocking, terminate=terminate)
 
 
 def save_checkpoint(
@@ -141,6 +143,26 @@ def _save(directory: AnyPath, options: dict[str, Any], announcement: Announcemen
     if saving is not None:
         pending.put(Pending(saving, announcement.make_later, announcement.calls_back))
     return saving is not None
+
+
+def finalize(*, blocking: bool, terminate: bool) -> None:
+    """What Bridge asks for after each step, and at the end: to follow up a save beside the training that has ended.
+
+    Args:
+        blocking: Whether to wait for the save, not only to look.
+        terminate: Whether it was the last one: the process that writes ends, and its memory is given back.
+
+    Raises:
+        CheckpointError: The save failed, and its error has not been raised yet: the same on every rank.  Not by a look.
+    """
+    if not (blocking or terminate):
+        pending.look()
+        return
+    try:
+        pending.finish()
+    finally:
+        if terminate:
+            trainer().stop()
 
 
 def _unwrapped(model: list[Any], pg_collection: Any) -> tuple[list[Any], Any]:

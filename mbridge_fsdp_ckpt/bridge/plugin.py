@@ -88,7 +88,7 @@ def _patch(patches: Patches) -> None:
     from megatron.bridge.training.state import GlobalState
     from megatron.bridge.utils.instantiate_utils import target_allowlist
 
-    from mbridge_fsdp_ckpt.bridge import conversion_seams, manager, pending
+    from mbridge_fsdp_ckpt.bridge import conversion_seams, manager
     from mbridge_fsdp_ckpt.bridge.differences import copies_refresher
     from mbridge_fsdp_ckpt.bridge.export_fix import correct_export
     from mbridge_fsdp_ckpt.bridge.full_dim_norms import mark_as_sharded
@@ -102,7 +102,7 @@ def _patch(patches: Patches) -> None:
     replacements = [
         (save, _routed(save, manager.save_checkpoint)),
         (load, _routed(load, manager.load_from_path)),
-        (finalize, _finalize(finalize, pending.finalize)),
+        (finalize, _finalize(finalize, manager.finalize)),
         *([] if sync is None else [(sync, _sync_copies(sync))]),
         *conversion_seams.replacements(is_ours),
     ]

@@ -18,7 +18,8 @@ from megatron.training.utils import is_last_rank, print_rank_0
 
 from mbridge_fsdp_ckpt import checkpoint
 from mbridge_fsdp_ckpt.errors import ConfigurationError, NotACheckpointError
-from mbridge_fsdp_ckpt.hosts import restoration
+from mbridge_fsdp_ckpt.hosts import pending, restoration
+from mbridge_fsdp_ckpt.hosts.pending import Pending
 from mbridge_fsdp_ckpt.hosts.root import RELEASE, TRACKER, find_checkpoint
 from mbridge_fsdp_ckpt.megatron_lm import following
 from mbridge_fsdp_ckpt.megatron_lm.choice import check_arguments, settings_in_use
@@ -78,7 +79,7 @@ def save_checkpoint(
     if not args.async_save:
         news.tell()
     elif saving is not None:
-        following.await_end(saving, news)
+        pending.put(Pending(saving, lambda saved: news.tell(), in_unison=False))
     ft_integration.on_checkpointing_end(is_async_finalization=False)
 
 
@@ -112,9 +113,11 @@ def maybe_finalize_async_save(blocking: bool = False, terminate: bool = False) -
         CheckpointError: It failed, and this is the end.  The same on every rank.
     """
     if blocking or terminate:
-        following.finish()
+        if pending.goes_on():
+            print_rank_0("  waiting for the checkpoint that is being saved beside the training")
+        pending.finish()
     else:
-        following.look()
+        pending.look()
 
 
 def load_checkpoint(

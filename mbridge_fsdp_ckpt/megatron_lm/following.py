@@ -1,7 +1,7 @@
 """What follows a save: the tracker, on rank 0 with the commit; then, where the training loop is, what others are told.
 
 A save beside the training (`--async-save`) ends while Megatron-LM trains.  Its loop asks before every iteration and at
-its end; none of what is told then needs the other ranks.
+its end (`hosts.pending`); none of what is told then needs the other ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from megatron.training import checkpointing as stock
 from megatron.training import one_logger_utils, wandb_utils
 from megatron.training.utils import append_to_progress_log, is_last_rank, print_rank_0
 
-from mbridge_fsdp_ckpt import checkpoint
 from mbridge_fsdp_ckpt.hosts.root import RELEASE, TRACKER
 from mbridge_fsdp_ckpt.storage.commit import removal
 from mbridge_fsdp_ckpt.storage.commit.retention import remove_unless_read
@@ -75,34 +74,3 @@ class News:
             )
         except Exception:
             _log.warning("%s was saved, which a logger could not be told", self.directory, exc_info=True)
-
-
-_awaited: tuple[checkpoint.Saving, News] | None = None
-
-
-def await_end(saving: checkpoint.Saving, news: News) -> None:
-    """Have `look` tell the news once the save has ended well.  The one before has ended, and is told of first."""
-    global _awaited
-    look()
-    _awaited = saving, news
-
-
-def look() -> None:
-    """Tell of the save beside the training if it has ended well.  What it failed with, the next one raises."""
-    global _awaited
-    if _awaited is not None and _awaited[0].done:
-        (saving, news), _awaited = _awaited, None
-        if saving.error is None:
-            news.tell()
-
-
-def finish() -> None:
-    """Wait for the save beside the training, and tell of it.
-
-    Raises:
-        CheckpointError: It failed.  The same on every rank.
-    """
-    if _awaited is not None and not _awaited[0].done:
-        print_rank_0("  waiting for the checkpoint that is being saved beside the training")
-    checkpoint.finish_saves()
-    look()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Buffer, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol, TypedDict
 
 from mbridge_fsdp_ckpt.agree import sketches
@@ -56,11 +56,6 @@ class Outgoing:
         """
         others = (number for number, block in enumerate(self.blocks) if not (block.writes or block.is_scalar))
         return [number for number in others if replicas.is_compared(self.blocks[number], choice)]
-
-    @property
-    def index(self) -> RankIndex:
-        """What its index file says, but for files and times."""
-        return replace(self.said, keys=self.keys)
 
 
 class Elements(Protocol):

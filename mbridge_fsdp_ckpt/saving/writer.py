@@ -98,7 +98,7 @@ def write(
             agreement.beat()
     with phases("index"):
         timed = outgoing.said.own.model_copy(update={"begun": phases.begun, "phases": tuple(phases.rounded)})
-        said = replace(outgoing.index, rank=agreement.rank, payload=file, own=timed)
+        said = replace(outgoing.said, keys=outgoing.keys, rank=agreement.rank, payload=file, own=timed)
         told = write_own_index(staging, files, said, [*chunks, *outgoing.numbers], outgoing.hyperparameters)
         return {"told": told, "replicas": replicas.sketch(outgoing.copies)}
 

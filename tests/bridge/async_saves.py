@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt import Settings
-from mbridge_fsdp_ckpt.bridge import pending
+from mbridge_fsdp_ckpt.hosts import pending
 from mbridge_fsdp_ckpt.saving.beside.trainer import trainer
 from mbridge_fsdp_ckpt.storage.commit import removal
 from mbridge_fsdp_ckpt.testing.ranks import no_process_group

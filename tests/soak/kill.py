@@ -104,9 +104,12 @@ def iteration(root: str | Path, number: int) -> Path:
     return Path(root) / f"iter_{number:07d}"
 
 
-def save_and_publish(root: str | Path, number: int, trainable: Trainable, settings: Settings | None = None) -> None:
-    """Save as a training loop does: with the commit the tracker, then the old checkpoints."""
+def save(
+    root: str | Path, number: int, trainable: Trainable, settings: Settings | None = None, *, background: bool = False
+) -> None:
+    """Save as a training loop does: with the commit the tracker."""
     tracker = Path(root) / TRACKER
+    options: dict[str, Any] = {"background": background}
     mbridge_fsdp_ckpt.save(
         iteration(root, number),
         model=trainable.model,
@@ -114,7 +117,13 @@ def save_and_publish(root: str | Path, number: int, trainable: Trainable, settin
         values={"iteration": number},
         after_commit=lambda: replace_file(tracker, str(number).encode()),
         settings=settings,
+        **options,
     )
+
+
+def save_and_publish(root: str | Path, number: int, trainable: Trainable, settings: Settings | None = None) -> None:
+    """The same, and then the old checkpoints."""
+    save(root, number, trainable, settings)
     if dist.get_rank() == 0:
         prune_later(Path(root), keep=2, also_keep=number)
 

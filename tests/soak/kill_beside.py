@@ -19,11 +19,9 @@ import torch.distributed as dist
 
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.errors import CheckpointError
-from mbridge_fsdp_ckpt.hosts.root import TRACKER
-from mbridge_fsdp_ckpt.storage.files import replace_file
 from tests.core import cases
 from tests.patched import patched
-from tests.soak.kill import EVERYBODY, NEW, RECIPE, STEPS, Step, iteration, signed
+from tests.soak.kill import EVERYBODY, NEW, RECIPE, STEPS, Step, save, signed
 
 Who = Literal["writer", "trainer", "both"]
 WHO: tuple[Who, ...] = ("writer", "trainer", "both")
@@ -47,19 +45,10 @@ def save_and_die(root: str, number: int, signs: str, who: Who, step: str, time: 
     """Save the newer state beside the training as iteration `number`; somebody dies meanwhile.  What a survivor saw."""
     trainable = cases.prepared(RECIPE, steps=NEW)
     settings = mbridge_fsdp_ckpt.Settings(time_limit=5.0)
-    tracker = Path(root) / TRACKER
     dist.barrier()
     with signed(Path(signs)), _deadly(Path(signs), who, step, time, rank):
         try:
-            mbridge_fsdp_ckpt.save(
-                iteration(root, number),
-                model=trainable.model,
-                optimizer=trainable.optimizer,
-                values={"iteration": number},
-                after_commit=lambda: replace_file(tracker, str(number).encode()),
-                settings=settings,
-                background=True,
-            )
+            save(root, number, trainable, settings, background=True)
             mbridge_fsdp_ckpt.finish_saves()
         except CheckpointError as error:
             return type(error).__name__

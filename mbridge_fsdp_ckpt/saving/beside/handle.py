@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from mbridge_fsdp_ckpt.agree.elsewhere import Seat
@@ -136,8 +137,7 @@ class Saving:
         elif "ask" in message:  # it may take long, and there is more to hear
             self._asks.put(message)
         elif "done" in message:
-            done = message["done"]
-            self._end(Saved(**done, stalled=self.stalled), None)
+            self._end(replace(Saved(**message["done"]), stalled=self.stalled), None)
         elif "failed" in message:
             self._end(None, CheckpointError.from_wire(message["failed"]))
 

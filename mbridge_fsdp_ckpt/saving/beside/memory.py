@@ -51,6 +51,11 @@ def slots_for(length: int, limit: int | None) -> int:
     return wanted if limit is None else max(FEWEST, min(wanted, limit // PORTION))
 
 
+def _head_of(slots: int) -> int:
+    """Bytes before the first portion: a stamp for each slot, in whole pages."""
+    return -(-slots * _STAMP.size // _PAGE) * _PAGE
+
+
 class Staging:
     """The memory, as one of both sides sees it.  It takes pages as it is filled.
 
@@ -61,11 +66,11 @@ class Staging:
 
     def __init__(self, descriptor: int, slots: int) -> None:
         self.descriptor, self.slots = descriptor, slots
-        self._head = -(-slots * _STAMP.size // _PAGE) * _PAGE
-        self._map = mmap.mmap(descriptor, self._head + slots * PORTION)
+        head = _head_of(slots)
+        self._map = mmap.mmap(descriptor, head + slots * PORTION)
         self.before_close: Callable[[], None] = lambda: None
         """Called before it is given back: to undo what was done to it."""
-        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8, offset=self._head)
+        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8, offset=head)
 
     @classmethod
     def create(cls, slots: int) -> Staging:
@@ -76,7 +81,7 @@ class Staging:
         """
         descriptor = os.memfd_create("mbridge_fsdp_ckpt")
         try:
-            os.ftruncate(descriptor, -(-slots * _STAMP.size // _PAGE) * _PAGE + slots * PORTION)
+            os.ftruncate(descriptor, _head_of(slots) + slots * PORTION)
             return cls(descriptor, slots)
         except BaseException:
             os.close(descriptor)

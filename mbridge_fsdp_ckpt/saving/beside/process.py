@@ -12,6 +12,7 @@ import time
 from typing import Protocol
 
 from mbridge_fsdp_ckpt.errors import SaveAbandonedError
+from mbridge_fsdp_ckpt.saving.beside import wire
 from mbridge_fsdp_ckpt.saving.beside.channel import Channel, Message
 from mbridge_fsdp_ckpt.saving.beside.memory import Staging
 
@@ -57,6 +58,8 @@ class WriterProcess:
         """In words, once it has."""
         self.staging: Staging | None = None
         """The memory that it knows of."""
+        self.layout: wire.Layout | None = None
+        """The layout that it knows of."""
         threading.Thread(target=self._listen, name="hearing the writer", daemon=True).start()
         threading.Thread(target=self._watch, name="watching the writer", daemon=True).start()
 
@@ -81,14 +84,21 @@ class WriterProcess:
         except OSError as error:
             raise ended(f"{type(error).__name__}: {error}") from error
 
+    def drop_staging(self) -> None:
+        """Give the trainer's share of the memory back, if there is any."""
+        if self.staging is not None:
+            self.staging.close()
+            self.staging = None
+
     def stop(self) -> None:
-        """Let it end; what it is doing is given up."""
+        """Let it end, and give the memory back; what it is doing is given up."""
         self._channel.close()
         try:
             self._process.wait(_LEAVE_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self.drop_staging()
 
     def _listen(self) -> None:
         for message in self._channel.messages():

@@ -38,7 +38,6 @@ class Trainer:
     def __init__(self) -> None:
         self._writer: WriterProcess | None = None
         self._saving: Saving | None = None
-        self._layout: wire.Layout | None = None
         self._saves = 0
         self._served: dist.Store | None = None  # it serves for as long as somebody refers to it
 
@@ -98,10 +97,9 @@ class Trainer:
         writer = self._writer
         if writer is None or writer.staging is None:
             return
-        staging, writer.staging = writer.staging, None
         with suppress(SaveAbandonedError):  # with a writer that has ended its share has gone
             writer.send({"release": True})
-        staging.close()
+        writer.drop_staging()
 
     def stop(self) -> None:
         """Wait for the save that goes on, whatever it comes to, and let the writer end."""
@@ -110,8 +108,6 @@ class Trainer:
         self._saving = self._served = None
         if self._writer is not None:
             self._writer.stop()
-            if self._writer.staging is not None:
-                self._writer.staging.close()
             self._writer = None
 
     def hear(self, message: Message) -> None:
@@ -157,9 +153,8 @@ class Trainer:
 
     def _writer_for(self, settings: Settings, seat: Seat) -> WriterProcess:
         if self._writer is None or not self._writer.lives:
-            if self._writer is not None and self._writer.staging is not None:
-                self._writer.staging.close()
-            self._layout = None
+            if self._writer is not None:
+                self._writer.drop_staging()
             self._writer = WriterProcess(self, settings.storage_limit, settings.time_limit)
             threading.Thread(target=_vouch, args=(self._writer, seat), name="writer starts", daemon=True).start()
         return self._writer
@@ -185,15 +180,14 @@ class Trainer:
         if writer.staging is None or writer.staging.slots != slots:
             descriptor = self._replace_staging(writer, slots, on_device=brought.prepared.is_on_device).descriptor
             message["slots"] = slots
-        if wire.layout_of(outgoing) != self._layout:
-            self._layout = wire.layout_of(outgoing)
-            message["layout"] = wire.layout_to_wire(self._layout)
+        if (layout := wire.layout_of(outgoing)) != writer.layout:
+            writer.layout = layout
+            message["layout"] = wire.layout_to_wire(layout)
         writer.send(message | {"values": brought.values, "planned": wire.to_wire(outgoing)}, descriptor)
         return writer
 
     def _replace_staging(self, writer: WriterProcess, slots: int, *, on_device: bool) -> Staging:
-        if writer.staging is not None:
-            writer.staging.close()
+        writer.drop_staging()
         writer.staging = staging = Staging.create(slots)
         if on_device and not pin(staging):
             _log.warning("staging memory cannot be page-locked: copies from the device take longer")

@@ -7,7 +7,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,7 @@ class Writer:
     def _ending(self, task: _Task) -> Message:
         """Save; what to tell the trainer of it.  What ranks have agreed on is told as it is."""
         try:
-            return {"done": _to_wire(self._save(task))}
+            return {"done": asdict(self._save(task))}
         except CheckpointError as error:
             return {"failed": error.to_wire()}
         except Exception as error:
@@ -223,12 +223,3 @@ class Writer:
 def _settings(data: dict[str, Any]) -> Settings:
     given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
     return Settings(**given)
-
-
-def _to_wire(saved: Saved) -> dict[str, Any]:
-    return {
-        "bytes": saved.bytes,
-        "bytes_of_all": saved.bytes_of_all,
-        "seconds": dict(saved.seconds),
-        "duration": saved.duration,
-    }

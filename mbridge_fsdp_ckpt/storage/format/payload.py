@@ -89,12 +89,14 @@ class PayloadWriter:
         before, after = self._frames[form]
         start, self._record_hasher = self._position, Hasher()
         self._append(before)
+        first = self._position
         for piece in pieces:
             self._append(piece)
-        if self._position - start - len(before) != box.volume * dtype.itemsize:
+        expected, found = box.volume * dtype.itemsize, self._position - first
+        if found != expected:
             raise InternalError(
-                expected=f"{box.volume * dtype.itemsize} bytes of elements",
-                found=str(self._position - start - len(before)),
+                expected=f"{expected} bytes of elements",
+                found=str(found),
                 remedy="Report it.",
                 key=key,
             )

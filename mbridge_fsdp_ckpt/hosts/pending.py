@@ -1,7 +1,7 @@
-"""The save that goes on beside a Bridge run's training, and what is still to follow it.
+"""The save that goes on beside a host's training, and what is still to follow it.
 
-Loggers, callbacks and old checkpoints are the business of the thread that trains: it looks, once a step, whether the
-save has ended (`CheckpointManager.finalize_async_saves`).
+What a host tells others of a checkpoint (loggers, callbacks) and what it does with old ones is the business of the
+thread that trains: it looks, once a step, whether the save has ended.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mbridge_fsdp_ckpt import checkpoint
-from mbridge_fsdp_ckpt.checkpoint import Saved, Saving
+from mbridge_fsdp_ckpt.saving.beside.handle import Saving
 from mbridge_fsdp_ckpt.saving.beside.trainer import trainer
+from mbridge_fsdp_ckpt.saving.saved import Saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,17 @@ def put(pending: Pending) -> None:
     _pending = pending
 
 
+def goes_on() -> bool:
+    """Whether this rank would have to wait for a save."""
+    return _pending is not None and not _pending.saving.done
+
+
+def look() -> None:
+    """Follow up a save that has ended well.  What it failed with, the next one raises, or the end."""
+    if _pending is not None and _pending.has_ended:
+        settle()
+
+
 def settle() -> None:
     """Wait until the save has ended, and follow it up; after one that failed nothing follows."""
     global _pending
@@ -55,23 +66,11 @@ def settle() -> None:
         pending.follow_up(pending.saving.result())
 
 
-def finalize(*, blocking: bool, terminate: bool) -> None:
-    """What Bridge asks for after each step, and at the end.
-
-    Args:
-        blocking: Whether to wait for the save, not only to look.
-        terminate: Whether it was the last one: the process that writes ends, and its memory is given back.
+def finish() -> None:
+    """Wait until the save has ended, and follow it up.
 
     Raises:
-        CheckpointError: The save failed, and its error has not been raised yet: the same on every rank.  Not by a look.
+        CheckpointError: It failed, and its error has not been raised yet: the same on every rank.
     """
-    if not (blocking or terminate):
-        if _pending is not None and _pending.has_ended:
-            settle()
-        return
-    try:
-        settle()
-        checkpoint.finish_saves()
-    finally:
-        if terminate:
-            trainer().stop()
+    settle()
+    trainer().settle()

@@ -1,4 +1,7 @@
-"""What ranks do in the disk matrix: a save on storage that fails, then one on storage that works again."""
+"""What ranks do in the disk matrix: a save on storage that fails, then one on storage that works again.
+
+Of a save beside the training it is the writer whose storage fails; that is told of it as it starts (`in_writer`).
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,25 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any, Literal
 
 import torch.distributed as dist
 
 import mbridge_fsdp_ckpt
+from mbridge_fsdp_ckpt import Settings
 from mbridge_fsdp_ckpt.errors import CheckpointError
+from mbridge_fsdp_ckpt.saving.beside.trainer import trainer
 from mbridge_fsdp_ckpt.storage.commit import removal
-from mbridge_fsdp_ckpt.testing.models import Recipe
+from mbridge_fsdp_ckpt.testing.models import Recipe, Trainable
 from tests.core import cases, oracle
 from tests.patched import patched
+from tests.soak import in_writer
 
 RECIPE = Recipe(layers=1)
+ToldBy = Literal["next save", "end"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +61,49 @@ def save_on(directory: str, fault: Fault | None, time_limit: float, storage_limi
     trainable = cases.prepared(RECIPE, steps=2)
     before, begin = oracle.live(trainable), time.monotonic()
     settings = mbridge_fsdp_ckpt.Settings(time_limit=time_limit, storage_limit=storage_limit)
-    error = None
     dist.barrier()
     with holding(fault):
-        try:
-            mbridge_fsdp_ckpt.save(directory, model=trainable.model, optimizer=trainable.optimizer, settings=settings)
-        except CheckpointError as caught:
-            error = {"name": type(caught).__name__, "text": str(caught), "rank": caught.rank, "host": caught.host}
+        error = _error_of(lambda: _save(directory, trainable, settings))
         assert removal.wait(60.0)
     seconds = time.monotonic() - begin
     dist.barrier()
     return {"error": error, "seconds": seconds, "unchanged": oracle.live(trainable) == before}
+
+
+def save_beside_on(
+    directory: str, fault: Fault | None, time_limit: float, storage_limit: float, told_by: ToldBy
+) -> dict[str, Any]:
+    """A save beside the training while the fault holds, and one more step: what this rank saw, of which call.
+
+    Also whether the state is what that step makes of it where nothing is saved.
+    """
+    trained, trainable = oracle.live(cases.prepared(RECIPE, steps=3)), cases.prepared(RECIPE, steps=2)
+    settings, begin = mbridge_fsdp_ckpt.Settings(time_limit=time_limit, storage_limit=storage_limit), time.monotonic()
+    dist.barrier()
+    with holding_in_writer(fault):
+        _save(directory, trainable, settings, background=True)
+        trainable.step(2)
+        if told_by == "next save":
+            another = str(Path(directory).with_name("never"))
+            error = _error_of(lambda: _save(another, trainable, settings, background=True))
+        else:
+            error = _error_of(mbridge_fsdp_ckpt.finish_saves)
+    seconds = time.monotonic() - begin
+    dist.barrier()
+    return {"error": error, "seconds": seconds, "unchanged": oracle.live(trainable) == trained}
+
+
+def _save(directory: str, trainable: Trainable, settings: Settings, *, background: bool = False) -> None:
+    options: dict[str, Any] = {"settings": settings, "background": background}
+    mbridge_fsdp_ckpt.save(directory, model=trainable.model, optimizer=trainable.optimizer, **options)
+
+
+def _error_of(action: Callable[[], object]) -> dict[str, Any] | None:
+    try:
+        action()
+    except CheckpointError as caught:
+        return {"name": type(caught).__name__, "text": str(caught), "rank": caught.rank, "host": caught.host}
+    return None
 
 
 def load_then_save(directory: str, again: str) -> Any:
@@ -82,6 +122,31 @@ def holding(fault: Fault | None) -> Iterator[None]:
         return
     with patched(fault.call, lambda function: _faulty(function, fault)):
         yield
+
+
+@contextmanager
+def holding_in_writer(fault: Fault | None) -> Iterator[None]:
+    """The writer that is started meanwhile has the fault; it ends with the block."""
+    trainer().stop()
+    with ExitStack() as stack:
+        if fault is not None and fault.rank == dist.get_rank():
+            stack.enter_context(in_writer.told(make_faulty, *astuple(fault)))
+        yield
+    trainer().stop()
+
+
+def make_faulty(*told: Any) -> None:
+    """In a writer, before it does anything: while it saves, the fault holds."""
+    fault = Fault(*told)
+
+    def faulty(save: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            with patched(fault.call, lambda function: _faulty(function, fault)):
+                return save(*args)
+
+        return call
+
+    patched("mbridge_fsdp_ckpt.saving.beside.writing:Writer._save", faulty).start()
 
 
 def _faulty(function: Callable[..., Any], fault: Fault) -> Callable[..., Any]:

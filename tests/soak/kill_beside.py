@@ -1,19 +1,17 @@
 """Deaths in the middle of a save beside the training: of the writer, of its trainer, or of both.
 
-A writer is a process that the package starts: it learns of its death by its environment (`writer/sitecustomize.py`).
+A writer is told of its death as it starts (`in_writer`).
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
-from unittest.mock import patch
 
 import torch.distributed as dist
 
@@ -21,12 +19,11 @@ import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.errors import CheckpointError
 from tests.core import cases
 from tests.patched import patched
+from tests.soak import in_writer
 from tests.soak.kill import EVERYBODY, NEW, RECIPE, STEPS, Step, save, signed
 
 Who = Literal["writer", "trainer", "both"]
 WHO: tuple[Who, ...] = ("writer", "trainer", "both")
-_DEATH = "MBRIDGE_TEST_DEATH"
-_REPOSITORY = Path(__file__).parents[2]
 
 _OF_TRAINERS = {"saving.snapshot:plan_save"}
 WRITERS_STEPS = tuple(step for step in STEPS if step.name not in _OF_TRAINERS and step.exchanges)
@@ -61,15 +58,12 @@ def _deadly(signs: Path, who: Who, step: str, time: int, rank: int) -> Iterator[
     if dist.get_rank() != rank:
         yield
         return
-    death = json.dumps([str(signs), who, step, time])
-    path = os.pathsep.join([str(Path(__file__).parent / "writer"), str(_REPOSITORY), os.environ.get("PYTHONPATH", "")])
-    with patch.dict(os.environ, {_DEATH: death, "PYTHONPATH": path}):
+    with in_writer.told(make_mortal, str(signs), who, step, time):
         yield
 
 
-def make_mortal() -> None:
+def make_mortal(signs: str, who: Who, step: str, time: int) -> None:
     """In a writer, before it does anything: see to it that it dies at its step."""
-    signs, who, step, time = json.loads(os.environ[_DEATH])
     call = step if step.startswith("pathlib:") else f"mbridge_fsdp_ckpt.{step}"
     patched(call, lambda function: _killing(function, Path(signs), who, time)).start()
 

@@ -147,6 +147,7 @@ TABLES = {
     "damage": _by_kind,
     "hostile": _with_reasons,
     "disk": _by_kind,
+    "disk_beside": _by_kind,
     "slow": _of_slowness,
     "kill_steps": _of_kills,
     "kill_moments": _of_kills,

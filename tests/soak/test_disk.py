@@ -9,8 +9,9 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,11 @@ from mbridge_fsdp_ckpt.testing.modules import MEGATRON_MODULES
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
 from tests.patience import patient_ranks
 from tests.soak import disk, sampling
-from tests.soak.disk import Fault
+from tests.soak.disk import Fault, ToldBy
 
 RANKS, LIMIT_S = 2, 20.0
 EVERYBODY = (0, 1)
+SHARE_BESIDE = 25  # of saves beside the training one in so many runs by default: each starts writers
 PACKAGE = "mbridge_fsdp_ckpt.storage"
 
 CALLS: tuple[tuple[str, tuple[int, ...], int], ...] = (
@@ -46,6 +48,9 @@ CALLS: tuple[tuple[str, tuple[int, ...], int], ...] = (
     (f"{PACKAGE}.commit.rename:sync_directory", (0,), 2),
     (f"{PACKAGE}.commit.rename:_exchange", (0,), 1),
 )
+HOW: tuple[ToldBy | None, ...] = (None, "end")
+"""A save that waits, or one beside the training, of which the end tells."""
+
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT)
 
 
@@ -69,22 +74,51 @@ def faults() -> list[tuple[Fault, bool]]:
     return found
 
 
+def faults_beside() -> list[tuple[Fault, bool, ToldBy]]:
+    """The same calls of writers, each with one of the errors in turn, and heard of at either of both places in turn."""
+    errors = itertools.cycle(ERRORS)
+    told_by: Iterator[ToldBy] = itertools.cycle(("next save", "end", "end"))
+    found = [(fault, overwrites) for fault, overwrites in faults() if fault.error == ERRORS[0]]
+    return [(replace(fault, error=next(errors)), overwrites, next(told_by)) for fault, overwrites in found]
+
+
 def test_a_call_that_fails_is_one_error_everywhere(pool: RankPool, old: tuple[Path, Any], tmp_path: Path) -> None:
+    cases = [(*case, None) for case in sampling.drawn("disk", faults())]
+    run_all("disk", cases, "the same StorageError on all ranks", pool, old, tmp_path)
+
+
+def test_a_call_of_a_writer_that_fails_is_one_error_everywhere(
+    pool: RankPool, old: tuple[Path, Any], tmp_path: Path
+) -> None:
+    cases = sampling.drawn("disk beside", faults_beside(), SHARE_BESIDE)
+    run_all("disk_beside", cases, "the same StorageError on all ranks, which trained on", pool, old, tmp_path)
+
+
+def run_all(
+    name: str,
+    cases: Sequence[tuple[Fault, bool, ToldBy | None]],
+    outcome: str,
+    pool: RankPool,
+    old: tuple[Path, Any],
+    tmp_path: Path,
+) -> None:
+    """Each case in a copy of the old checkpoint's place; `None` for a save that waits."""
     begin, outcomes = time.monotonic(), []
-    for number, (fault, overwrites) in enumerate(sampling.drawn("disk", faults())):
+    for number, (fault, overwrites, told_by) in enumerate(cases):
         root = tmp_path / str(number)
         shutil.copytree(old[0], root)
-        seen = run_save(pool, root, fault, overwrites)
-        context = f"{fault}, {'overwriting' if overwrites else 'fresh'}; {sampling.how_to_repeat()}"
+        seen = run_save(pool, root, fault, overwrites, told_by=told_by)
+        how = f"{'overwriting' if overwrites else 'fresh'}, {told_by}"
+        context = f"{fault}, {how}; {sampling.how_to_repeat()}"
         text = check_same_error(seen, "StorageError", context)
         assert os.strerror(fault.error or 0) in text, context
         assert (seen[0]["error"]["rank"], seen[0]["error"]["host"]) == (fault.rank, socket.gethostname()), context
         check_survival(pool, root, old[1], context)
-        outcomes.append((errno.errorcode[fault.error or 0], "the same StorageError on all ranks"))
+        outcomes.append((errno.errorcode[fault.error or 0], outcome))
         shutil.rmtree(root)
     found = sampling.tally(outcomes)
-    print(f"disk: {found}; {sampling.how_to_repeat()}")
-    sampling.record("disk", sampling.Result(time.monotonic() - begin, found))
+    print(f"{name}: {found}; {sampling.how_to_repeat()}")
+    sampling.record(name, sampling.Result(time.monotonic() - begin, found))
 
 
 def run_save(
@@ -94,9 +128,13 @@ def run_save(
     overwrites: bool,
     limit: float = LIMIT_S,
     storage_limit: float = DEFAULT_STORAGE_LIMIT,
+    told_by: ToldBy | None = None,
 ) -> Any:
+    """What the ranks say of a save, or with `told_by` of one beside the training."""
     target = root / f"iter_000000{1 if overwrites else 2}"
-    return pool.run(disk.save_on, str(target), fault, limit, storage_limit)
+    if told_by is None:
+        return pool.run(disk.save_on, str(target), fault, limit, storage_limit)
+    return pool.run(disk.save_beside_on, str(target), fault, limit, storage_limit, told_by)
 
 
 def check_same_error(seen: list[dict[str, Any]], name: str, context: str = "") -> str:
@@ -126,12 +164,16 @@ def test_an_old_checkpoint_that_cannot_be_deleted_fails_no_save(
     assert sorted(path.name for path in root.iterdir()) == ["iter_0000001", "iter_0000003"]
 
 
-def test_a_slow_disk_that_gets_on_fails_nobody(pool: RankPool, old: tuple[Path, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("told_by", sampling.drawn("slow disks", HOW, share=2))
+def test_a_slow_disk_that_gets_on_fails_nobody(
+    told_by: ToldBy | None, pool: RankPool, old: tuple[Path, Any], tmp_path: Path
+) -> None:
     """Every chunk is a sign of life: the save takes longer than the limit."""
     root = Path(shutil.copytree(old[0], tmp_path / "root"))
     fault = Fault(f"{PACKAGE}.format.payload:PayloadWriter.add_pieces", 1, seconds=0.3)
-    seen = run_save(pool, root, fault, overwrites=False, limit=3.0)
+    seen = run_save(pool, root, fault, overwrites=False, limit=3.0, told_by=told_by)
     assert [rank["error"] for rank in seen] == [None] * RANKS
+    assert all(rank["unchanged"] for rank in seen)
     assert min(rank["seconds"] for rank in seen) > 3.0
 
 
@@ -162,22 +204,28 @@ def mounted(place: Path, options: str) -> Iterator[None]:
         subprocess.run(["umount", place], check=True)
 
 
-def test_a_file_system_that_is_really_full(pool: RankPool, old: tuple[Path, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("told_by", sampling.drawn("full file systems", HOW, share=2))
+def test_a_file_system_that_is_really_full(
+    told_by: ToldBy | None, pool: RankPool, old: tuple[Path, Any], tmp_path: Path
+) -> None:
     size = sum(path.stat().st_size for path in old[0].rglob("*") if path.is_file())
     with mounted(tmp_path / "small", f"size={size * 3 // 2}"):
         root = Path(shutil.copytree(old[0], tmp_path / "small" / "root"))
-        text = check_same_error(run_save(pool, root, None, overwrites=True), "StorageError")
+        text = check_same_error(run_save(pool, root, None, overwrites=True, told_by=told_by), "StorageError")
         assert os.strerror(errno.ENOSPC) in text
         found = pool.run(disk.load_then_save, str(root / "iter_0000001"), str(tmp_path / "elsewhere"))[0]
         assert found == old[1]
         assert [path.name for path in root.iterdir()] == ["iter_0000001"]
 
 
-def test_a_file_system_that_is_really_read_only(pool: RankPool, old: tuple[Path, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("told_by", sampling.drawn("read-only file systems", HOW, share=2))
+def test_a_file_system_that_is_really_read_only(
+    told_by: ToldBy | None, pool: RankPool, old: tuple[Path, Any], tmp_path: Path
+) -> None:
     with mounted(tmp_path / "frozen", "size=64m"):
         root = Path(shutil.copytree(old[0], tmp_path / "frozen" / "root"))
         subprocess.run(["mount", "-o", "remount,ro", tmp_path / "frozen"], check=True)
-        text = check_same_error(run_save(pool, root, None, overwrites=True), "StorageError")
+        text = check_same_error(run_save(pool, root, None, overwrites=True, told_by=told_by), "StorageError")
         assert os.strerror(errno.EROFS) in text
         found = pool.run(disk.load_then_save, str(root / "iter_0000001"), str(tmp_path / "elsewhere"))[0]
         assert found == old[1]

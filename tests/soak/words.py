@@ -20,6 +20,12 @@ MATRICES = {
         "ranks raise the same error, the last checkpoint is still there and whole, and the next save leaves nothing of "
         "the failed one.",
     ),
+    "disk_beside": (
+        "Failing storage beside the training",
+        "The same while the ranks train: it is the storage of one rank's writer that fails, each call with one of the "
+        "errors in turn. A case passes if the next save, or the end, raises the same error on all ranks; if the ranks "
+        "trained on as if nothing were saved; and if the last checkpoint is whole, as above.",
+    ),
     "slow": (
         "Slow storage",
         "One call of one rank's storage takes 2.5 times the time limit. A case passes if nobody notices.",

@@ -23,7 +23,7 @@ def test_nothing_failed_in_the_recorded_run_of_everything() -> None:
 
 def test_every_kind_of_case_is_said_in_words() -> None:
     """A kind without words would stand on the page by its name, and what is accepted of it without a reason."""
-    for name in ("damage", "disk", "hostile"):
+    for name in ("damage", "disk", "disk_beside", "hostile"):
         outcomes = json.loads((sampling.RESULTS / f"{name}.json").read_text())["outcomes"]
         assert set(outcomes) - set(words.ATTACKED) == set()
         assert {kind for kind, counts in outcomes.items() if "accepted" in counts} - set(words.HARMLESS) == set()

@@ -11,6 +11,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from time import sleep
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -75,9 +76,17 @@ def _killing(function: Callable[..., Any], signs: Path, who: Who, time: int) -> 
         if next(calls) == time:
             (signs / "died").touch()
             if who != "writer":
-                os.kill(os.getppid(), signal.SIGKILL)
+                _kill_trainer()
             if who != "trainer":
                 os.kill(os.getpid(), signal.SIGKILL)
         return function(*args, **kwargs)
 
     return killing
+
+
+def _kill_trainer() -> None:
+    """And wait until it is gone: whatever is said to it from here on fails."""
+    trainer = os.getppid()
+    os.kill(trainer, signal.SIGKILL)
+    while os.getppid() == trainer:
+        sleep(0.001)

@@ -84,6 +84,14 @@ def test_what_resumes_is_complete_whoever_dies(
     sampling.record("kill_beside", sampling.Result(time.monotonic() - begin, found, {}))
 
 
+def test_a_trainer_that_has_ended_before_its_writer_asks_it_something_is_named(
+    pool: RankPool, older: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    """Nobody listens by then: that is no fault of the storage."""
+    trial = Trial("trainer", "saving.beside.writing:Writer._after_commit", 1, rank=0, overwrites=False)
+    assert run_one(trial, pool, *older, tmp_path / "root") == "old state, SaveAbandonedError"
+
+
 def run_one(trial: Trial, pool: RankPool, before: Path, states: dict[str, Any], root: Path) -> str:
     """Returns which state the resume found, and what the survivors saw."""
     shutil.copytree(before, root)

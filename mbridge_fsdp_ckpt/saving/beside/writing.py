@@ -112,12 +112,12 @@ class Writer:
         self._ask({"ask": "after_commit"})
 
     def _ask(self, message: Message) -> None:
-        """Let the trainer do something, and wait until it has.
+        """Let the trainer do something, and wait until it has.  One that has ended is answered for: see `_orphan`.
 
         Raises:
             CheckpointError: What that raised there, or that the trainer has ended.
         """
-        self._channel.send(message)
+        self._tell(**message)
         answer = self._answers.get()
         if answer["answer"] is not None:
             raise CheckpointError.from_wire(answer["answer"])

@@ -149,6 +149,7 @@ TABLES = {
     "disk": _by_kind,
     "disk_beside": _by_kind,
     "slow": _of_slowness,
+    "slow_beside": _of_slowness,
     "kill_steps": _of_kills,
     "kill_moments": _of_kills,
     "plans": _of_plans,

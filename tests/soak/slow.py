@@ -1,8 +1,13 @@
-"""What ranks do in the slow matrix: saves and loads during which one call of one rank's storage takes long."""
+"""What ranks do in the slow matrix: saves and loads during which one call of one rank's storage takes long.
+
+Of a save beside the training it is a writer's storage, or its trainer's copying.  A writer is told where it finds which
+call of its next save is slow, and leaves there what it counted.
+"""
 
 from __future__ import annotations
 
 import io
+import json
 import os
 import shutil
 import threading
@@ -10,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
@@ -20,10 +25,14 @@ import torch.distributed as dist
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.agree import meeting
 from mbridge_fsdp_ckpt.errors import CheckpointError
+from mbridge_fsdp_ckpt.saving.beside import writing
+from mbridge_fsdp_ckpt.saving.beside.trainer import trainer
 from mbridge_fsdp_ckpt.settings import DEFAULT_TIME_LIMIT
 from mbridge_fsdp_ckpt.storage.commit import removal, rename
 from mbridge_fsdp_ckpt.testing.models import Recipe
 from tests.core import cases, oracle
+from tests.patched import patched
+from tests.soak import in_writer
 
 RECIPE = Recipe(layers=1)
 LIMIT_S, GRACE_S = 1.6, 0.8
@@ -33,6 +42,12 @@ SAVES = ("fresh save", "overwriting save", "overwriting save without exchange", 
 SHARED = "load on one host"
 """The rank that comes first reads for both; in the other load each rank is as alone on a host, and reads for itself."""
 SCENARIOS = (*SAVES, "load", SHARED)
+BESIDE = ("fresh save beside", "overwriting save beside")
+COPY = "copy"
+"""Of a trainer: a block into staging memory."""
+
+LIMIT_BESIDE_S, PULSE_S = 3.0, 0.2
+SLOW_BESIDE_S = 2.5 * LIMIT_BESIDE_S
 
 CALLS: dict[str, tuple[tuple[Any, str], ...]] = {
     "fsync": ((os, "fsync"), (os, "fdatasync")),
@@ -95,6 +110,77 @@ def _save(place: Path, trainable: Any, trial: Trial) -> dict[str, Any]:
     return {**seen, "right": on_disk == live == oracle.live(trainable), "left": cases.names_in(place)}
 
 
+def run_beside(root: str, trials: list[Trial]) -> list[dict[str, Any]]:
+    """Each trial in turn, beside one step of training, by one writer."""
+    trainable = cases.prepared(RECIPE, steps=1)
+    told = Path(root) / f"told-{dist.get_rank()}.json"
+    told.parent.mkdir(parents=True, exist_ok=True)
+    trainer().stop()
+    with in_writer.told(make_slow, str(told), dist.get_rank()):
+        found = [_save_beside(Path(root) / str(number), trainable, trial, told) for number, trial in enumerate(trials)]
+    trainer().stop()
+    return found
+
+
+def _save_beside(place: Path, trainable: Any, trial: Trial, told: Path) -> dict[str, Any]:
+    """What is on disk, as torch reads it, is what was live when the save began; a step of training has changed that."""
+    whole = {"model": trainable.model, "optimizer": trainable.optimizer}
+    settings = mbridge_fsdp_ckpt.Settings(time_limit=LIMIT_BESIDE_S)
+    target, error = place / "iter_0000001", None
+    if "overwriting" in trial.scenario:
+        mbridge_fsdp_ckpt.save(target, **whole)
+    trainable.step(1)
+    live, copies = oracle.live(trainable), Slowness(place, trial, dist.get_rank(), SLOW_BESIDE_S)
+    told.write_text(json.dumps([str(place), *astuple(trial)]))
+    dist.barrier()
+    with patch.object(meeting, "_GRACE", GRACE_S), patched(_COPYING, copies.counted(COPY)):
+        try:
+            mbridge_fsdp_ckpt.save(target, **whole, settings=settings, background=True)
+            trainable.step(2)
+            mbridge_fsdp_ckpt.finish_saves()
+        except CheckpointError as caught:
+            error = f"{type(caught).__name__}: {caught}"
+    dist.barrier()
+    calls, was_slow = json.loads(_seen_at(told).read_text())
+    on_disk = {key: found for key, found in oracle.on_disk(target).items() if found[1]}  # without step, a scalar
+    return {
+        "error": error,
+        "calls": {**calls, **copies.calls},
+        "was_slow": was_slow or copies.was_slow,
+        "right": on_disk == live != oracle.live(trainable),
+        "left": cases.names_in(place),
+    }
+
+
+_COPYING = "mbridge_fsdp_ckpt.saving.beside.filling:Filling.add"
+_SAVING = "mbridge_fsdp_ckpt.saving.beside.writing:Writer._save"
+
+
+def _seen_at(told: Path) -> Path:
+    return told.with_suffix(".seen")
+
+
+def make_slow(told: str, rank: int) -> None:
+    """In a writer, before it does anything: in each save one call of its storage takes long, if the trial says so."""
+    writing.PULSE_S = PULSE_S
+    meeting._GRACE = GRACE_S
+
+    def slow(save: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            place, *trial = json.loads(Path(told).read_text())
+            slowness = Slowness(Path(place), Trial(*trial), rank, SLOW_BESIDE_S)
+            with slowness.holding():
+                try:
+                    return save(*args)
+                finally:
+                    assert removal.wait(60.0)
+                    _seen_at(Path(told)).write_text(json.dumps([slowness.calls, slowness.was_slow]))
+
+        return call
+
+    patched(_SAVING, slow).start()
+
+
 def _load(place: Path, trainable: Any, trial: Trial) -> dict[str, Any]:
     """What is live is what was saved."""
     target, settings = place / "iter_0000001", mbridge_fsdp_ckpt.Settings(time_limit=LIMIT_S)
@@ -111,7 +197,7 @@ def _load(place: Path, trainable: Any, trial: Trial) -> dict[str, Any]:
 
 def _seen(place: Path, trial: Trial, action: Callable[[], Any]) -> dict[str, Any]:
     error = None
-    slowness = Slowness(place, trial)
+    slowness = Slowness(place, trial, dist.get_rank(), SLOW_S)
     dist.barrier()
     with patch.object(meeting, "_GRACE", GRACE_S), slowness.holding():
         try:
@@ -129,13 +215,15 @@ class Slowness:
     Args:
         place: The directory.
         trial: Which.
+        rank: This one.
+        seconds: How long it takes.
     """
 
-    def __init__(self, place: Path, trial: Trial) -> None:
+    def __init__(self, place: Path, trial: Trial, rank: int, seconds: float) -> None:
         self.calls: Counter[str] = Counter()
         self.was_slow = False
-        self._place, self._trial = str(place), trial
-        self._here = dist.get_rank() == trial.rank
+        self._place, self._trial, self._seconds = str(place), trial, seconds
+        self._here = rank == trial.rank
         self._lock, self._inside = threading.Lock(), threading.local()
 
     @contextmanager
@@ -147,6 +235,10 @@ class Slowness:
                     stack.enter_context(patch.object(owner, name, self._wrapped(kind, getattr(owner, name))))
             stack.enter_context(patch.object(io, "open", self._opening(io.open)))
             yield
+
+    def counted(self, kind: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Makes of a function, wherever it works, one whose calls are of a kind."""
+        return lambda function: self._method(kind, function)
 
     def _wrapped(self, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -183,7 +275,7 @@ class Slowness:
             slow = self._here and kind == self._trial.call and self.calls[kind] == self._trial.number
         if slow:
             self.was_slow = True
-            time.sleep(SLOW_S)
+            time.sleep(self._seconds)
 
     def _is_ours(self, place: Any, kwargs: dict[str, Any]) -> bool:
         """Whether a path, or an open file, lies below the directory."""

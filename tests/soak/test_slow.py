@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,12 +26,32 @@ def pool() -> Iterator[RankPool]:
 
 
 def test_a_slow_call_fails_nobody(pool: RankPool, tmp_path: Path) -> None:
+    facts = {"time limit, s": slow.LIMIT_S, "a slow call, s": slow.SLOW_S}
+    run_all("slow", slow.run, slow.SCENARIOS, set(slow.CALLS), facts, pool, tmp_path)
+
+
+def test_a_slow_call_of_a_writer_or_its_trainer_fails_nobody(pool: RankPool, tmp_path: Path) -> None:
+    facts = {"time limit, s": slow.LIMIT_BESIDE_S, "a slow call, s": slow.SLOW_BESIDE_S}
+    kinds = {slow.COPY, *slow.CALLS}
+    run_all("slow_beside", slow.run_beside, slow.BESIDE, kinds, facts, pool, tmp_path)
+
+
+def run_all(
+    name: str,
+    run: Callable[..., Any],
+    scenarios: Sequence[str],
+    kinds: set[str],
+    facts: Mapping[str, float],
+    pool: RankPool,
+    tmp_path: Path,
+) -> None:
+    """The trials of some scenarios, in which calls of these kinds are made."""
     begin, outcomes = time.monotonic(), []
-    trials = sampling.drawn("slow", matrix(pool, tmp_path / "counted"), SHARE)
+    trials = sampling.drawn(name, matrix(pool, run, scenarios, kinds, tmp_path / "counted"), SHARE)
     for first in range(0, len(trials), AT_ONCE):
         some = trials[first : first + AT_ONCE]
-        limit = 60.0 + len(some) * (10.0 + 2 * slow.SLOW_S)
-        by_rank = pool.run(slow.run, str(tmp_path / str(first)), some, time_limit=limit)
+        limit = 60.0 + len(some) * (10.0 + 2 * facts["a slow call, s"])
+        by_rank = pool.run(run, str(tmp_path / str(first)), some, time_limit=limit)
         for trial, *seen in zip(some, *by_rank, strict=True):
             context = f"{trial}; {seen}; {sampling.how_to_repeat()}"
             assert [rank["error"] for rank in seen] == [None] * RANKS, context
@@ -42,20 +63,21 @@ def test_a_slow_call_fails_nobody(pool: RankPool, tmp_path: Path) -> None:
             outcome = "as if nothing were slow" if made else "the other rank had read it"
             outcomes.append((f"{trial.scenario}, {trial.call}", outcome))
     found = sampling.tally(outcomes)
-    print(f"slow: {found}; {sampling.how_to_repeat()}")
-    facts = {"time limit, s": slow.LIMIT_S, "a slow call, s": slow.SLOW_S}
-    sampling.record("slow", sampling.Result(time.monotonic() - begin, found, facts))
+    print(f"{name}: {found}; {sampling.how_to_repeat()}")
+    sampling.record(name, sampling.Result(time.monotonic() - begin, found, facts))
 
 
-def matrix(pool: RankPool, place: Path) -> list[Trial]:
+def matrix(
+    pool: RankPool, run: Callable[..., Any], scenarios: Sequence[str], kinds: set[str], place: Path
+) -> list[Trial]:
     """In every scenario the first, a middle and the last call of each kind, on each rank that makes it."""
-    counting = [Trial(scenario, "none", 0, 0) for scenario in slow.SCENARIOS]
-    found, kinds = [], set()
-    for rank, seen in enumerate(pool.run(slow.run, str(place), counting)):
-        for scenario, counted in zip(slow.SCENARIOS, seen, strict=True):
+    counting = [Trial(scenario, "none", 0, 0) for scenario in scenarios]
+    found, made = [], set()
+    for rank, seen in enumerate(pool.run(run, str(place), counting)):
+        for scenario, counted in zip(scenarios, seen, strict=True):
             assert counted["error"] is None, counted
             for kind, count in counted["calls"].items():
-                kinds.add(kind)
+                made.add(kind)
                 found += [Trial(scenario, kind, rank, number) for number in sorted({1, (count + 1) // 2, count})]
-    assert kinds == set(slow.CALLS), "some calls are not seen"
+    assert made == kinds, f"some calls are not seen: {kinds ^ made}"
     return found

@@ -30,6 +30,12 @@ MATRICES = {
         "Slow storage",
         "One call of one rank's storage takes 2.5 times the time limit. A case passes if nobody notices.",
     ),
+    "slow_beside": (
+        "Slow storage beside the training",
+        "The same while the ranks train: one call of the storage of one rank's writer takes 2.5 times the time limit, "
+        "or the copying of one block by its trainer. A case passes if nobody notices, and what was live when the save "
+        "began is on disk.",
+    ),
     "kill_steps": (
         "Killed at each step",
         "One of two ranks is killed just before and just after each step of a save, into a new directory and over an "
@@ -125,6 +131,8 @@ SCENARIOS = {
     "overwriting save": "a save over an older checkpoint",
     "overwriting save without exchange": "the same, where two directories cannot be exchanged",
     "overwriting save by marker": "the same, where the manifest is the marker",
+    "fresh save beside": "a save beside the training into a new directory",
+    "overwriting save beside": "a save beside the training over an older checkpoint",
     "load": "a load",
     "load on one host": "a load by ranks of one host, of which one reads for both",
 }

@@ -11,6 +11,7 @@ from mbridge_fsdp_ckpt.errors import InternalError, UnsupportedStateError
 from mbridge_fsdp_ckpt.live.megatron_fsdp import refuse_quantized, storage_of
 from mbridge_fsdp_ckpt.plan.boxes import Box, whole
 from mbridge_fsdp_ckpt.plan.pieces import Piece
+from mbridge_fsdp_ckpt.storage.ranges import Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,21 @@ class Destination:
         target = self.memory[common.slices_in(self.box)]
         target.copy_(data[common.slices_in(box)])
         return target.numel()
+
+    def place_in(self, box: Box, dtype: torch.dtype) -> Place | None:
+        """Where a chunk's bytes can go as they are, if what it has of the block is one run of both, on the host.
+
+        Args:
+            box: The chunk, in the global tensor.
+            dtype: Of its elements.
+        """
+        common = box.intersect(self.box)
+        if common is None or self.memory.dtype != dtype or self.memory.device.type != "cpu":
+            return None
+        target, run = self.memory[common.slices_in(self.box)], common.run_in(box)
+        if run is None or not target.is_contiguous():
+            return None
+        return Place(run.start * dtype.itemsize, target.view(-1).view(torch.uint8).numpy())
 
 
 def scalar(live: torch.Tensor) -> Destination:

@@ -126,7 +126,7 @@ def stage(staged: Staged, budget: int, agreement: Agreement) -> int:
         with phases("read"), agreement.at_work(), opened.source.reading_ahead(chunks):
             for chunk in chunks:
                 if chunk.key not in staged.weights:
-                    filling.copy(chunk.key, chunk.box, staged.read(chunk))
+                    filling.read(chunk, staged)
                 elif chunk.record.length <= budget:
                     budget -= chunk.record.length
                     staged.kept[chunk] = opened.source.read(chunk, scratch=arena)
@@ -231,6 +231,18 @@ class _Filling:
     def __init__(self, opened: Opened, targets: Targets) -> None:
         self._opened, self._targets = opened, targets
         self._filled: Counter[tuple[str, int]] = Counter()
+
+    def read(self, chunk: StoredChunk, staged: Staged) -> None:
+        """Read a chunk: straight to where it is wanted, if that is one run of memory."""
+        source, places = self._opened.source, self._targets[chunk.key]
+        wanted = [number for number, each in enumerate(places) if chunk.box.intersect(each.box) is not None]
+        dtype = dtype_from_name(source.head.keys[chunk.key].dtype)
+        place = places[wanted[0]].place_in(chunk.box, dtype) if len(wanted) == 1 and chunk.record.length else None
+        if place is None:
+            self.copy(chunk.key, chunk.box, staged.read(chunk))
+            return
+        source.read_part(chunk, place, staged.scratch, verify=self._opened.verified)
+        self._filled[chunk.key, wanted[0]] += place.memory.size // dtype.itemsize
 
     def copy(self, key: str, box: Box, data: torch.Tensor) -> None:
         """What a block of a key has of each of its places."""

@@ -12,7 +12,7 @@ import torch
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.plan.pieces import ParameterPlan
-from mbridge_fsdp_ckpt.storage.ranges import Scratch
+from mbridge_fsdp_ckpt.storage.ranges import Place, Scratch
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource, RankRecord, StoredChunk
 
 _OLD, _NEW = ".mtp_model_layer.", ".transformer_layer."
@@ -80,6 +80,10 @@ class _Renamed:
     def read(self, chunk: StoredChunk, *, verify: bool = True, scratch: Scratch | None = None) -> torch.Tensor:
         """See `CheckpointSource`."""
         return self._source.read(self._as_saved(chunk), verify=verify, scratch=scratch)
+
+    def read_part(self, chunk: StoredChunk, place: Place, scratch: Scratch, *, verify: bool = True) -> None:
+        """See `CheckpointSource`."""
+        self._source.read_part(self._as_saved(chunk), place, scratch, verify=verify)
 
     def reading_ahead(self, chunks: Iterable[StoredChunk]) -> AbstractContextManager[None]:
         """See `CheckpointSource`."""

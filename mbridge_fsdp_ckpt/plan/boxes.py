@@ -68,6 +68,13 @@ class Box:
             slice(o - base, o - base + s) for o, s, base in zip(self.offset, self.size, outer.offset, strict=True)
         )
 
+    def run_in(self, outer: Box) -> FlatRange | None:
+        """The elements of this box in the flattened array that holds `outer`, where they are one run of it."""
+        strides = [math.prod(outer.size[dim + 1 :]) for dim in range(len(outer.size))]
+        start = sum((o - base) * stride for o, base, stride in zip(self.offset, outer.offset, strides, strict=True))
+        last = sum((e - 1 - base) * stride for e, base, stride in zip(self.end, outer.offset, strides, strict=True))
+        return FlatRange(start, last + 1) if last + 1 - start == self.volume else None
+
 
 def whole(shape: Shape) -> Box:
     """The box of a complete tensor."""

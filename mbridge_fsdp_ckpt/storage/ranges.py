@@ -36,6 +36,21 @@ class ByteRange(NamedTuple):
         return self.offset + self.length
 
 
+class Place(NamedTuple):
+    """Memory for a part of what is read.
+
+    Args:
+        start: The first byte of that part.
+        memory: As many bytes as the part has.
+    """
+
+    start: int
+    memory: Bytes
+
+
+_NOWHERE = Place(0, np.empty(0, dtype=np.uint8))
+
+
 class Scratch:
     """Memory for one read after another: the kernel hands out and clears pages far slower than it reads cached ones.
 
@@ -138,13 +153,32 @@ class OpenFiles:
             OSError: The storage refused.
         """
         hasher = Hasher()
-        fill = self._range_of(path, offset, length)
-        for start in range(0, length, HASHED_AT_ONCE):
-            block = memoryview(scratch.take(min(HASHED_AT_ONCE, length - start)))
-            fill(block, start)
-            hasher.update(block)
-            scratch.progress()
+        self.read_part(path, offset, length, _NOWHERE, hasher, scratch)
         return hasher.result()
+
+    def read_part(
+        self, path: AnyPath, offset: int, length: int, place: Place, hasher: Hasher | None, scratch: Scratch
+    ) -> None:
+        """Read bytes [offset, offset + length) of a file, hashed on the way, and keep a part of them.
+
+        Args:
+            path: The file.
+            offset: The first byte.
+            length: How many.
+            place: Where a part of them goes; its `start` counts from the offset.
+            hasher: Gets all of them.
+            scratch: What is not kept passes through a part of it.
+
+        Raises:
+            DamagedCheckpointError: The file ends too early, or is gone.
+            OSError: The storage refused.
+        """
+        fill = self._range_of(path, offset, length)
+        for start, block in _blocks(length, place, scratch):
+            fill(block, start)
+            if hasher is not None:
+                hasher.update(block)
+            scratch.progress()
 
     def _range_of(self, path: AnyPath, offset: int, length: int) -> Callable[[memoryview, int], None]:
         """What fills memory with bytes of a range, from a place in it on."""
@@ -175,6 +209,16 @@ class OpenFiles:
             self._files[path] = store_of(path).ranged()
         self._files.move_to_end(path)
         return self._files[path]
+
+
+def _blocks(length: int, place: Place, scratch: Scratch) -> Iterator[tuple[int, memoryview]]:
+    """Where each block of a range goes: what comes before a place's part and after it, into the scratch memory."""
+    end = place.start + place.memory.size
+    for low, high in ((0, place.start), (place.start, end), (end, length)):
+        for start in range(low, high, HASHED_AT_ONCE):
+            size, within = min(HASHED_AT_ONCE, high - start), start - place.start
+            kept = 0 <= within < place.memory.size
+            yield start, memoryview(place.memory[within : within + size] if kept else scratch.take(size))
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import torch
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry, Section, slot_key
 from mbridge_fsdp_ckpt.storage.entries import ExtraEntry
-from mbridge_fsdp_ckpt.storage.ranges import ByteRange, Scratch
+from mbridge_fsdp_ckpt.storage.ranges import ByteRange, Place, Scratch
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 AT_PLACE = ("pipeline", "tensor")
@@ -134,6 +134,19 @@ class CheckpointSource(Protocol):
 
         Raises:
             DamagedCheckpointError: The file is gone or too short, or the bytes are not those that were written.
+        """
+
+    def read_part(self, chunk: StoredChunk, place: Place, scratch: Scratch, *, verify: bool = True) -> None:
+        """Read a chunk of which a part goes straight to where it is wanted.
+
+        Args:
+            chunk: From `chunks`.
+            place: The memory of that part; it starts so many bytes after the chunk's first element.
+            scratch: Memory that the rest passes through.
+            verify: See `read`; what is not verified is in its place by then.
+
+        Raises:
+            DamagedCheckpointError: See `read`.
         """
 
     def reading_ahead(self, chunks: Iterable[StoredChunk]) -> AbstractContextManager[None]:

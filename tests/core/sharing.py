@@ -50,7 +50,7 @@ def counted() -> Iterator[list[int]]:
 
     with (
         patch.object(OpenFiles, "read", counting(OpenFiles.read)),
-        patch.object(OpenFiles, "checksum", counting(OpenFiles.checksum)),
+        patch.object(OpenFiles, "read_part", counting(OpenFiles.read_part)),
     ):
         yield read
 

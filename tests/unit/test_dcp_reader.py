@@ -14,6 +14,7 @@ from torch.distributed import checkpoint as dcp
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, ManifestError
 from mbridge_fsdp_ckpt.loading.renaming import under_new_names
 from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
+from mbridge_fsdp_ckpt.storage.ranges import Place, Scratch
 from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
 from tests.unit.holdings import holdings
 
@@ -201,5 +202,8 @@ def test_an_older_name_of_multi_token_prediction_is_read_as_the_newer(tmp_path: 
     [chunk] = source.chunks([f"optimizer.state.{new}.exp_avg"])[f"optimizer.state.{new}.exp_avg"]
     assert chunk.key == f"optimizer.state.{new}.exp_avg"
     assert torch.equal(source.read(chunk), tensor + 1)
+    memory = np.zeros(12, dtype=np.uint8)
+    source.read_part(chunk, Place(8, memory), Scratch())
+    assert memory.view(np.float32).tolist() == [3, 4, 5]
     assert source.hyperparameters([new, "absent"]) == {new: {"lr": 0.1}}
     assert source.hyperparameters() == {new: {"lr": 0.1}, "b": {"lr": 0.2}}

@@ -35,6 +35,45 @@ def test_chunks_reach_the_live_tensor_and_are_counted_there(strides: str) -> Non
     assert destination.take(Box((4, 0), (1, 3)), values[:1]) == 0
 
 
+@pytest.mark.parametrize(
+    ("chunk", "start"),
+    [
+        (Box((0, 0), (4, 3)), 12),
+        (Box((1, 0), (2, 3)), 0),
+        (Box((2, 0), (2, 3)), 0),
+        (Box((2, 0), (2, 2)), 0),
+        (Box((1, 0), (2, 2)), None),
+        (Box((2, 1), (1, 2)), 0),
+        (Box((3, 0), (1, 3)), None),
+    ],
+    ids=str,
+)
+def test_where_a_chunk_goes_as_it_is(chunk: Box, start: int | None) -> None:
+    """What the chunk has of rows 1 and 2 is one run of both, or it has to be copied element by element."""
+    live, values = torch.zeros(2, 3), numbered((4, 3))
+    (piece,) = pieces((4, 3), 3, 9)
+    destination = block(piece, live, "k")
+    place = destination.place_in(chunk, torch.float32)
+    if start is None:
+        assert place is None
+        return
+    assert place is not None
+    assert place.start == start
+    data = values[chunk.slices_in(whole((4, 3)))].contiguous()
+    place.memory[:] = data.view(-1).view(torch.uint8).numpy()[start : start + place.memory.size]
+    by_copy = torch.zeros(2, 3)
+    block(piece, by_copy, "k").take(chunk, data)
+    assert torch.equal(live, by_copy)
+    assert live.any()
+
+
+def test_what_has_to_be_converted_or_scattered_goes_nowhere_as_it_is() -> None:
+    (piece,), chunk = pieces((4, 3), 0, 12), Box((0, 0), (4, 3))
+    assert block(piece, torch.zeros(4, 3), "k").place_in(chunk, torch.bfloat16) is None
+    assert block(piece, torch.zeros(3, 4).t(), "k").place_in(chunk, torch.float32) is None
+    assert block(piece, torch.zeros(4, 3, device="meta"), "k").place_in(chunk, torch.float32) is None
+
+
 def test_both_halves_of_a_fused_shard_lie_in_it() -> None:
     shard = torch.zeros(2, 3)
     gate, up = (block(piece, shard, "k") for piece in pieces((4, 3), 3, 9, FUSED))

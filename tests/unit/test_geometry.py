@@ -82,6 +82,40 @@ def test_slices_in_an_outer_box(inner: Box, outer: Box, slices: tuple[slice, ...
     assert inner.slices_in(outer) == slices
 
 
+@pytest.mark.parametrize(
+    ("inner", "outer", "run"),
+    [
+        (Box((), ()), Box((), ()), FlatRange(0, 1)),
+        (Box((2, 0), (2, 3)), Box((1, 0), (4, 3)), FlatRange(3, 9)),
+        (Box((2, 1), (1, 2)), Box((1, 0), (4, 3)), FlatRange(4, 6)),
+        (Box((2, 1), (2, 2)), Box((1, 0), (4, 3)), None),
+        (Box((2, 1), (2, 1)), Box((1, 1), (4, 1)), FlatRange(1, 3)),
+        (Box((0, 1, 0), (1, 2, 4)), Box((0, 0, 0), (2, 3, 4)), FlatRange(4, 12)),
+        (Box((0, 1, 0), (2, 2, 4)), Box((0, 0, 0), (2, 3, 4)), None),
+    ],
+)
+def test_a_box_is_one_run_of_an_outer_one_or_not(inner: Box, outer: Box, run: FlatRange | None) -> None:
+    assert inner.run_in(outer) == run
+
+
+@st.composite
+def nested(draw: st.DrawFn) -> tuple[Box, Box]:
+    ends = draw(st.lists(st.tuples(*[st.integers(0, 4)] * 4).map(sorted), max_size=4))
+    low = [(outer, inner) for outer, inner, _, _ in ends]
+    sizes = [(e + 1 - o, i + 1 - b) for o, b, i, e in ends]
+    outer = Box(tuple(o for o, _ in low), tuple(size for size, _ in sizes))
+    return Box(tuple(b for _, b in low), tuple(size for _, size in sizes)), outer
+
+
+@given(nested())
+def test_a_run_has_the_elements_that_numpy_takes(case: tuple[Box, Box]) -> None:
+    inner, outer = case
+    taken = np.arange(outer.volume).reshape(outer.size)[inner.slices_in(outer)].reshape(-1).tolist()
+    run = inner.run_in(outer)
+    assert (taken == list(range(taken[0], taken[0] + len(taken)))) == (run is not None)
+    assert run is None or taken == list(range(run.start, run.stop))
+
+
 def test_whole_starts_at_the_origin() -> None:
     assert whole((2, 3)) == Box((0, 0), (2, 3))
     assert whole(()) == Box((), ())

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mbridge_fsdp_ckpt.storage import ranges
+from mbridge_fsdp_ckpt.storage.ahead import Range
 from mbridge_fsdp_ckpt.storage.checksums import HASHED_AT_ONCE, Hasher, checksum
-from mbridge_fsdp_ckpt.storage.ranges import OpenFiles, Scratch
+from mbridge_fsdp_ckpt.storage.ranges import OpenFiles, Place, Scratch
 
 
 @pytest.mark.parametrize(("length", "blocks"), [(0, 0), (1, 1), (HASHED_AT_ONCE, 1), (3 * HASHED_AT_ONCE + 1, 4)])
@@ -27,3 +29,19 @@ def test_every_block_is_a_sign(length: int, blocks: int, tmp_path: Path, monkeyp
     assert files.read(path, 7, length, None, scratch).tobytes() == wanted
     assert files.checksum(path, 7, length, scratch) == checksum(wanted)
     assert signs == [3 * blocks]
+
+
+@pytest.mark.parametrize(
+    ("start", "kept"),
+    [(0, 0), (0, 1), (3, 4), (0, 2 * HASHED_AT_ONCE), (64, HASHED_AT_ONCE + 1), (HASHED_AT_ONCE, HASHED_AT_ONCE)],
+)
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_part_goes_to_its_place_and_all_is_hashed(start: int, kept: int, ahead: bool, tmp_path: Path) -> None:
+    path, length = tmp_path / "file", 2 * HASHED_AT_ONCE + 64
+    data = np.random.default_rng(5).bytes(length + 9)
+    path.write_bytes(data)
+    files, hasher, memory = OpenFiles(), Hasher(), np.zeros(kept, dtype=np.uint8)
+    with files.reading_ahead([Range(path, 7, length)] if ahead else []):
+        files.read_part(path, 7, length, Place(start, memory), hasher, Scratch())
+    assert hasher.result() == checksum(data[7 : 7 + length])
+    assert memory.tobytes() == data[7 + start : 7 + start + kept]

@@ -2,9 +2,11 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
 from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
 from mbridge_fsdp_ckpt.storage.opening import open_checkpoint, open_safe, open_stock
-from mbridge_fsdp_ckpt.storage.ranges import OpenFiles
+from mbridge_fsdp_ckpt.storage.ranges import OpenFiles, Place, Scratch
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource
 from tests.unit import handmade, index_bytes
 from tests.unit.handmade import (
@@ -32,6 +34,8 @@ from tests.unit.handmade import (
     index,
     payload,
 )
+
+NOWHERE = Place(0, np.empty(0, dtype=np.uint8))
 
 
 @pytest.fixture
@@ -63,6 +67,15 @@ def test_every_tensor_is_read_back(directory: Path, key: str) -> None:
     found = assemble(open_checkpoint(directory), key)
     assert found.dtype == TENSORS[key].dtype
     assert torch.equal(found, TENSORS[key])
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_part_of_a_chunk_goes_to_its_place(directory: Path, verify: bool) -> None:
+    source = open_checkpoint(directory)
+    memory = np.zeros(6, dtype=np.uint8)
+    [_, lower] = source.chunks([WEIGHT])[WEIGHT]
+    source.read_part(lower, Place(4, memory), Scratch(), verify=verify)
+    assert torch.equal(torch.from_numpy(memory).view(torch.bfloat16), TENSORS[WEIGHT][2:].reshape(-1)[2:5])
 
 
 def test_chunks_of_the_keys_that_were_asked_for(directory: Path) -> None:
@@ -305,10 +318,11 @@ def test_every_flipped_byte_of_a_record_is_seen(directory: Path) -> None:
     [chunk] = source.chunks([BIAS])[BIAS]
     for byte in range(chunk.record.length):
         flip(chunk.path, chunk.record.offset + byte)
-        with pytest.raises(DamagedCheckpointError) as caught:
-            source.read(chunk)
-        assert caught.value.key == str(directory / payload(1))
-        assert BIAS in caught.value.expected
+        for read in (source.read, partial(source.read_part, place=NOWHERE, scratch=Scratch())):
+            with pytest.raises(DamagedCheckpointError) as caught:
+                read(chunk)
+            assert caught.value.key == str(directory / payload(1))
+            assert BIAS in caught.value.expected
         flip(chunk.path, chunk.record.offset + byte)
     assert torch.equal(source.read(chunk), TENSORS[BIAS])
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from mbridge_fsdp_ckpt.errors import UnsupportedStateError
+from mbridge_fsdp_ckpt.live import huge_pages
 from mbridge_fsdp_ckpt.live.megatron_fsdp import local_shard
 from mbridge_fsdp_ckpt.plan.keys import Kind
 
@@ -117,7 +118,7 @@ def slot_of(name: str, value: object, parameter: torch.Tensor) -> Slot:
 def empty_slot(parameter: torch.Tensor, spec: SlotSpec, device: torch.device) -> Slot:
     """An unfilled slot."""
     if spec.kind == "sharded":
-        return Slot("sharded", torch.empty(local_shard(parameter).numel(), dtype=spec.dtype, device=device))
+        return Slot("sharded", huge_pages.empty(local_shard(parameter).numel(), spec.dtype, device))
     return Slot(spec.kind, torch.zeros((), dtype=spec.dtype))
 
 

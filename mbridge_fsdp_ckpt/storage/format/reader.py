@@ -32,7 +32,7 @@ from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
 from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, MANIFEST_NAME, Files
 from mbridge_fsdp_ckpt.storage.format.schema import Manifest
 from mbridge_fsdp_ckpt.storage.format.values import decode
-from mbridge_fsdp_ckpt.storage.ranges import ByteRange, Bytes, OpenFiles, Scratch
+from mbridge_fsdp_ckpt.storage.ranges import ByteRange, Bytes, OpenFiles, Place, Scratch
 from mbridge_fsdp_ckpt.storage.source import AT_PLACE, Head, RankRecord, StoredChunk, slots_in
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
@@ -200,6 +200,14 @@ class SafeSource:
             _check_record(chunk, hasher.result())
         begin, size = chunk.elements_at, chunk.box.volume * dtype.itemsize
         return elements(record[begin : begin + size], dtype, chunk.box)
+
+    def read_part(self, chunk: StoredChunk, place: Place, scratch: Scratch, *, verify: bool = True) -> None:
+        """See `CheckpointSource`."""
+        hasher = Hasher() if verify else None
+        in_record = Place(chunk.elements_at + place.start, place.memory)
+        self._opened.read_part(chunk.path, *chunk.record, in_record, hasher, scratch)
+        if hasher is not None:
+            _check_record(chunk, hasher.result())
 
     def reading_ahead(self, chunks: Iterable[StoredChunk]) -> AbstractContextManager[None]:
         """See `CheckpointSource`."""

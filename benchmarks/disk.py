@@ -28,6 +28,7 @@ import mbridge_fsdp_ckpt
 from benchmarks.cache import prepare_cache
 from benchmarks.large import Benchmark, Numbers, slowest
 from mbridge_fsdp_ckpt.loading import fill
+from mbridge_fsdp_ckpt.storage.blocks import new_block
 from mbridge_fsdp_ckpt.testing.gpu.state import tensors
 from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
 from mbridge_fsdp_ckpt.testing.models import Recipe, Trainable, build
@@ -126,7 +127,7 @@ class _Rank:
 
     def _write(self, *, direct: bool) -> None:
         file = os.open(self._raw, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | (os.O_DIRECT if direct else 0))
-        block = mmap.mmap(-1, _BLOCK)
+        block = new_block(_BLOCK)
         block[: self._source.nbytes] = self._source.numpy().tobytes()
         for start in range(0, self.size, _BLOCK):
             os.pwrite(file, memoryview(block)[: _in_sectors(self.size - start)], start)
@@ -135,7 +136,7 @@ class _Rank:
 
     def _read(self, *, direct: bool) -> None:
         file = os.open(self._raw, os.O_RDONLY | (os.O_DIRECT if direct else 0))
-        block = mmap.mmap(-1, _BLOCK)
+        block = new_block(_BLOCK)
         for start in range(0, self.size, _BLOCK):
             os.preadv(file, [memoryview(block)[: _in_sectors(self.size - start)]], start)
         os.close(file)

@@ -109,17 +109,17 @@ def test_at_most_four_blocks_are_in_memory(tmp_path: Path, content: bytes, monke
     """Also what is not on disk yet at any time: the silence of a slow disk is no longer than it takes for that."""
     made, pwrite, behind, given = [], os.pwrite, [0], [0]
     done: dict[int, int] = {}
-    memory = mmap.mmap
+    new_block = growing.new_block
 
-    def counted(*arguments: Any) -> Any:
-        made.append(arguments)
-        return memory(*arguments)
+    def counted(size: int) -> mmap.mmap:
+        made.append(size)
+        return new_block(size)
 
     def noted(descriptor: int, view: memoryview, offset: int) -> int:
         done[offset] = pwrite(descriptor, view, offset)
         return done[offset]
 
-    monkeypatch.setattr(mmap, "mmap", counted)
+    monkeypatch.setattr(growing, "new_block", counted)
     monkeypatch.setattr(os, "pwrite", noted)
     file = GrowingFile(tmp_path / "file")
     for start in range(0, len(content), 1 << 21):
@@ -127,7 +127,7 @@ def test_at_most_four_blocks_are_in_memory(tmp_path: Path, content: bytes, monke
         given[0] += len(content[start : start + (1 << 21)])
         behind.append(given[0] - sum(done.values()))
     file.finish()
-    assert made == [(-1, BLOCK)] * growing.BLOCKS
+    assert made == [BLOCK] * growing.BLOCKS
     assert max(behind) <= growing.BLOCKS * BLOCK
     assert (tmp_path / "file").read_bytes() == content
 

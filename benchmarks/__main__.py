@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.cases import Suite, run_suite
+from benchmarks.model import Size
 from benchmarks.report import Results, show, write
 from tools.circumstances import circumstances
 
@@ -30,7 +31,7 @@ def main() -> None:
     def say(text: str) -> None:
         progress.print(f"{time.monotonic() - began:6.1f} s  {text}", soft_wrap=True)
 
-    suite = Suite.of(arguments.repeats, quick=arguments.quick)
+    suite = Suite.of(arguments.repeats, quick=arguments.quick, size=arguments.size)
     sides, small = run_suite(suite, scratch, say)
     about["duration"] = f"{time.monotonic() - began:.0f} s"
     results = Results(arguments.name, about, sides, small)
@@ -45,6 +46,7 @@ def _parse_arguments() -> argparse.Namespace:
         description="Measure stock fsdp_dtensor and fsdp_dtensor_safe side by side, in real pretrain() on CPU ranks.",
     )
     parser.add_argument("--quick", action="store_true", help="a much smaller model and one repeat; a minute or two")
+    parser.add_argument("--size", type=_size, help="experts x layers of the sides, for example 128x12 (default: 64x4)")
     parser.add_argument("--repeats", type=_positive, help="saves of a run, and loads (default: 3; with --quick 1)")
     parser.add_argument("--scratch", type=Path, help="where checkpoints are written and removed (default: /tmp)")
     parser.add_argument("--results", type=Path, help="folder of the results (default: benchmarks/results)")
@@ -54,6 +56,11 @@ def _parse_arguments() -> argparse.Namespace:
     arguments.results = arguments.results or (Path("out/benchmarks") if arguments.quick else _RESULTS)
     arguments.name = arguments.name or ("quick" if arguments.quick else "stock_and_safe")
     return arguments
+
+
+def _size(text: str) -> Size:
+    experts, _, layers = text.partition("x")
+    return Size(_positive(experts), _positive(layers))
 
 
 def _positive(text: str) -> int:

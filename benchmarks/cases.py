@@ -35,9 +35,13 @@ class Case:
     ranks: int
     saves: int
     resumes: int = 0
+    beside: bool = False
 
     def __str__(self) -> str:
-        return f"{self.format}: {self.size.experts} experts x {self.size.layers} layers on {self.ranks} ranks"
+        return (
+            f"{self.format}{', beside the training' if self.beside else ''}: "
+            f"{self.size.experts} experts x {self.size.layers} layers on {self.ranks} ranks"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,19 +89,21 @@ def preparation(calls: list[list[Call]]) -> list[Cost]:
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """A benchmark: two cases side by side, and smaller ones that show what the number of collectives depends on."""
+    """A benchmark: stock, ours, and ours beside the training; and smaller ones that show what collectives depend on."""
 
-    sides: tuple[Case, Case]
+    sides: tuple[Case, Case, Case]
     small: tuple[Case, ...]
 
     @classmethod
-    def of(cls, repeats: int, *, quick: bool) -> Suite:
-        """The whole benchmark, or a quick look at it."""
+    def of(cls, repeats: int, *, quick: bool, size: Size | None = None) -> Suite:
+        """The whole benchmark, or a quick look at it; of the sides' own size, or another."""
         few, many = (Size(2, 2), Size(8, 2)) if quick else (Size(8, 4), Size(64, 4))
+        many = size or many
         saves = max(2, repeats)  # one of them is the first
         stock, safe = (Case(name, many, 4, saves, repeats) for name in (STOCK, SAFE))
+        beside = Case(SAFE, many, 4, saves, beside=True)
         small = [Case(name, few, ranks, 2) for ranks in (2, 4) for name in (STOCK, SAFE)]
-        return cls((stock, safe), (*small, Case(SAFE, many, 2, 2)))
+        return cls((stock, safe, beside), (*small, Case(SAFE, many, 2, 2)))
 
 
 def run_suite(suite: Suite, scratch: Path | None, say: Callable[[str], None]) -> tuple[list[Measured], list[Measured]]:
@@ -118,7 +124,7 @@ def run_case(pool: RankPool, case: Case, scratch: Path | None, say: Callable[[st
     say(f"{case}, saves: {case.saves}" + (f", loads: {case.resumes}" if case.resumes else ""))
     with tempfile.TemporaryDirectory(prefix="benchmark-", dir=scratch) as directory:
         root, steps = f"{directory}/trained", case.saves + 1
-        trained = _run(pool, case, Training(case.size, case.format, steps, case.saves, root))
+        trained = _run(pool, case, Training(case.size, case.format, steps, case.saves, root, beside=case.beside))
         keys = _check_checkpoint(Path(root), case.saves)
         resumed = []
         for number in range(case.resumes):

@@ -24,7 +24,9 @@ class Size:
     layers: int
 
 
-def build_config(size: Size, steps: int, checkpoint_format: str, save: str | None, load: str | None) -> Any:
+def build_config(
+    size: Size, steps: int, checkpoint_format: str, save: str | None, load: str | None, *, beside: bool = False
+) -> Any:
     """A `ConfigContainer` for `pretrain`: `steps` steps in all, a save after every one, FusedAdam, all sharded."""
     from megatron.bridge.recipes.common import _pretrain_common
     from megatron.bridge.training.config import CheckpointConfig, TokenizerConfig
@@ -33,7 +35,9 @@ def build_config(size: Size, steps: int, checkpoint_format: str, save: str | Non
     config.model = _model(size)
     config.dataset = _dataset()
     config.tokenizer = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCABULARY - 1)
-    config.checkpoint = CheckpointConfig(save=save, load=load, save_interval=1, ckpt_format=checkpoint_format)
+    config.checkpoint = CheckpointConfig(
+        save=save, load=load, save_interval=1, ckpt_format=checkpoint_format, async_save=beside
+    )
     config.dist.distributed_backend = "gloo"
     config.train.train_iters, config.train.global_batch_size, config.train.micro_batch_size = steps, 8, 1
     config.validation.eval_iters, config.validation.eval_interval = 0, 1000

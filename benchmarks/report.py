@@ -25,6 +25,8 @@ _NOTES = (
     "ours it is everything before the first meeting: plan, optimizer state, and the message for the meeting.",
     "*save* and *load* are the whole calls of Bridge's checkpoint manager. Ours also flushes every file to disk, "
     "computes checksums and commits by a rename, and on load verifies every byte before it changes anything.",
+    "*stall* is what training waits for a save: stock's whole call; of ours with `checkpoint.async_save`, its call and "
+    "what the next optimizer step waits. Each such save has ended before the next one begins.",
     "*first* is the first save of a run of `pretrain`, *later* are all others; either comes after a training step. "
     "Every run has processes of its own, which have imported Bridge, Transformer Engine and this package; what either "
     "format imports on first use is in its *first* and *load*.",
@@ -44,7 +46,7 @@ class Results:
     Args:
         name: Of the files.
         about: Date, command, machine, versions and so on, in order.
-        sides: The two cases side by side, stock first.
+        sides: Stock, ours, and ours beside the training.
         small: The cases that show what the number of collectives depends on.
     """
 
@@ -55,8 +57,8 @@ class Results:
 
     def contests(self) -> list[Contest]:
         """What was measured of both."""
-        stock, safe = self.sides
-        return contests(stock, safe)
+        stock, safe, beside = self.sides
+        return contests(stock, safe, beside)
 
     def title(self) -> str:
         """Which model, on how many ranks."""
@@ -69,7 +71,7 @@ class Results:
         return [
             (f"{self.title()}, seconds", cost_table(lines)),
             ("How many times faster fsdp_dtensor_safe is (rounded down)", factor_table(lines)),
-            ("Collectives of a save by the number of experts and ranks", size_table([*self.sides, *self.small])),
+            ("Collectives of a save by the number of experts and ranks", size_table([*self.sides[:2], *self.small])),
         ]
 
 
@@ -118,7 +120,7 @@ def _markdown_table(head: list[str], rows: list[list[str]]) -> str:
 
 def _findings(results: Results) -> list[str]:
     """Notes that this run's numbers make."""
-    stock, safe = results.sides
+    stock, safe, _ = results.sides
     size = (
         f"A checkpoint is {stock.size:,} bytes in {stock.keys:,} tensors with stock, and {safe.size:,} bytes in "
         f"{safe.keys:,} tensors with ours, all files counted."
@@ -129,7 +131,7 @@ def _findings(results: Results) -> list[str]:
 def _named(sides: list[Measured], kind: str) -> str:
     """Which collectives the last call of a kind issued."""
     found = []
-    for title, measured in zip(("stock", "ours"), sides, strict=True):
+    for title, measured in zip(("stock", "ours"), sides[:2], strict=True):
         runs = [measured.trained, *measured.resumed]
         calls = [call for run in runs for call in run[0].calls if call.kind == kind]
         names = sorted(calls[-1].names.items(), key=lambda item: -item[1])

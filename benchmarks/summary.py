@@ -10,8 +10,8 @@ from benchmarks.cases import Measured, Order, preparation, whole
 from benchmarks.costs import Cost, Spread
 from benchmarks.training import SAFE
 
-PREPARE_GOAL, SAVE_GOAL = 100, 10
-"""How many times faster than stock this format is to prepare, and to save."""
+PREPARE_GOAL, SAVE_GOAL, STALL_GOAL = 100, 10, 54
+"""How many times faster than stock this format is to prepare, and to save; and how many times less training waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +41,15 @@ class Contest:
         return seconds(self.stock).least / seconds(self.safe).most
 
 
-def contests(stock: Measured, safe: Measured) -> list[Contest]:
+def contests(stock: Measured, safe: Measured, beside: Measured) -> list[Contest]:
     """Everything that was measured of both; what was not repeated enough to exist is left out."""
     orders: tuple[Order, ...] = ("first", "later")
     saves = [(order, stock.saves(order), safe.saves(order)) for order in orders]
+    stalls = [(order, whole(a)) for order, a, _ in saves]
     found = [
         *(Contest(f"prepare, {order}", preparation(a), preparation(b), PREPARE_GOAL) for order, a, b in saves),
         *(Contest(f"save, {order}", whole(a), whole(b), SAVE_GOAL) for order, a, b in saves),
+        *(Contest(f"stall, {order}", a, whole(beside.saves(order)), STALL_GOAL) for order, a in stalls),
         Contest("load", whole(stock.loads()), whole(safe.loads())),
     ]
     return [contest for contest in found if contest.stock and contest.safe]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 import mbridge_fsdp_ckpt
 from benchmarks.costs import Call, Cost, Kind
 from benchmarks.model import Size, build_config
+from mbridge_fsdp_ckpt.hosts import pending
 from mbridge_fsdp_ckpt.hosts.patching import Patches
 from mbridge_fsdp_ckpt.testing.collectives import CollectiveCounts, count_collectives
 from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
@@ -34,6 +35,7 @@ class Training:
         saves: How many steps are followed by a save, the first ones that this call makes.
         save: Where to.
         load: Where to resume from; None starts anew.
+        beside: Whether saves go on beside the training; each has ended before the next one begins.
     """
 
     size: Size
@@ -42,6 +44,7 @@ class Training:
     saves: int
     save: str
     load: str | None = None
+    beside: bool = False
 
 
 @dataclass(slots=True)
@@ -71,17 +74,50 @@ def train(training: Training) -> RankReport:
     report, callbacks = RankReport(), CallbackManager()
     callbacks.register("on_train_step_end", functools.partial(_after_step, training, report))
     with _only(training.format), count_collectives() as counts, _measured(training.format, Meter(counts), report):
-        config = build_config(training.size, training.steps, training.format, training.save, training.load)
-        pretrain(config, forward_step, callbacks=callbacks)
+        where = training.save, training.load
+        config = build_config(training.size, training.steps, training.format, *where, beside=training.beside)
+        with _kept(report) if training.beside else nullcontext():
+            pretrain(config, forward_step, callbacks=callbacks)
     return report
 
 
 def _after_step(training: Training, report: RankReport, context: Any) -> None:
     """Note the loss; steps that come after the last measured save are not saved."""
     state = context.state
+    pending.settle()
     report.losses[state.train_state.step + 1] = float(context.loss_dict["lm loss"])
     if report.saves() == training.saves:
         state.cfg.checkpoint.save = None
+
+
+@contextmanager
+def _kept(report: RankReport) -> Iterator[None]:
+    """While the block runs, keep what saves beside the training tell; then add what training waited after their calls.
+
+    Raises:
+        RuntimeError: A save was not beside it.
+    """
+    from mbridge_fsdp_ckpt import checkpoint
+
+    save, kept = checkpoint.save, []
+
+    def keeping(*args: Any, **kwargs: Any) -> Any:
+        saving = save(*args, **kwargs)
+        kept.append((saving, saving.stalled))
+        return saving
+
+    patches = Patches()
+    patches.set(checkpoint, "save", keeping)
+    try:
+        yield
+    finally:
+        patches.undo()
+    if len(kept) != len(report.calls):
+        raise RuntimeError(f"{len(report.calls)} saves were measured, {len(kept)} went on beside the training")
+    report.calls = [
+        replace(call, whole=call.whole + Cost(saving.stalled - own))
+        for call, (saving, own) in zip(report.calls, kept, strict=True)
+    ]
 
 
 @contextmanager
@@ -173,7 +209,7 @@ def _measured(format_name: str, meter: Meter, report: RankReport) -> Iterator[No
     from megatron.bridge.training import checkpointing, setup
 
     from mbridge_fsdp_ckpt.agree.agreement import Agreement
-    from mbridge_fsdp_ckpt.saving import snapshot
+    from mbridge_fsdp_ckpt.saving import outgoing, snapshot
 
     create = setup.create_checkpoint_manager
 
@@ -187,12 +223,13 @@ def _measured(format_name: str, meter: Meter, report: RankReport) -> Iterator[No
     patches = Patches()
     patches.set(setup, "create_checkpoint_manager", create_measured)
     patches.set(Agreement, "meet", meter.meeting(Agreement.meet))
-    for owner, name in (
-        (checkpointing, "preprocess_fsdp_dtensor_state_dict"),
-        (snapshot, "plan_save"),
-        (snapshot, "announce"),
-    ):
-        patches.set(owner, name, meter.preparing(getattr(owner, name)))
+    preparing: list[tuple[Any, Callable[..., Any]]] = [  # a name that is gone is an error of types
+        (checkpointing, checkpointing.preprocess_fsdp_dtensor_state_dict),
+        (snapshot, snapshot.plan_save),
+        (outgoing, outgoing.announce),
+    ]
+    for owner, function in preparing:
+        patches.set(owner, function.__name__, meter.preparing(function))
     try:
         yield
     finally:

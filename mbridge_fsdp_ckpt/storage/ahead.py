@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
 from mbridge_fsdp_ckpt.errors import InternalError
-from mbridge_fsdp_ckpt.storage.blocks import new_block
+from mbridge_fsdp_ckpt.storage import blocks
 from mbridge_fsdp_ckpt.storage.reading import ALIGNED
 from mbridge_fsdp_ckpt.storage.store import AnyPath, Reader
 
@@ -130,7 +130,7 @@ class ReadAhead:
         return memoryview(memory)[: read.result()]
 
     def _submit(self, number: int) -> None:
-        request, memory = self._requests[number], self._spare.pop() if self._spare else new_block(REQUEST)
+        request, memory = self._requests[number], self._spare.pop() if self._spare else blocks.new_block(REQUEST)
         read: Future[int]
         try:
             reader = self._reader_of(request.path, number)

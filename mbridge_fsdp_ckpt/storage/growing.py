@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from mbridge_fsdp_ckpt.storage.blocks import new_block
+from mbridge_fsdp_ckpt.storage import blocks
 from mbridge_fsdp_ckpt.storage.reading import ALIGNED
 from mbridge_fsdp_ckpt.storage.writeback import WriteBack
 
@@ -58,7 +58,7 @@ class GrowingFile:
         self._write_back = WriteBack(self._file.fileno())
         self._helpers: ThreadPoolExecutor | None = None
         self._under_way: deque[_UnderWay] = deque()
-        self._blocks, self._memory = 0, new_block(BLOCK)
+        self._blocks, self._memory = 0, blocks.new_block(BLOCK)
         self._start, self._filled = 0, 0
         self._refused: OSError | None = None
 
@@ -123,7 +123,7 @@ class GrowingFile:
 
     def _free_block(self) -> mmap.mmap:
         self._blocks += 1
-        return new_block(BLOCK) if self._blocks < BLOCKS else self._await_oldest()
+        return blocks.new_block(BLOCK) if self._blocks < BLOCKS else self._await_oldest()
 
     def _await_oldest(self) -> mmap.mmap:
         """Memory of the block that was passed on first, once it is written.

@@ -13,11 +13,10 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from mbridge_fsdp_ckpt.storage import growing
+from mbridge_fsdp_ckpt.storage import blocks, growing
 from mbridge_fsdp_ckpt.storage.growing import BLOCK, GrowingFile
 from mbridge_fsdp_ckpt.storage.reading import ALIGNED
 
@@ -109,7 +108,7 @@ def test_at_most_four_blocks_are_in_memory(tmp_path: Path, content: bytes, monke
     """Also what is not on disk yet at any time: the silence of a slow disk is no longer than it takes for that."""
     made, pwrite, behind, given = [], os.pwrite, [0], [0]
     done: dict[int, int] = {}
-    new_block = growing.new_block
+    new_block = blocks.new_block
 
     def counted(size: int) -> mmap.mmap:
         made.append(size)
@@ -119,7 +118,7 @@ def test_at_most_four_blocks_are_in_memory(tmp_path: Path, content: bytes, monke
         done[offset] = pwrite(descriptor, view, offset)
         return done[offset]
 
-    monkeypatch.setattr(growing, "new_block", counted)
+    monkeypatch.setattr(blocks, "new_block", counted)
     monkeypatch.setattr(os, "pwrite", noted)
     file = GrowingFile(tmp_path / "file")
     for start in range(0, len(content), 1 << 21):

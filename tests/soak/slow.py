@@ -25,7 +25,6 @@ import torch.distributed as dist
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.agree import meeting
 from mbridge_fsdp_ckpt.errors import CheckpointError
-from mbridge_fsdp_ckpt.saving.beside import writing
 from mbridge_fsdp_ckpt.saving.beside.trainer import trainer
 from mbridge_fsdp_ckpt.settings import DEFAULT_TIME_LIMIT
 from mbridge_fsdp_ckpt.storage.commit import removal, rename
@@ -46,7 +45,7 @@ BESIDE = ("fresh save beside", "overwriting save beside")
 COPY = "copy"
 """Of a trainer: a block into staging memory."""
 
-LIMIT_BESIDE_S, PULSE_S = 3.0, 0.2
+LIMIT_BESIDE_S = 3.0
 SLOW_BESIDE_S = 2.5 * LIMIT_BESIDE_S
 
 CALLS: dict[str, tuple[tuple[Any, str], ...]] = {
@@ -162,7 +161,6 @@ def _seen_at(told: Path) -> Path:
 
 def make_slow(told: str, rank: int) -> None:
     """In a writer, before it does anything: in each save one call of its storage takes long, if the trial says so."""
-    writing.PULSE_S = PULSE_S
     meeting._GRACE = GRACE_S
 
     def slow(save: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.phases import Phases
 from mbridge_fsdp_ckpt.saving.beside.channel import Channel, Message
 from mbridge_fsdp_ckpt.saving.beside.handle import Saving
-from mbridge_fsdp_ckpt.saving.beside.process import WriterProcess
+from mbridge_fsdp_ckpt.saving.beside.process import WriterProcess, pulse_for
 from mbridge_fsdp_ckpt.saving.beside.trainer import Trainer
 from mbridge_fsdp_ckpt.saving.beside.writing import Writer
 from mbridge_fsdp_ckpt.settings import Settings
@@ -28,7 +28,7 @@ class Watched(Writer):
     """Notes whether a save is the one for which what the trainer stages is taken."""
 
     def __init__(self, channel: Channel) -> None:
-        super().__init__(channel)
+        super().__init__(channel, pulse=1.0)
         self.known: list[bool] = []
 
     def _save(self, task: Any) -> Any:
@@ -97,3 +97,8 @@ def test_the_end_of_a_writer_that_was_replaced_is_not_the_next_saves(monkeypatch
     trainer.writer_ended(old, "the one before")
     trainer.writer_ended(new, "its own")
     assert heard == ["its own"]
+
+
+@pytest.mark.parametrize(("limit", "pulse"), [(0.4, 0.05), (1.0, 0.125), (2.0, 0.25), (8.0, 1.0), (600.0, 1.0)])
+def test_a_writer_gives_eight_signs_or_more_within_its_limit(limit: float, pulse: float) -> None:
+    assert pulse_for(limit) == pulse

@@ -1,4 +1,4 @@
-"""Started by a trainer, with a socket to it: python -m mbridge_fsdp_ckpt.saving.beside DESCRIPTOR."""
+"""Started by a trainer, with a socket to it: python -m mbridge_fsdp_ckpt.saving.beside DESCRIPTOR PULSE."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def main() -> None:
     log.addHandler(_Told(channel))
     log.propagate = False
     os.nice(_NICE)
-    Writer(channel).serve()
+    Writer(channel, float(sys.argv[2])).serve()
 
 
 if __name__ == "__main__":

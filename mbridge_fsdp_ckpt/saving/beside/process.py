@@ -16,8 +16,16 @@ from mbridge_fsdp_ckpt.saving.beside import wire
 from mbridge_fsdp_ckpt.saving.beside.channel import Channel, Message
 from mbridge_fsdp_ckpt.saving.beside.memory import Staging
 
-_LOOK_S = 1.0  # seconds between looks at whether the writer gives signs of life
 _LEAVE_S = 10.0  # seconds that a writer with nothing to do has to end
+
+
+def pulse_for(limit: float) -> float:
+    """Seconds between two signs of life of a writer, some of which may be late, and between looks at them.
+
+    Args:
+        limit: Seconds without one after which it is killed.
+    """
+    return min(1.0, limit / 8)
 
 
 class Listener(Protocol):
@@ -43,7 +51,7 @@ class WriterProcess:
         own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with other:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", f"{__package__}", str(other.fileno())],
+                [sys.executable, "-m", f"{__package__}", str(other.fileno()), str(pulse_for(silence_limit))],
                 pass_fds=[other.fileno()],
                 env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
@@ -117,7 +125,7 @@ class WriterProcess:
 
     def _watch(self) -> None:
         """A writer that is stopped, or stuck in its storage, is killed: nobody waits for it for good."""
-        while not self._ended.wait(_LOOK_S):
+        while not self._ended.wait(pulse_for(self._silence_limit)):
             if time.monotonic() > self._patient_until:
                 self._killed_for = f"no sign of life within {self._silence_limit:g} s"
                 self._process.kill()
@@ -129,5 +137,5 @@ def ended(how: str) -> SaveAbandonedError:
     return SaveAbandonedError(
         expected="the process that writes this rank's save to live until that has ended",
         found=how,
-        remedy="Was it killed, for memory say? The checkpoint before stands; the next save starts another.",
+        remedy="Was it killed, say for memory? A resume finds the last whole checkpoint. The next save starts another.",
     )

@@ -29,9 +29,6 @@ from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.format.values import decode
 from mbridge_fsdp_ckpt.storage.store import as_path
 
-PULSE_S = 1.0
-"""Seconds between two signs of life that a writer gives its trainer."""
-
 _log = logging.getLogger(__name__)
 
 
@@ -61,10 +58,11 @@ class Writer:
 
     Args:
         channel: To it.
+        pulse: Seconds between two signs of life that it gets.
     """
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel, self._trainer = channel, os.getppid()
+    def __init__(self, channel: Channel, pulse: float) -> None:
+        self._channel, self._pulse_s, self._trainer = channel, pulse, os.getppid()
         self._todo: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._task: _Task | None = None
@@ -186,7 +184,7 @@ class Writer:
 
         A trainer's other children may keep the socket open after it has died.
         """
-        while not self._orphaned.wait(PULSE_S):
+        while not self._orphaned.wait(self._pulse_s):
             if os.getppid() != self._trainer:
                 self._orphan("that it has ended")
                 return
@@ -209,7 +207,7 @@ class Writer:
         error = SaveAbandonedError(
             expected="the trainer to live until its save beside the training has ended",
             found=found,
-            remedy="Look at that rank's log. The checkpoint before stands.",
+            remedy="Look at that rank's log. A resume finds the last whole checkpoint.",
         ).at_rank(task.seat.rank, "saving beside the training")
         task.fail(error)
         self._answers.put({"answer": error.to_wire()})

@@ -15,6 +15,8 @@ from mbridge_fsdp_ckpt.testing.process import WorkerProcess
 GRACE_S = 5.0
 """How long the other ranks may go on after the first one failed."""
 
+_CLEAN_UP_S = 20.0  # a writer beside the training has ten seconds to end
+
 _POLL_S = 0.1
 
 
@@ -48,11 +50,12 @@ class RunningCase:
         while self._running and time.monotonic() < self._deadline:
             self._listen()
         stacks = {rank: self._workers[rank].stacks() for rank in sorted(self._running)}
+        limit = f"{self._limit:g} s" if stacks else f"{_CLEAN_UP_S:g} s of cleaning up"
         stacks |= self._finish()
         if self._failed:
             raise RankFailed(self._describe_failure(stacks), self._failed)
         if stacks:
-            raise RanksHung(self._describe_hang(stacks), stacks)
+            raise RanksHung(self._describe_hang(stacks, limit), stacks)
         results = [self._results[rank] for rank in sorted(self._results)]
         return [result if isinstance(result, Died) else pickle.loads(result) for result in results]
 
@@ -60,7 +63,7 @@ class RunningCase:
         """Let the ranks that returned clean up; return the stacks of those that do not get done."""
         for rank in self._results.keys() & self.waiting:
             self._workers[rank].clean_up()
-        deadline = time.monotonic() + GRACE_S
+        deadline = time.monotonic() + _CLEAN_UP_S
         while self.waiting - self._running and time.monotonic() < deadline:
             self._listen()
         return {rank: self._workers[rank].stacks() for rank in sorted(self.waiting - self._running)}
@@ -113,8 +116,8 @@ class RunningCase:
         sections += [f"--- rank {rank} had not finished ---\n{stack}" for rank, stack in stacks.items()]
         return "\n".join(section for section in sections if section)
 
-    def _describe_hang(self, stacks: Mapping[int, str]) -> str:
-        waiting = f"rank {_enumerate(stacks)} of {len(self._workers)} had not finished after {self._limit:g} s"
+    def _describe_hang(self, stacks: Mapping[int, str], limit: str) -> str:
+        waiting = f"rank {_enumerate(stacks)} of {len(self._workers)} had not finished after {limit}"
         sections = [f"{self._title}: {waiting}"]
         for rank, stack in stacks.items():
             sections += [f"--- rank {rank} ---\n{stack}", self._printed(rank)]

@@ -9,6 +9,7 @@ import sys
 
 from mbridge_fsdp_ckpt.saving.beside.channel import Channel
 from mbridge_fsdp_ckpt.saving.beside.writing import Writer
+from mbridge_fsdp_ckpt.storage.commit import removal
 
 _NICE = 10  # what the writer computes may wait for what the trainer does
 
@@ -38,6 +39,8 @@ def main() -> None:
     log.propagate = False
     os.nice(_NICE)
     Writer(channel, float(sys.argv[2])).serve()
+    removal.wait(removal.EXIT_S)
+    os._exit(0)  # to take down torch takes a nice process seconds on a busy machine, and the trainer waits
 
 
 if __name__ == "__main__":

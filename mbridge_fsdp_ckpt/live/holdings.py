@@ -30,6 +30,7 @@ from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_name
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.plan.pieces import Component, ParameterPlan, Piece, plan_parameter
+from mbridge_fsdp_ckpt.plan.shares import shared_out
 
 KeyFilter = Callable[[str], bool]
 
@@ -116,16 +117,29 @@ def plan_model(module: Any) -> list[Planned]:
     tensors = tensors_of(module)
     marks, known = marks_of(module, tensors), _known.get(module)
     if known is None or known.marks != marks:
-        known = _known[module] = _Known(marks, tuple(map(_plan, model_parameters(module))))
+        known = _known[module] = _Known(marks, tuple(_plans(model_parameters(module))))
     return [
         Planned(plan, tensor, is_buffer)
         for (plan, is_buffer), tensor in zip(known.plans, tensors.values(), strict=True)
     ]
 
 
-def _plan(parameter: ModelParameter) -> tuple[ParameterPlan, bool]:
+def _plans(tensors: list[ModelParameter]) -> Iterator[tuple[ParameterPlan, bool]]:
+    """Each tensor's plan, and whether it is a buffer.
+
+    Ranks share out what they hold of parameters.  Which buffers a rank has may depend on what it has computed: each of
+    them has a writer of its own (`plan.pieces.owner`).
+    """
+    plans = list(map(_plan, tensors))
+    parameters = [(plan, tensor) for plan, tensor in zip(plans, tensors, strict=True) if tensor.context is not None]
+    shared = iter(shared_out([plan for plan, _ in parameters], [tensor.bytes_per_element for _, tensor in parameters]))
+    for plan, tensor in zip(plans, tensors, strict=True):
+        yield (plan, True) if tensor.context is None else (next(shared), False)
+
+
+def _plan(parameter: ModelParameter) -> ParameterPlan:
     claim = default_registry().claim(parameter.context) if parameter.context else None
-    return plan_parameter(parameter.layout, claim), parameter.context is None
+    return plan_parameter(parameter.layout, claim)
 
 
 def model_holdings(

@@ -31,6 +31,9 @@ from mbridge_fsdp_ckpt.plan.boxes import FlatRange
 from mbridge_fsdp_ckpt.plan.layout import LAYOUT_REMEDY, Axis, ParameterLayout
 from mbridge_fsdp_ckpt.versions import probe
 
+_MOMENTS = 8
+"""Bytes of both of one element."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelParameter:
@@ -40,6 +43,11 @@ class ModelParameter:
     context: ParameterContext | None
     tensor: torch.Tensor
     """The parameter that the optimizer updates, the main weight; or a persistent buffer."""
+
+    @property
+    def bytes_per_element(self) -> int:
+        """About what is saved for each of its elements: the weight and, if it is trained, Adam's two moments."""
+        return self.tensor.dtype.itemsize + (_MOMENTS if self.tensor.requires_grad else 0)
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:

@@ -50,6 +50,11 @@ class Box:
         """One past the last element, a dimension."""
         return tuple(o + s for o, s in zip(self.offset, self.size, strict=True))
 
+    def part(self, dim: int, begin: int, end: int) -> Box:
+        """Its rows [begin, end) along a dimension."""
+        offset = (*self.offset[:dim], self.offset[dim] + begin, *self.offset[dim + 1 :])
+        return Box(offset, (*self.size[:dim], end - begin, *self.size[dim + 1 :]))
+
     def inside(self, shape: Shape) -> bool:
         """Whether the box lies in a tensor of this shape."""
         return len(shape) == len(self.size) and all(e <= n for e, n in zip(self.end, shape, strict=True))

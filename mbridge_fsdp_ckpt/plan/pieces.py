@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mbridge_fsdp_ckpt.families.declaration import Claim, Segment
@@ -58,7 +58,7 @@ class Piece:
         outer: Shape of that part.
         inner: The block, in that part.
         replica: This rank's place among those that hold the very same block.
-        writes: Whether this rank is the one of them that writes it.
+        writes: Whether this rank is the one of them that writes it; see `owner`, and `shares` for a model's parameters.
     """
 
     component: Component
@@ -73,6 +73,23 @@ class Piece:
     def is_origin(self) -> bool:
         """Whether it holds the component's first element, or would: exactly one writer's piece does."""
         return not any(self.box.offset) and (self.box.volume > 0 or not math.prod(self.component.global_shape))
+
+    @property
+    def rows(self) -> int:
+        """How many rows it can be cut into, along its first dimension that is longer than one."""
+        return self.box.size[self._cut_along] if self.box.size else 1
+
+    @property
+    def _cut_along(self) -> int:
+        return next((dim for dim, size in enumerate(self.box.size) if size > 1), 0)
+
+    def part(self, begin: int, end: int) -> Piece:
+        """Rows [begin, end) of it."""
+        if (begin, end) == (0, self.rows):
+            return self
+        dim = self._cut_along
+        box, inner = (block.part(dim, begin, end) for block in (self.box, self.inner))
+        return replace(self, box=box, inner=inner)
 
     def block(self, shard: Any) -> Any:
         """The block as a view of the flattened shard, an array or tensor; shaped as the box."""
@@ -127,7 +144,7 @@ def plan_parameter(layout: ParameterLayout, claim: Claim | None) -> ParameterPla
 
 
 def owner(key: str, replicas: int) -> int:
-    """Which replica writes a tensor: spread over them by the key's hash, so that no rank writes last and most."""
+    """Which replica writes a tensor, where nothing else says: spread over them by the key's hash."""
     return zlib.crc32(key.encode()) % replicas
 
 

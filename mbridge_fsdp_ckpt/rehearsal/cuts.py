@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,30 @@ import torch
 from mbridge_fsdp_ckpt.families.declaration import Claim
 from mbridge_fsdp_ckpt.plan.boxes import FlatRange
 from mbridge_fsdp_ckpt.plan.layout import ParameterLayout
-from mbridge_fsdp_ckpt.plan.pieces import Component, plan_parameter
+from mbridge_fsdp_ckpt.plan.pieces import Component, Piece, plan_parameter
 from mbridge_fsdp_ckpt.rehearsal.records import record_bytes
 from mbridge_fsdp_ckpt.rehearsal.shards import Item
 
 Counts = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """The first block of each data-parallel rank that has one, or the second, and so on.
+
+    Args:
+        ranks: These ranks, by their number.
+        pieces: The blocks.
+        volumes: Elements of each.
+        bytes: Of each one's records, with the weight and the slots that are cut like it.
+        origins: 1 for a block that holds the component's first element, else 0.
+    """
+
+    ranks: Counts
+    pieces: tuple[Piece, ...]
+    volumes: Counts
+    bytes: Counts
+    origins: Counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +48,12 @@ class Cuts:
     Args:
         component: The component.
         is_replicated: Whether each tensor-parallel rank holds these very elements, although the parameter is cut.
-        blocks: How many blocks each has.
-        bytes: Of these blocks' records, with the weight and the slots that are cut like it.
-        origins: How many of the blocks hold the component's first element.
+        blocks: What they have, in the order in which each has it.
     """
 
     component: Component
     is_replicated: bool
-    blocks: Counts
-    bytes: Counts
-    origins: Counts
+    blocks: tuple[Blocks, ...]
 
 
 class Cutter:
@@ -64,18 +80,35 @@ class Cutter:
         return self._known[kind]
 
 
+def piece_bytes(piece: Piece, dtypes: tuple[torch.dtype, ...]) -> int:
+    """Of the records of a block, one of each dtype."""
+    return sum(record_bytes(piece.box.size, dtype) for dtype in dtypes)
+
+
 def _cuts(
     layout: ParameterLayout, claim: Claim | None, item: Item | None, dtypes: tuple[torch.dtype, ...]
 ) -> Iterator[Cuts]:
-    ranks = 1 if item is None else item.ranks
     held = [(0, FlatRange(0, math.prod(layout.local_shape)))] if item is None else item.parts()
-    found: dict[tuple[Component, bool], Cuts] = {}
+    found: dict[tuple[Component, bool], dict[int, list[Piece]]] = {}
     for rank, flat in held:
         for piece in plan_parameter(replace(layout, flat=flat), claim).pieces:
             # pieces of a parameter that is cut have more replicas than it where tensor-parallel ranks are such
             name = piece.component, piece.replica.count != layout.replica.count
-            cuts = found.setdefault(name, Cuts(*name, *(np.zeros(ranks, dtype=np.int64) for _ in range(3))))
-            cuts.blocks[rank] += 1
-            cuts.bytes[rank] += sum(record_bytes(piece.box.size, dtype) for dtype in dtypes)
-            cuts.origins[rank] += piece.is_origin
-    yield from found.values()
+            found.setdefault(name, {}).setdefault(rank, []).append(piece)
+    for name, pieces in found.items():
+        yield Cuts(*name, tuple(_blocks(pieces, dtypes)))
+
+
+def _blocks(pieces: Mapping[int, list[Piece]], dtypes: tuple[torch.dtype, ...]) -> Iterator[Blocks]:
+    for number in count():
+        there = {rank: held[number] for rank, held in pieces.items() if len(held) > number}
+        if not there:
+            return
+        columns = (
+            there.keys(),
+            (piece.box.volume for piece in there.values()),
+            (piece_bytes(piece, dtypes) for piece in there.values()),
+            (piece.is_origin for piece in there.values()),
+        )
+        ranks, *numbers = (np.fromiter(column, dtype=np.int64, count=len(there)) for column in columns)
+        yield Blocks(ranks, tuple(there.values()), *numbers)

@@ -1,7 +1,7 @@
 """All ranks of a job, counted from the parameters of one rank a pipeline stage.
 
 Ranks of a stage have the same parameters, cut at other places.  Where they are cut, and who of those that hold the
-same block writes it, is arithmetic on coordinates: that of `shards` and `plan.pieces.owner`.
+same block writes it, is arithmetic on coordinates: that of `shards`, and of `holders` or `plan.pieces.owner`.
 """
 
 from __future__ import annotations
@@ -13,15 +13,18 @@ from typing import Any
 
 import numpy as np
 
+from mbridge_fsdp_ckpt.families.declaration import ParameterContext
 from mbridge_fsdp_ckpt.families.naming import is_expert_name
 from mbridge_fsdp_ckpt.families.registry import default_registry
 from mbridge_fsdp_ckpt.live.megatron_fsdp import ModelParameter, model_parameters
 from mbridge_fsdp_ckpt.live.mesh import replicated_along
 from mbridge_fsdp_ckpt.plan.pieces import owner
-from mbridge_fsdp_ckpt.rehearsal.cuts import Counts, Cuts, Cutter
-from mbridge_fsdp_ckpt.rehearsal.layout import DENSE, EXPERT, Ranks
+from mbridge_fsdp_ckpt.rehearsal.cuts import Counts, Cutter
+from mbridge_fsdp_ckpt.rehearsal.holders import Held, Work, circles, shared_out
+from mbridge_fsdp_ckpt.rehearsal.layout import DENSE, Ranks
 from mbridge_fsdp_ckpt.rehearsal.model import RehearsedModel, Subject
 from mbridge_fsdp_ckpt.rehearsal.rank import RankWork
+from mbridge_fsdp_ckpt.rehearsal.shards import Item
 from mbridge_fsdp_ckpt.rehearsal.world import as_expert_rank
 
 _PARTS = {
@@ -68,16 +71,14 @@ def count_stage(subject: Subject, stage: int, tally: Tally) -> None:
     Raises:
         LayoutError, FamilyError: As a save does.
     """
-    counter = _Counter(subject, stage, tally)
-    for number, parameter in enumerate(counter.parameters):
-        counter.count(number, parameter)
+    _Counter(subject, stage, tally).count()
 
 
 class _Counter:
     def __init__(self, subject: Subject, stage: int, tally: Tally) -> None:
         self._subject, self._tally = subject, tally
         self._model = RehearsedModel(subject, stage * subject.layout.stage_world)
-        self.parameters = model_parameters(self._model)
+        self._parameters = model_parameters(self._model)
         self._meshes = [subject.layout.mesh(expert=expert, stage=stage) for expert in (False, True)]
         self._cutter = Cutter()
         specs = subject.slots.values()
@@ -85,86 +86,91 @@ class _Counter:
         self._numbers = len(specs) - len(self._slots)
         self._names: dict[int, list[str]] = {}
 
-    def count(self, number: int, parameter: ModelParameter) -> None:
+    def count(self) -> None:
+        """Count all that the ranks hold."""
+        shared: dict[tuple[bool, tuple[str, ...], bool], list[Held]] = {}
+        for number, parameter in enumerate(self._parameters):
+            if parameter.context is None:
+                self._count_buffer(number, parameter)
+                continue
+            expert, along = is_expert_name(parameter.context.name), self._along(parameter, parameter.context)
+            for held in self._held(parameter):
+                if parameter.layout.is_copy:
+                    self._add_copy(circles(self._meshes[expert], along, shards_outer=self._shards_outer), held)
+                else:
+                    shared.setdefault((expert, along, held.cuts.is_replicated), []).append(held)
+        for (expert, along, is_replicated), helds in shared.items():
+            everywhere = (*along, "tensor") if is_replicated else along
+            ranks = circles(self._meshes[expert], everywhere, shards_outer=self._shards_outer)
+            for work in shared_out(ranks, helds):
+                self._add(work)
+
+    @property
+    def _shards_outer(self) -> bool:
+        return self._subject.layout.shards_outer
+
+    def _along(self, parameter: ModelParameter, context: ParameterContext) -> tuple[str, ...]:
+        """The dimensions along which ranks hold the same of a parameter."""
+        layout, item = parameter.layout, self._item(parameter)
+        is_cut = layout.tensor_parallel_dim is not None
+        index = self._model.get_distributed_index()
+        along = replicated_along(index, context, is_cut=is_cut, is_whole=item is None)
+        return tuple(name for name in along if name != "expert" or self._subject.layout.expert > 1)
+
+    def _item(self, parameter: ModelParameter) -> Item | None:
+        original: Any = parameter.tensor
+        is_empty = not math.prod(parameter.layout.local_shape)
+        return None if is_empty else self._subject.sharding.item(original.orig_param)
+
+    def _held(self, parameter: ModelParameter) -> Iterator[Held]:
+        """By component."""
         layout, context = parameter.layout, parameter.context
-        is_expert = is_expert_name(layout.key if context is None else context.name)
-        mesh = self._meshes[is_expert]
-        replicated: list[str] = list(DENSE)  # a buffer is whole on every rank of its mesh
-        item = None
-        if context is not None:
-            original: Any = parameter.tensor
-            item = self._subject.sharding.item(original.orig_param) if math.prod(layout.local_shape) else None
-            is_cut = layout.tensor_parallel_dim is not None
-            index = self._model.get_distributed_index()
-            replicated = [*replicated_along(index, context, is_cut=is_cut, is_whole=item is None)]
         claim = default_registry().claim(context) if context is not None else None
         is_trained = parameter.tensor.requires_grad
         dtypes = (parameter.tensor.dtype, *(self._slots if is_trained else ()))
+        item = None if context is None else self._item(parameter)
         for cuts in self._cutter.cut(layout, claim, item, dtypes):
-            held = _Held(cuts, len(dtypes), self._numbers if is_trained else 0, _part(layout.key))
-            self._add_held(mesh, held)
-            along = [*replicated, "tensor"] if cuts.is_replicated else replicated
-            if not layout.is_copy:
-                for ranks in self._writers(mesh, along, held, number):
-                    self._add_written(ranks, held)
+            numbers = self._numbers if is_trained else 0
+            yield Held(cuts, dtypes, numbers, parameter.bytes_per_element, _part(layout.key))
 
-    def _writers(self, mesh: Ranks, along: list[str], held: _Held, number: int) -> Iterator[Ranks]:
-        """The ranks that write, in the mesh's dimensions; along those where all hold the same, it is one."""
-        names = EXPERT if mesh.ndim == len(EXPERT) else DENSE
-        axes = [names.index(dimension) for dimension in along]
-        sizes = tuple(mesh.shape[axis] for axis in axes)
-        if math.prod(sizes) == 1:
-            yield mesh
-            return
-        experts = range(mesh.shape[names.index("expert")]) if "expert" in names and "expert" not in along else (None,)
-        for expert in experts:
-            key = held.cuts.component.name_of(self._name(number, expert or 0))
-            place: list[slice] = [slice(None)] * mesh.ndim
-            for axis, index in zip(axes, np.unravel_index(owner(key, math.prod(sizes)), sizes), strict=True):
-                place[axis] = slice(int(index), int(index) + 1)
-            if expert is not None:
-                place[names.index("expert")] = slice(expert, expert + 1)
-            yield mesh[tuple(place)]
+    def _count_buffer(self, number: int, parameter: ModelParameter) -> None:
+        """A buffer is whole on every rank of its mesh."""
+        mesh = self._meshes[is_expert_name(parameter.layout.key)]
+        ranks = circles(mesh, DENSE, shards_outer=self._shards_outer)
+        for held in self._held(parameter):
+            for expert in range(ranks.shape[2]):
+                key = held.cuts.component.name_of(self._name(number, expert))
+                of_expert = ranks[:, :, expert : expert + 1]
+                writer = owner(key, len(ranks))
+                for blocks in held.cuts.blocks:
+                    writers = of_expert[writer : writer + 1] if not parameter.layout.is_copy else of_expert[:0]
+                    self._add(Work(held, of_expert, writers, blocks.bytes, blocks.origins))
 
     def _name(self, number: int, expert: int) -> str:
-        """A parameter's key on one expert-parallel rank: experts are numbered over all of them."""
+        """A buffer's key on one expert-parallel rank: experts are numbered over all of them."""
         if expert not in self._names:
             with as_expert_rank(expert):
                 self._names[expert] = [parameter.layout.key for parameter in model_parameters(self._model)]
         return self._names[expert][number]
 
-    def _add_held(self, mesh: Ranks, held: _Held) -> None:
-        self._tally.held_bytes[mesh] += self._spread(held.cuts.bytes, mesh)
-        self._tally.held_chunks[mesh] += self._spread(held.cuts.blocks * held.tensors, mesh)
+    def _add_copy(self, ranks: Ranks, held: Held) -> None:
+        """Another stage writes it."""
+        for blocks in held.cuts.blocks:
+            own = ranks[:, blocks.ranks]
+            self._add(Work(held, own, own[:0], blocks.bytes, blocks.origins))
 
-    def _add_written(self, ranks: Ranks, held: _Held) -> None:
-        tally, cuts = self._tally, held.cuts
-        size = self._spread(cuts.bytes, ranks)
-        tally.bytes[ranks] += size
-        tally.by_part.setdefault(held.part, np.zeros(tally.world, dtype=np.int64))[ranks] += size
-        tally.chunks[ranks] += self._spread(cuts.blocks * held.tensors, ranks)
-        first = ranks[..., :1]  # tensor-parallel ranks after the first have later rows, or columns
-        tally.numbers[first] += self._spread(cuts.origins * held.numbers, first)
-        tally.keys[first] += self._spread(cuts.origins * (held.tensors + held.numbers), first)
-
-    def _spread(self, counts: Counts, ranks: Ranks) -> Any:
-        """Numbers of data-parallel ranks, in a shape that fits ranks in a mesh."""
-        inside = (1,) * (ranks.ndim - 2)
-        if len(counts) == 1:
-            return int(counts[0])
-        if self._subject.layout.shards_outer:
-            return counts.reshape(-1, self._subject.layout.instances).T.reshape(ranks.shape[0], -1, *inside)
-        return counts.reshape(1, -1, *inside)
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """A component's cuts, how many tensors and numbers there are of each, and the part of the model it belongs to."""
-
-    cuts: Cuts
-    tensors: int
-    numbers: int
-    part: str
+    def _add(self, work: Work) -> None:
+        tally, held = self._tally, work.held
+        size, origins = (numbers[:, None, None] for numbers in (work.bytes, work.origins))
+        tensors = len(held.dtypes)
+        tally.held_bytes[work.holders] += size
+        tally.held_chunks[work.holders] += tensors
+        tally.bytes[work.writers] += size
+        tally.by_part.setdefault(held.part, np.zeros(tally.world, dtype=np.int64))[work.writers] += size
+        tally.chunks[work.writers] += tensors
+        first = work.writers[..., :1]  # tensor-parallel ranks after the first have later rows, or columns
+        tally.numbers[first] += origins * held.numbers
+        tally.keys[first] += origins * (tensors + held.numbers)
 
 
 def _part(key: str) -> str:

@@ -18,6 +18,7 @@ from mbridge_fsdp_ckpt.families import Claim, Segment
 from mbridge_fsdp_ckpt.plan.boxes import FlatRange, whole
 from mbridge_fsdp_ckpt.plan.layout import Axis, ParameterLayout
 from mbridge_fsdp_ckpt.plan.pieces import ParameterPlan, plan_parameter
+from mbridge_fsdp_ckpt.plan.shares import SLIVER, shared_out
 from mbridge_fsdp_ckpt.plan.tiling import PRIME, TilingSketch
 
 Array = np.ndarray[Any, np.dtype[np.int64]]
@@ -44,6 +45,8 @@ class Job:
     segments: tuple[tuple[str, int], ...] | None
     cuts: tuple[int, ...]
     replicas: int
+    bytes_per_element: int = 0
+    """What copies are shared out by."""
 
     def fused(self, components: Components, tp_rank: int) -> Array:
         """What one tensor-parallel rank holds: oracle."""
@@ -78,7 +81,8 @@ class Job:
                         FlatRange(start, stop),
                         Axis(replica, self.replicas),
                     )
-                    yield plan_parameter(layout, self._claim()), fused.reshape(-1)[start:stop]
+                    (plan,) = shared_out([plan_parameter(layout, self._claim())], [self.bytes_per_element])
+                    yield plan, fused.reshape(-1)[start:stop]
 
     def _claim(self) -> Claim | None:
         if self.segments is None:
@@ -121,7 +125,11 @@ def jobs(draw: st.DrawFn, fusion: Fusion, components: Components, dim: int | Non
     local = job.fused(components, 0)
     step = draw(st.sampled_from([1, math.prod(local.shape[1:])]))
     cuts = draw(st.lists(st.integers(0, local.size // step), max_size=4))
-    return replace(job, cuts=tuple(sorted(cut * step for cut in cuts)))
+    return replace(
+        job,
+        cuts=tuple(sorted(cut * step for cut in cuts)),
+        bytes_per_element=draw(st.sampled_from([1, SLIVER // 3, 2 * SLIVER])),
+    )
 
 
 @st.composite

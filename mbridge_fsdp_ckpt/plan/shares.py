@@ -1,0 +1,132 @@
+"""Who writes what several ranks hold: each of them as much as the others, so that nobody writes last and most.
+
+All blocks that the very same ranks hold lie on one line, in the model's order, each as long as it has bytes; each rank
+writes an equal part of the line.  They all have the same blocks, and cut the line alike without a word.
+
+    3 ranks hold       a a a a a a a|b b b c|d d
+    and write          0 0 0 0 1 1 1|1 2 2 2|2 2       a and b are cut, along rows
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import NamedTuple
+
+from mbridge_fsdp_ckpt.families.naming import is_expert_name
+from mbridge_fsdp_ckpt.plan.pieces import ParameterPlan, Piece
+
+SLIVER = 1 << 14
+"""Bytes: less of a block than this is not cut off it, and a line is not cut into parts of less than twice this."""
+
+
+class Part(NamedTuple):
+    """Rows [begin, end) of a block, and which of the ranks that hold it writes them."""
+
+    writer: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """All that the same ranks hold.
+
+    Args:
+        length: Bytes of all blocks.
+        ranks: How many hold them.
+    """
+
+    length: int
+    ranks: int
+
+    @property
+    def writers(self) -> int:
+        """How many of the ranks write: all, if there is enough of it."""
+        return max(1, min(self.ranks, self.length // (2 * SLIVER)))
+
+    def part_at(self, place: int) -> int:
+        """The part of the line that a byte lies in."""
+        return min(place * self.writers // max(1, self.length), self.writers - 1)
+
+    def writer_of(self, part: int) -> int:
+        """Which of the ranks writes a part; where there are fewer parts than ranks, they are spread over these."""
+        return part * self.ranks // self.writers
+
+    def parts(self, begin: int, length: int, rows: int) -> Iterator[Part]:
+        """Who writes which rows of a block, in order.
+
+        Args:
+            begin: Where on the line it begins.
+            length: Its bytes.
+            rows: How many rows it can be cut into.
+        """
+        first, last = self.part_at(begin), self.part_at(begin + max(0, length - 1))
+        edges = [0, *(self._row_at(part, begin, length, rows) for part in range(first + 1, last + 1)), rows]
+        for part, (start, stop) in enumerate(pairwise(edges), first):
+            if start < stop or first == last:
+                yield Part(self.writer_of(part), start, stop)
+
+    def _row_at(self, part: int, begin: int, length: int, rows: int) -> int:
+        """The row of a block with which a part begins: its first or last one's edge, if that is near."""
+        before = -(-part * self.length // self.writers) - begin
+        after = length - before
+        if min(before, after) < SLIVER:
+            return 0 if before < after else rows
+        return (2 * before * rows + length) // (2 * length)
+
+
+type _Holders = tuple[bool, tuple[str, ...], int, int]
+"""What tells apart the sets of ranks that hold the same: see `_holders`."""
+
+
+def shared_out(plans: Sequence[ParameterPlan], bytes_per_element: Sequence[int]) -> list[ParameterPlan]:
+    """The plans of a rank's parameters, with who writes what other ranks hold, too.
+
+    Args:
+        plans: Of all parameters that the rank has, in the order of the model, which is the same on all ranks that hold
+            the same.
+        bytes_per_element: Of each, with its optimizer state.
+    """
+    lengths: dict[_Holders, int] = defaultdict(int)
+    for plan, size in zip(plans, bytes_per_element, strict=True):
+        for piece in _shared(plan):
+            lengths[_holders(plan, piece)] += size * piece.box.volume
+    lines = {holders: Line(length, holders[-1]) for holders, length in lengths.items()}
+    filled: dict[_Holders, int] = defaultdict(int)
+    found = []
+    for plan, size in zip(plans, bytes_per_element, strict=True):
+        pieces: list[Piece] = []
+        for piece in plan.pieces:
+            if not _is_shared(plan, piece):
+                pieces.append(piece)
+                continue
+            holders, length = _holders(plan, piece), size * piece.box.volume
+            pieces += _cut(piece, lines[holders].parts(filled[holders], length, piece.rows))
+            filled[holders] += length
+        found.append(replace(plan, pieces=tuple(pieces)))
+    return found
+
+
+def _shared(plan: ParameterPlan) -> Iterator[Piece]:
+    return (piece for piece in plan.pieces if _is_shared(plan, piece))
+
+
+def _is_shared(plan: ParameterPlan, piece: Piece) -> bool:
+    return piece.replica.count > 1 and not plan.layout.is_copy
+
+
+def _holders(plan: ParameterPlan, piece: Piece) -> _Holders:
+    """Ranks that hold the same as this one: the dimensions of which mesh they fill, and how many they are.
+
+    The numbers tell apart what is copied over tensor-parallel or expert-parallel ranks besides, which no mesh names.
+    """
+    layout = plan.layout
+    return is_expert_name(layout.key), layout.copied_along, layout.replica.count, piece.replica.count
+
+
+def _cut(piece: Piece, parts: Iterable[Part]) -> Iterator[Piece]:
+    for part in parts:
+        yield replace(piece.part(part.begin, part.end), writes=part.writer == piece.replica.index)

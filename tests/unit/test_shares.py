@@ -1,0 +1,111 @@
+"""Ranks that hold the same write equal parts of it, and every element once."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mbridge_fsdp_ckpt.families import Claim, Segment
+from mbridge_fsdp_ckpt.plan.boxes import FlatRange, Shape
+from mbridge_fsdp_ckpt.plan.layout import Axis, ParameterLayout
+from mbridge_fsdp_ckpt.plan.pieces import ParameterPlan, plan_parameter
+from mbridge_fsdp_ckpt.plan.shares import SLIVER, Line, Part, shared_out
+
+ROW = 1 << 16  # bytes
+
+
+@pytest.mark.parametrize(
+    ("rows_before", "rows", "in_all", "ranks", "parts"),
+    [
+        pytest.param(0, 8, 8, 4, [(0, 0, 2), (1, 2, 4), (2, 4, 6), (3, 6, 8)], id="alone on the line"),
+        pytest.param(0, 8, 8, 1, [(0, 0, 8)], id="held by one"),
+        pytest.param(4, 8, 16, 2, [(0, 0, 4), (1, 4, 8)], id="over the middle"),
+        pytest.param(4, 4, 16, 2, [(0, 0, 4)], id="before an edge"),
+        pytest.param(8, 4, 16, 2, [(1, 0, 4)], id="behind an edge"),
+        pytest.param(3, 2, 12, 3, [(0, 0, 1), (1, 1, 2)], id="one row each"),
+        pytest.param(0, 5, 5, 2, [(0, 0, 3), (1, 3, 5)], id="cut between rows"),
+    ],
+)
+def test_rows_of_a_block(
+    rows_before: int, rows: int, in_all: int, ranks: int, parts: list[tuple[int, int, int]]
+) -> None:
+    line = Line(in_all * ROW, ranks)
+    expected = [Part(*part) for part in parts if part[1] < part[2]]
+    assert list(line.parts(rows_before * ROW, rows * ROW, rows)) == expected
+
+
+def plans(shapes: list[Shape], replica: Axis) -> list[ParameterPlan]:
+    """What a rank of so many that hold the same has of parameters: all, or all but the first element."""
+    layouts = []
+    for number, shape in enumerate(shapes):
+        first = number % 2
+        flat = FlatRange(first, max(first, math.prod(shape)))
+        layouts.append(ParameterLayout(f"{number}", "", shape, None, Axis(0, 1), flat, replica))
+    return [plan_parameter(layout, None) for layout in layouts]
+
+
+shapes = st.lists(st.lists(st.integers(1, 300), min_size=1, max_size=3).map(tuple), min_size=1, max_size=6)
+
+
+@given(shapes, st.integers(2, 9), st.lists(st.sampled_from([2, 10, 12, 16]), min_size=6, max_size=6))
+def test_each_element_is_written_once_and_nobody_writes_more(
+    shapes: list[Shape], ranks: int, bytes_per_element: list[int]
+) -> None:
+    sizes = bytes_per_element[: len(shapes)]
+    shared = [shared_out(plans(shapes, Axis(rank, ranks)), sizes) for rank in range(ranks)]
+    held = [blocks_of(of_rank) for of_rank in shared]
+    assert held == [held[0]] * ranks, "all are cut alike"
+    writes = [blocks_of(of_rank, written=True) for of_rank in shared]
+    assert sorted(itertools.chain(*writes)) == sorted(held[0])
+
+    written = [sum(math.prod(size) * sizes[number] for number, _, size in blocks) for blocks in writes]
+    writers = min(ranks, max(1, sum(written) // (2 * SLIVER)))
+    row = max(math.prod(size) // next((n for n in size if n > 1), 1) * sizes[number] for number, _, size in held[0])
+    assert max(written) <= sum(written) / writers + 2 * SLIVER + row
+
+
+def blocks_of(plans: list[ParameterPlan], *, written: bool = False) -> list[tuple[int, Shape, Shape]]:
+    """The parameters' blocks: number, offset and size; only those that are written."""
+    numbered = ((number, piece) for number, plan in enumerate(plans) for piece in plan.pieces)
+    return [(number, piece.box.offset, piece.box.size) for number, piece in numbered if piece.writes or not written]
+
+
+def test_what_other_ranks_hold_has_a_line_of_its_own() -> None:
+    """Of a weight that tensor parallelism cuts, rows that it does not cut are held by more ranks."""
+    shared = Claim("family", 1, (Segment(".q", 4), Segment(".kv", 4, replicated=True)))
+    found = {}
+    for place, instance in itertools.product(range(2), repeat=2):
+        layout = ParameterLayout(
+            "key", "", (8, 2), 0, Axis(place, 2), FlatRange(0, 16), Axis(instance, 2), copied_along=("outer",)
+        )
+        (plan,) = shared_out([plan_parameter(layout, shared)], [2 * SLIVER])
+        for piece in plan.pieces:
+            if piece.writes:
+                begin, rows = piece.box.offset[0], piece.box.size[0]
+                found[piece.component.suffix, begin, begin + rows] = (place, instance)
+    assert found == {
+        (".q", 0, 2): (0, 0),
+        (".q", 2, 4): (0, 1),
+        (".q", 4, 6): (1, 0),
+        (".q", 6, 8): (1, 1),
+        (".kv", 0, 1): (0, 0),
+        (".kv", 1, 2): (1, 0),
+        (".kv", 2, 3): (0, 1),
+        (".kv", 3, 4): (1, 1),
+    }
+
+
+def test_little_is_written_by_few_that_lie_apart() -> None:
+    assert Line(4 * SLIVER, 8).writers == 2
+    assert [Line(4 * SLIVER, 8).writer_of(part) for part in range(2)] == [0, 4]
+    assert list(Line(0, 8).parts(0, 0, 1)) == [Part(0, 0, 1)]
+
+
+def test_a_later_stages_copy_is_shared_out_to_nobody() -> None:
+    of = ParameterLayout("key", "", (8, 2), None, Axis(0, 1), FlatRange(0, 16), Axis(0, 2), is_copy=True)
+    (plan,) = shared_out([plan_parameter(of, None)], [4 * SLIVER])
+    assert [piece.writes for piece in plan.pieces] == [False]

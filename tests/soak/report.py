@@ -110,12 +110,32 @@ def _of_kills(outcomes: Outcomes) -> list[str]:
     for kind, counts in outcomes.items():
         scenario, *place, _ = kind.split(", ")
         found[_step(place)].update({f"{scenario}, {outcome}": count for outcome, count in counts.items()})
-    known = list(STEPS.values())
-    steps = sorted(found, key=lambda step: (known.index(step) if step in known else len(known), step))
     columns = [f"{scenario}, {age} state, killed" for scenario in ("fresh", "overwriting") for age in ("old", "new")]
-    rows = [(step, *(_number(found[step][column]) for column in columns)) for step in steps]
+    rows = [(step, *(_number(found[step][column]) for column in columns)) for step in _in_order(found)]
     head = "killed at", "new directory: older found", "newer found", "overwriting: older found", "newer found"
     return _table(head, rows)
+
+
+def _of_deaths(outcomes: Outcomes) -> list[str]:
+    """Cases are called "trainer, before module:function"; they end with "old state, " and what the others saw."""
+    found: dict[str, Counter[str]] = defaultdict(Counter)
+    for kind, counts in outcomes.items():
+        who, *place = kind.split(", ")
+        for outcome, count in counts.items():
+            found[_step(place)][f"{who}, {outcome.partition(', ')[0]}"] += count
+    columns = [f"{who}, {age} state" for who in ("trainer", "writer", "both") for age in ("old", "new")]
+    rows = [(step, *(_number(found[step][column]) for column in columns)) for step in _in_order(found)]
+    head = (
+        "killed before",
+        *(f"{who}: {age} found" for who in ("trainer killed", "writer killed", "both") for age in ("older", "newer")),
+    )
+    return _table(head, rows)
+
+
+def _in_order(steps: Iterable[str]) -> list[str]:
+    """Steps in words as a save takes them, what has no words last."""
+    known = list(STEPS.values())
+    return sorted(steps, key=lambda step: (known.index(step) if step in known else len(known), step))
 
 
 def _step(place: list[str]) -> str:
@@ -152,6 +172,7 @@ TABLES = {
     "slow_beside": _of_slowness,
     "kill_steps": _of_kills,
     "kill_moments": _of_kills,
+    "kill_beside": _of_deaths,
     "plans": _of_plans,
 }
 
@@ -185,7 +206,12 @@ def _in_words(outcome: str) -> str:
         "old state, killed": "resumed from the older checkpoint",
         "new state, killed": "resumed from the newer one",
         "passes: every element is written once": "let through, every element is written once",
+        "old state": "the older checkpoint",
+        "new state": "the newer one",
     }
+    state, _, seen = outcome.rpartition(", ")
+    if state in words and outcome not in words:
+        return f"{words[state]}, {_in_words(seen)}"
     return words.get(outcome, f"`{outcome}`" if outcome.endswith("Error") else outcome)
 
 

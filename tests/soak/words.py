@@ -46,6 +46,14 @@ MATRICES = {
         "Killed at any moment",
         "The same, at a random moment.",
     ),
+    "kill_beside": (
+        "Killed beside the training",
+        "A save goes on in a process of its own, the *writer*, while its rank, the *trainer*, trains. The writer of "
+        "one of two ranks, its trainer, or both are killed just before each step that the writer takes. A case passes "
+        "if all who live see the same, a named error or a save that went well; if nobody waits without limit; and if a "
+        "resume finds the older or the newer checkpoint, bit for bit: the newer one if anybody was told that it is "
+        "there.",
+    ),
     "plans": (
         "Damaged plans",
         "Random plans of random jobs are damaged, and elements are counted. A case passes if what the first meeting "
@@ -160,5 +168,9 @@ STEPS = {
     "shutil.rmtree": "deleting what is not needed any more",
     "Agreement.end": "the last word",
     "Job.clean_up": "tidying up",
+    "Writer._begin": "the writer hears of a save",
+    "Arriving.pieces": "the writer takes a block from the staging memory",
+    "Writer._after_commit": "the writer lets its trainer replace the tracker",
+    "Channel.send": "the writer tells its trainer something",
 }
 """Steps of a save by the function that takes them; one without words goes by its own name."""

@@ -2,7 +2,7 @@
 
 import json
 
-from tests.soak import kill, report, sampling, words
+from tests.soak import kill, kill_beside, report, sampling, words
 
 
 def test_the_page_is_made_from_the_results() -> None:
@@ -31,4 +31,4 @@ def test_every_kind_of_case_is_said_in_words() -> None:
 
 def test_every_step_of_a_save_is_said_in_words() -> None:
     """By the function that takes it, which may be renamed."""
-    assert {step.name.partition(":")[2] for step in kill.STEPS} == set(words.STEPS)
+    assert {step.name.partition(":")[2] for step in (*kill.STEPS, *kill_beside.OWN_STEPS)} == set(words.STEPS)

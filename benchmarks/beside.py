@@ -2,8 +2,8 @@
 
 Two real ranks and models of few large tensors, in one run: saves of ours that wait, and beside the training; plain
 `torch.distributed.checkpoint` of the same tensors, its own two ways of saving asynchronously (a thread, a process)
-among them; and one copy of the state in memory.  All take turns, each after a step and with steps after it until the
-checkpoint is there.  Medians of the slowest rank.
+among them; where it is installed, `torch_checkpointing`, which flushes nothing; and one copy of the state in memory.
+All take turns, each after a step and with steps after it until the checkpoint is there.  Medians of the slowest rank.
 
     stall         in the call, and before the next optimizer step
     of memcpy     the stall, of one copy of the state in memory
@@ -26,12 +26,20 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import mbridge_fsdp_ckpt
+from benchmarks import peers
 from benchmarks.large import Benchmark, Numbers, slowest
 from mbridge_fsdp_ckpt.testing.gpu.state import tensors
 from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
 from mbridge_fsdp_ckpt.testing.models import Recipe, Trainable, build
 
-KINDS = ("ours", "ours, beside", "DCP", "DCP, thread", "DCP, process")
+KINDS = (
+    "ours",
+    "ours, beside",
+    "DCP",
+    "DCP, thread",
+    "DCP, process",
+    *(("torch_checkpointing", "torch_checkpointing, process") if peers.IS_INSTALLED else ()),
+)
 MEASURES = ("stall", "committed", "steps")
 Begun = tuple[Callable[[], bool], Callable[[], float]]
 """Whether a save that has begun is committed, and what it stalled the training after its call."""
@@ -46,7 +54,7 @@ def measure(folder: str, recipe: Recipe, runs: int) -> tuple[Numbers, float]:
         for name, value in one.turn():
             if number:
                 one.numbers.setdefault(name, []).append(value)
-    mbridge_fsdp_ckpt.finish_saves()
+    one.close()
     return one.numbers, float(sum(tensor.nbytes for _, tensor in tensors(trainable)))
 
 
@@ -63,6 +71,7 @@ class _Rank:
         # DCP's thread and a step of the training would wait for each other in one process group
         self._group: Any = dist.new_group(backend="gloo")
         self.numbers: Numbers = {}
+        self._peers: dict[bool, peers.TorchCheckpointing] = {}
         self._steps = 0
         self._step()
         self._copies = [torch.empty_like(tensor).copy_(tensor) for _, tensor in tensors(trainable)]
@@ -75,6 +84,8 @@ class _Rank:
             "DCP": self._plain,
             "DCP, thread": lambda place: self._plain(place, AsyncCheckpointerType.THREAD),
             "DCP, process": lambda place: self._plain(place, AsyncCheckpointerType.PROCESS),
+            "torch_checkpointing": lambda place: self._theirs(place, background=False),
+            "torch_checkpointing, process": lambda place: self._theirs(place, background=True),
         }
         for kind in KINDS:
             yield "alone, a step", statistics.median(self._step() for _ in range(2))
@@ -119,6 +130,28 @@ class _Rank:
             state, storage_writer=writer, process_group=self._group, async_checkpointer_type=kind
         )
         return future.done, (lambda: 0.0)
+
+    def _theirs(self, place: Path, *, background: bool) -> Begun:
+        if background not in self._peers:
+            self._peers[background] = peers.TorchCheckpointing(background=background)
+        manager, state = self._peers[background], dict(tensors(self._trainable))
+        future = manager.save(place, state)
+        if future is None:
+            return (lambda: True), (lambda: 0.0)
+        hook = self._trainable.optimizer.optimizer.register_step_pre_hook(lambda *_: manager.wait_as_steps_do())
+
+        def stalled() -> float:
+            hook.remove()
+            future.result()
+            return manager.waited
+
+        return future.done, stalled
+
+    def close(self) -> None:
+        """Let what has been started end."""
+        mbridge_fsdp_ckpt.finish_saves()
+        for manager in self._peers.values():
+            manager.close()
 
     def _all(self, done: bool) -> bool:
         found = torch.tensor(int(done))

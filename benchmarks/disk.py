@@ -2,9 +2,10 @@
 
 Two real ranks and models of few large tensors, in one run: raw writes and reads of as many bytes by as many processes,
 one file each, through the page cache and past it; saves and loads of ours, with every byte hashed; and plain
-`torch.distributed.checkpoint` of the same tensors, which flushes, and hashes nothing.  All kinds take turns; whatever
-is written is flushed, and nothing that is read is in the page cache.  Medians of the slowest rank.  What Megatron-FSDP
-does with loaded weights at the end of a load, a gather of all of them, is told apart.
+`torch.distributed.checkpoint` of the same tensors, which flushes, and hashes nothing; where it is installed,
+`torch_checkpointing`, whose files are flushed for it.  All kinds take turns; whatever is written is flushed, and
+nothing that is read is in the page cache.  Medians of the slowest rank.  What Megatron-FSDP does with loaded weights at
+the end of a load, a gather of all of them, is told apart.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import mbridge_fsdp_ckpt
+from benchmarks import peers
 from benchmarks.cache import prepare_cache
 from benchmarks.large import Benchmark, Numbers, slowest
 from mbridge_fsdp_ckpt.loading import fill
@@ -41,10 +43,12 @@ KINDS = (
     *RAW["write"],
     "save",
     "save, DCP",
+    *(("save, torch_checkpointing",) if peers.IS_INSTALLED else ()),
     *RAW["read"],
     "load",
     "load but for the gather",
     "load, DCP",
+    *(("load, torch_checkpointing",) if peers.IS_INSTALLED else ()),
     "memcpy",
 )
 _BLOCK = 1 << 23
@@ -101,6 +105,9 @@ class _Rank:
         self._clear()
         yield from self._plain()
         self._clear()
+        if peers.IS_INSTALLED:
+            yield from self._torch_checkpointing()
+            self._clear()
         yield "memcpy", self._timed(self._copy)
 
     def _plain(self) -> Iterator[tuple[str, float]]:
@@ -112,6 +119,19 @@ class _Rank:
         )
         prepare_cache(plain, cached=False)
         yield "load, DCP", self._timed(lambda: dcp.load(state, storage_reader=dcp.FileSystemReader(plain)))
+
+    def _torch_checkpointing(self) -> Iterator[tuple[str, float]]:
+        place = self._folder / "theirs"
+        manager = peers.TorchCheckpointing(background=False)
+
+        def save() -> None:
+            manager.save(place, self._own)
+            peers.flush(place)
+
+        yield "save, torch_checkpointing", self._timed(save)
+        prepare_cache(place, cached=False)
+        yield "load, torch_checkpointing", self._timed(lambda: manager.load(place, self._own))
+        manager.close()
 
     def _timed(self, action: Callable[[], object]) -> float:
         dist.barrier()
@@ -195,11 +215,9 @@ def compare(ranks: list[tuple[Numbers, dict[str, float]]]) -> dict[str, Any]:
         "seconds": seconds,
         "gigabytes a second": {name: size / value / 1e9 for name, value in seconds.items()},
         "of raw": {
-            "save": best["write"] / seconds["save"],
-            "save, DCP": best["write"] / seconds["save, DCP"],
-            "load": best["read"] / seconds["load"],
-            "load but for the gather": best["read"] / seconds["load but for the gather"],
-            "load, DCP": best["read"] / seconds["load, DCP"],
+            name: best["write" if name.startswith("save") else "read"] / seconds[name]
+            for name in KINDS
+            if name.startswith(("save", "load"))
         },
         "extra memory of a save": max(about["extra memory"] for _, about in ranks),
     }

@@ -3,8 +3,8 @@
 All blocks that the very same ranks hold lie on one line, in the model's order, each as long as it has bytes; each rank
 writes an equal part of the line.  They all have the same blocks, and cut the line alike without a word.
 
-    3 ranks hold       a a a a a a a|b b b c|d d
-    and write          0 0 0 0 1 1 1|1 2 2 2|2 2       a and b are cut, along rows
+    3 ranks hold       a a a a a a b b b c c c
+    and write          0 0 0 0 1 1 1 1 2 2 2 2       a and b are cut, between two rows
 """
 
 from __future__ import annotations

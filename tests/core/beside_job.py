@@ -22,6 +22,7 @@ def main(root: Path, how: str) -> None:
     """One save that ends well, so that the writers run; then one that the end of the process meets in the middle."""
     import megatron.core.distributed.fsdp.mcore_fsdp_adapter  # noqa: F401 - before CUDA is replaced
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
     cpu_cuda.install()
     dist.init_process_group("gloo")
 

@@ -43,12 +43,12 @@ def marks_of(module: Any, state: Mapping[str, torch.Tensor]) -> Marks:
         marks.extend((name, ref(part), *map(vars(part).get, _OF_MODULES)))
     for number, (name, tensor) in enumerate(state.items()):
         own, local = vars(tensor), getattr(tensor, "_local_tensor", tensor)
-        marks.extend((name, first.setdefault(id(tensor), number), tensor.shape, local.numel(), tensor.dtype))
-        marks.append(tensor.requires_grad)
+        marks.extend((name, first.setdefault(id(tensor), number), tensor.shape, local.numel()))
         if "orig_param" in own:
             original, index = own["orig_param"], own["megatron_fsdp_dist_index"]
             whole = getattr(original, "_local_tensor", original)
             marks.extend((whole.shape, getattr(original, "placements", None), ref(index)))
+            marks.extend((tensor.dtype, tensor.requires_grad))
             marks.extend((*map(own.get, _OF_PARAMETERS), *map(vars(original).get, _OF_ORIGINALS)))
     return marks
 

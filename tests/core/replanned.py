@@ -103,6 +103,7 @@ def changed() -> dict[str, tuple[int, str]]:
         "a module": lambda: setattr(layer, "mlp", copy.copy(layer.mlp)),
         "an expert-parallel rank": lambda: parallel_state.set_expert_model_parallel_rank(1),
         "families": lambda: default_registry().register(NoFamily()),
+        "a weight that is frozen": lambda: norm.requires_grad_(requires_grad=False),
         "a mesh": lambda: setattr(norm, "megatron_fsdp_dist_index", copy.copy(norm.megatron_fsdp_dist_index)),
         "a dimension": lambda: setattr(norm, "partition_dim", 0),
         "a mode": lambda: setattr(norm, "_tensor_parallel_mode", "column"),

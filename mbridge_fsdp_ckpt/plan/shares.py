@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -92,7 +93,7 @@ def shared_out(plans: Sequence[ParameterPlan], bytes_per_element: Sequence[int])
     """
     lengths: dict[_Holders, int] = defaultdict(int)
     for plan, size in zip(plans, bytes_per_element, strict=True):
-        for piece in _shared(plan):
+        for piece in filter(partial(_is_shared, plan), plan.pieces):
             lengths[_holders(plan, piece)] += size * piece.box.volume
     lines = {holders: Line(length, holders[-1]) for holders, length in lengths.items()}
     filled: dict[_Holders, int] = defaultdict(int)
@@ -108,10 +109,6 @@ def shared_out(plans: Sequence[ParameterPlan], bytes_per_element: Sequence[int])
             filled[holders] += length
         found.append(replace(plan, pieces=tuple(pieces)))
     return found
-
-
-def _shared(plan: ParameterPlan) -> Iterator[Piece]:
-    return (piece for piece in plan.pieces if _is_shared(plan, piece))
 
 
 def _is_shared(plan: ParameterPlan, piece: Piece) -> bool:

@@ -111,16 +111,16 @@ class _Counter:
 
     def _along(self, parameter: ModelParameter, context: ParameterContext) -> tuple[str, ...]:
         """The dimensions along which ranks hold the same of a parameter."""
-        layout, item = parameter.layout, self._item(parameter)
-        is_cut = layout.tensor_parallel_dim is not None
-        index = self._model.get_distributed_index()
-        along = replicated_along(index, context, is_cut=is_cut, is_whole=item is None)
+        is_cut, is_whole = parameter.layout.tensor_parallel_dim is not None, self._item(parameter) is None
+        along = replicated_along(self._model.get_distributed_index(), context, is_cut=is_cut, is_whole=is_whole)
         return tuple(name for name in along if name != "expert" or self._subject.layout.expert > 1)
 
     def _item(self, parameter: ModelParameter) -> Item | None:
+        """Its place in a bucket; None where every data-parallel rank has all of it: of buffers, too."""
+        if parameter.context is None or not math.prod(parameter.layout.local_shape):
+            return None
         original: Any = parameter.tensor
-        is_empty = not math.prod(parameter.layout.local_shape)
-        return None if is_empty else self._subject.sharding.item(original.orig_param)
+        return self._subject.sharding.item(original.orig_param)
 
     def _held(self, parameter: ModelParameter) -> Iterator[Held]:
         """By component."""
@@ -128,9 +128,8 @@ class _Counter:
         claim = default_registry().claim(context) if context is not None else None
         is_trained = parameter.tensor.requires_grad
         dtypes = (parameter.tensor.dtype, *(self._slots if is_trained else ()))
-        item = None if context is None else self._item(parameter)
-        for cuts in self._cutter.cut(layout, claim, item, dtypes):
-            numbers = self._numbers if is_trained else 0
+        numbers = self._numbers if is_trained else 0
+        for cuts in self._cutter.cut(layout, claim, self._item(parameter), dtypes):
             yield Held(cuts, dtypes, numbers, parameter.bytes_per_element, _part(layout.key))
 
     def _count_buffer(self, number: int, parameter: ModelParameter) -> None:

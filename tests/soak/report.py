@@ -111,9 +111,8 @@ def _of_kills(outcomes: Outcomes) -> list[str]:
         scenario, *place, _ = kind.split(", ")
         found[_step(place)].update({f"{scenario}, {outcome}": count for outcome, count in counts.items()})
     columns = [f"{scenario}, {age} state, killed" for scenario in ("fresh", "overwriting") for age in ("old", "new")]
-    rows = [(step, *(_number(found[step][column]) for column in columns)) for step in _in_order(found)]
     head = "killed at", "new directory: older found", "newer found", "overwriting: older found", "newer found"
-    return _table(head, rows)
+    return _by_step(found, columns, head)
 
 
 def _of_deaths(outcomes: Outcomes) -> list[str]:
@@ -124,18 +123,18 @@ def _of_deaths(outcomes: Outcomes) -> list[str]:
         for outcome, count in counts.items():
             found[_step(place)][f"{who}, {outcome.partition(', ')[0]}"] += count
     columns = [f"{who}, {age} state" for who in ("trainer", "writer", "both") for age in ("old", "new")]
-    rows = [(step, *(_number(found[step][column]) for column in columns)) for step in _in_order(found)]
     head = (
         "killed before",
         *(f"{who}: {age} found" for who in ("trainer killed", "writer killed", "both") for age in ("older", "newer")),
     )
-    return _table(head, rows)
+    return _by_step(found, columns, head)
 
 
-def _in_order(steps: Iterable[str]) -> list[str]:
+def _by_step(found: Mapping[str, Counter[str]], columns: list[str], head: tuple[str, ...]) -> list[str]:
     """Steps in words as a save takes them, what has no words last."""
     known = list(STEPS.values())
-    return sorted(steps, key=lambda step: (known.index(step) if step in known else len(known), step))
+    steps = sorted(found, key=lambda step: (known.index(step) if step in known else len(known), step))
+    return _table(head, [(step, *(_number(found[step][column]) for column in columns)) for step in steps])
 
 
 def _step(place: list[str]) -> str:

@@ -33,17 +33,14 @@ ROW = 1 << 16  # bytes
 def test_rows_of_a_block(
     rows_before: int, rows: int, in_all: int, ranks: int, parts: list[tuple[int, int, int]]
 ) -> None:
-    line = Line(in_all * ROW, ranks)
-    expected = [Part(*part) for part in parts if part[1] < part[2]]
-    assert list(line.parts(rows_before * ROW, rows * ROW, rows)) == expected
+    assert list(Line(in_all * ROW, ranks).parts(rows_before * ROW, rows * ROW, rows)) == parts
 
 
 def plans(shapes: list[Shape], replica: Axis) -> list[ParameterPlan]:
     """What a rank of so many that hold the same has of parameters: all, or all but the first element."""
     layouts = []
     for number, shape in enumerate(shapes):
-        first = number % 2
-        flat = FlatRange(first, max(first, math.prod(shape)))
+        flat = FlatRange(number % 2, math.prod(shape))
         layouts.append(ParameterLayout(f"{number}", "", shape, None, Axis(0, 1), flat, replica))
     return [plan_parameter(layout, None) for layout in layouts]
 

@@ -4,8 +4,10 @@ Two real ranks and models of few large tensors, in one run: raw writes and reads
 one file each, through the page cache and past it; saves and loads of ours, with every byte hashed; and plain
 `torch.distributed.checkpoint` of the same tensors, which flushes, and hashes nothing; where it is installed,
 `torch_checkpointing`, whose files are flushed for it.  All kinds take turns; whatever is written is flushed, and
-nothing that is read is in the page cache.  Medians of the slowest rank.  What Megatron-FSDP does with loaded weights at
-the end of a load, a gather of all of them, is told apart.
+nothing that is read is in the page cache.  The memory that a kind takes is memory that the machine has (see
+`benchmarks.memory`).  Medians of the slowest rank.  What Megatron-FSDP does with loaded weights at the end of a load, a
+gather of all of them, is told apart; and what a load takes that finds its memory taken: it reads into new slots, so
+that one that fails leaves the old ones, where the others read into what is there.
 """
 
 from __future__ import annotations
@@ -15,11 +17,9 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ import mbridge_fsdp_ckpt
 from benchmarks import peers
 from benchmarks.cache import prepare_cache
 from benchmarks.large import Benchmark, Numbers, slowest
-from mbridge_fsdp_ckpt.loading import fill
+from benchmarks.memory import Beforehand, Reserve
 from mbridge_fsdp_ckpt.storage.blocks import new_block
 from mbridge_fsdp_ckpt.testing.gpu.state import tensors
 from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
@@ -47,10 +47,14 @@ KINDS = (
     *RAW["read"],
     "load",
     "load but for the gather",
+    "load but for the gather, memory taken before",
     "load, DCP",
     *(("load, torch_checkpointing",) if peers.IS_INSTALLED else ()),
     "memcpy",
 )
+PHASES = ("open", "read", "agree", "fill", "refresh")
+"""Of a load; the last one is the gather."""
+
 _BLOCK = 1 << 23
 
 
@@ -80,8 +84,11 @@ class _Rank:
         self._own = dict(tensors(trainable))
         self.size = sum(tensor.nbytes for tensor in self._own.values())
         self._source = torch.cat([t.reshape(-1).view(torch.uint8)[:_BLOCK] for t in self._own.values()])[:_BLOCK]
+        self._reserve = Reserve(2 * self.size)
         self.times: Numbers = {}
         self.extra: list[float] = []
+        """Bytes of this process's memory that a save took beyond what was there, at the most."""
+        self._extra = 0.0
 
     def turn(self) -> Iterator[tuple[str, float]]:
         """Each kind once."""
@@ -93,15 +100,13 @@ class _Rank:
             yield name, self._timed(partial(self._read, direct=direct))
         self._clear()
         saved = self._folder / "saved"
-        with self._peak():
-            yield "save", self._timed(lambda: mbridge_fsdp_ckpt.save(saved, **whole))
-        prepare_cache(saved, cached=False)
-        gather: list[float] = []
-        with patch.object(fill, "refresh", _noting(fill.refresh, gather)):
-            seconds = self._timed(lambda: mbridge_fsdp_ckpt.load(saved, **whole))
-        yield "load", seconds
-        yield "load but for the gather", seconds - sum(gather)
-        self._own = dict(tensors(self._trainable))  # the load has put new slots in place
+        yield "save", self._timed(lambda: mbridge_fsdp_ckpt.save(saved, **whole))
+        self.extra.append(self._extra)
+        memory = Beforehand(self.size)
+        with memory.seen():
+            yield from self._load(saved, whole, "")
+        with memory.taken():
+            yield from self._load(saved, whole, ", memory taken before")
         self._clear()
         yield from self._plain()
         self._clear()
@@ -109,6 +114,16 @@ class _Rank:
             yield from self._torch_checkpointing()
             self._clear()
         yield "memcpy", self._timed(self._copy)
+
+    def _load(self, saved: Path, whole: dict[str, Any], about: str) -> Iterator[tuple[str, float]]:
+        prepare_cache(saved, cached=False)
+        loaded: list[mbridge_fsdp_ckpt.Loaded] = []
+        seconds = self._timed(lambda: loaded.append(mbridge_fsdp_ckpt.load(saved, **whole)))
+        yield f"load{about}", seconds
+        yield f"load but for the gather{about}", seconds - loaded[0].seconds["refresh"]
+        for phase in PHASES:
+            yield f"load{about}: {phase}", loaded[0].seconds[phase]
+        self._own = dict(tensors(self._trainable))  # the load has put new slots in place
 
     def _plain(self) -> Iterator[tuple[str, float]]:
         plain = self._folder / "plain"
@@ -135,10 +150,15 @@ class _Rank:
 
     def _timed(self, action: Callable[[], object]) -> float:
         dist.barrier()
-        begin = time.perf_counter()
-        action()
-        seconds = time.perf_counter() - begin
-        dist.barrier()
+        with self._reserve.free():
+            Path("/proc/self/clear_refs").write_text("5")  # forget the highest so far
+            before = _memory("VmRSS")
+            dist.barrier()
+            begin = time.perf_counter()
+            action()
+            seconds = time.perf_counter() - begin
+            dist.barrier()
+            self._extra = _memory("VmHWM") - before
         return seconds
 
     @property
@@ -178,14 +198,6 @@ class _Rank:
             os.sync()
         dist.barrier()
 
-    @contextmanager
-    def _peak(self) -> Iterator[None]:
-        """Bytes of this process's memory beyond what it had, at the most."""
-        Path("/proc/self/clear_refs").write_text("5")  # forget the highest so far
-        before = _memory("VmRSS")
-        yield
-        self.extra.append(_memory("VmHWM") - before)
-
 
 def _in_sectors(left: int) -> int:
     return min(_BLOCK, -(-left // mmap.PAGESIZE) * mmap.PAGESIZE)
@@ -194,15 +206,6 @@ def _in_sectors(left: int) -> int:
 def _memory(what: str) -> float:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(1024.0 * int(line.split()[1]) for line in lines if line.startswith(what))
-
-
-def _noting(function: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
-    def call(*arguments: Any) -> Any:
-        begin = time.perf_counter()
-        function(*arguments)
-        seconds.append(time.perf_counter() - begin)
-
-    return call
 
 
 def compare(ranks: list[tuple[Numbers, dict[str, float]]]) -> dict[str, Any]:
@@ -234,7 +237,11 @@ def section(one: dict[str, Any]) -> list[str]:
     for name in KINDS:
         of_raw = f"{one['of raw'][name]:.0%}" if name in one["of raw"] else ""
         lines.append(f"| {name} | {one['seconds'][name]:.2f} | {one['gigabytes a second'][name]:.2f} | {of_raw} |")
-    return lines
+    rows = [
+        f"| {name} | " + " | ".join(f"{one['seconds'][f'{name}: {phase}']:.2f}" for phase in PHASES) + " |"
+        for name in ("load", "load, memory taken before")
+    ]
+    return [*lines, "", f"| phases, in s | {' | '.join(PHASES)} |", "| --- " * (len(PHASES) + 1) + "|", *rows]
 
 
 BENCHMARK = Benchmark("disk", "Saves and loads beside what the disk can do", __doc__, measure, compare, section)

@@ -7,6 +7,8 @@ import mmap
 
 import torch
 
+_LIBC = ctypes.CDLL(None)
+
 
 def empty(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """So many unfilled elements; on the host in huge pages, as far as the kernel has them."""
@@ -15,5 +17,5 @@ def empty(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         begin = -(-made.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         length = made.data_ptr() + made.nbytes - begin
         if length > 0:  # no more than advice: a kernel that does not take it does what it did before
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
+            _LIBC.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
     return made

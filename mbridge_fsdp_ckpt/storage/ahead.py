@@ -18,13 +18,13 @@ from mbridge_fsdp_ckpt.storage import blocks
 from mbridge_fsdp_ckpt.storage.reading import ALIGNED
 from mbridge_fsdp_ckpt.storage.store import AnyPath, Reader
 
-REQUEST = 1 << 22
+REQUEST = 1 << 23
 """Bytes that are read at once, a multiple of `ALIGNED`."""
 
-REQUESTS = 8
+REQUESTS = 4
 """Requests that are on their way, or wait to be used."""
 
-READERS = 4
+READERS = 3
 """Threads that read."""
 
 _GAP = 1 << 16  # bytes between two ranges that are read along: less than a request more would cost

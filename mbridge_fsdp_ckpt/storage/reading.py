@@ -15,6 +15,8 @@ import numpy as np
 ALIGNED = max(4096, mmap.PAGESIZE)
 """Places, lengths and memory that are multiples of it may bypass the page cache."""
 
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
 
 class FileReader:
     """See `store.Reader`.
@@ -84,6 +86,5 @@ def is_cached(descriptor: int, offset: int, length: int) -> bool:
     with mapping:
         pages = np.zeros(-(-length // mmap.PAGESIZE), dtype=np.uint8)
         address = np.frombuffer(mapping, dtype=np.uint8).ctypes.data
-        libc = ctypes.CDLL(None, use_errno=True)
-        done = libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(length), ctypes.c_void_p(pages.ctypes.data))
+        done = _LIBC.mincore(ctypes.c_void_p(address), ctypes.c_size_t(length), ctypes.c_void_p(pages.ctypes.data))
     return done != 0 or 2 * int(np.count_nonzero(pages & 1)) >= pages.size

@@ -61,8 +61,10 @@ def tensors(optimizer: Any) -> dict[str, torch.Tensor]:
 
 
 def _pairs(name: str) -> tuple[Any, Any]:
-    if name == "torch Adam":
-        return torch_adam(torch.tensor(0.25), 3), torch_adam(torch.tensor(0.5), 1)
+    if "torch Adam" in name:
+        saved, live = torch_adam(torch.tensor(0.25), 3), torch_adam(torch.tensor(0.5), 1)
+        live.param_groups[0]["capturable"] = "captured" in name  # no step on the host with it
+        return saved, live
     settings = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16} if "bf16" in name else {}
     return tuple(fused_adam(lr, steps, capturable=True, **settings) for lr, steps in ((0.25, 3), (0.5, 1)))
 

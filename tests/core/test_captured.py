@@ -14,11 +14,17 @@ needs_engine = pytest.mark.skipif(not is_installed("transformer_engine"), reason
 FUSED = [pytest.param(name, marks=needs_engine) for name in ("FusedAdam", "FusedAdam, bf16 moments")]
 
 
-@pytest.mark.parametrize("name", ["torch Adam", *FUSED])
+@pytest.mark.parametrize("name", ["torch Adam, captured", *FUSED])
 def test_loaded_tensors_stay_where_a_graph_reads_them(name: str, megatron_ranks: RankPool) -> None:
     [found] = megatron_ranks.run(captured.load_captured, name, ranks=1)
     names = {"lr", "step", "exp_avg", "exp_avg_sq"}
     assert found == {"stayed": dict.fromkeys(names, True), "equal": dict.fromkeys(names, True)}
+
+
+def test_state_on_the_host_that_no_graph_reads_is_not_copied_once_more(megatron_ranks: RankPool) -> None:
+    [found] = megatron_ranks.run(captured.load_captured, "torch Adam", ranks=1)
+    assert found["equal"] == dict.fromkeys(("lr", "step", "exp_avg", "exp_avg_sq"), True)
+    assert found["stayed"] == {"lr": True, "step": False, "exp_avg": False, "exp_avg_sq": False}
 
 
 @needs_engine

@@ -122,19 +122,31 @@ def empty_slot(parameter: torch.Tensor, spec: SlotSpec, device: torch.device) ->
     return Slot(spec.kind, torch.zeros((), dtype=spec.dtype))
 
 
-def put_in_place(live: State, new: State) -> State:
-    """New state, in the live state's own tensors where those fit: a captured graph knows them by their address."""
-    return {name: _in_place(live.get(name), value) for name, value in new.items()}
+def put_in_place(live: State, new: State, *, stays: bool = True) -> State:
+    """New state, in the live state's own tensors where those fit: a captured graph knows them by their address.
+
+    Args:
+        live: The state so far.
+        new: The new one.
+        stays: Whether tensors of the host stay, too.  Where no graph reads them, to copy them would be for nothing.
+    """
+    return {name: _in_place(live.get(name), value, stays=stays) for name, value in new.items()}
 
 
-def _in_place(live: object, new: object) -> object:
+def _in_place(live: object, new: object, *, stays: bool) -> object:
     if not (isinstance(live, torch.Tensor) and isinstance(new, torch.Tensor)):
         return new
     target, source = local_shard(live), local_shard(new)
-    if (target.shape, target.dtype, target.device) != (source.shape, source.dtype, source.device):
+    is_alike = (target.shape, target.dtype, target.device) == (source.shape, source.dtype, source.device)
+    if not is_alike or (target.device.type == "cpu" and not stays):
         return new
     target.copy_(source)
     return live
+
+
+def groups_of(optimizer: Any) -> dict[int, Hyperparameters]:
+    """The live param group of each parameter, by the parameter's `id`."""
+    return {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def restored(live: object, saved: object) -> object:

@@ -22,6 +22,7 @@ from mbridge_fsdp_ckpt.live.optimizer.base import (
     SlotSpec,
     State,
     empty_slot,
+    groups_of,
     put_in_place,
     restored,
     slot_of,
@@ -40,6 +41,7 @@ class FusedAdamAdapter:
     def __init__(self, optimizer: Any) -> None:
         probe("a FusedAdam", optimizer)
         self.optimizer = optimizer
+        self._groups = groups_of(optimizer)
         self._made: dict[torch.Tensor, _Kept] = {}
 
     def groups(self) -> list[Group]:
@@ -114,9 +116,9 @@ class FusedAdamAdapter:
 
     def _set_step(self, parameter: torch.Tensor, step: float | None) -> None:
         """Where the saving optimizer counted a parameter; a saved group's counter overrides it in `finish`."""
-        for group in self.optimizer.param_groups:
-            if step is not None and any(parameter is member for member in group["params"]):
-                group[STEP] = restored(group.get(STEP, self._counter()), int(step))
+        group = self._groups.get(id(parameter))
+        if step is not None and group is not None:
+            group[STEP] = restored(group.get(STEP, self._counter()), int(step))
 
     def _counter(self) -> torch.Tensor | int:
         """A counter as the first step would make it, before that step."""

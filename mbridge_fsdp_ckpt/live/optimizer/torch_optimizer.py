@@ -12,6 +12,7 @@ from mbridge_fsdp_ckpt.live.optimizer.base import (
     SlotSpec,
     State,
     empty_slot,
+    groups_of,
     like_parameter,
     put_in_place,
     restored,
@@ -27,6 +28,7 @@ class TorchOptimizerAdapter:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
+        self._groups = groups_of(optimizer)
 
     def groups(self) -> list[Group]:
         """See `OptimizerAdapter`."""
@@ -56,7 +58,8 @@ class TorchOptimizerAdapter:
         }
         if step is not None and (STEP not in state or isinstance(state[STEP], torch.Tensor)):
             state[STEP] = torch.tensor(step, dtype=torch.float32, device=self._step_device(parameter))
-        self.optimizer.state[parameter] = put_in_place(self.optimizer.state.get(parameter, {}), state)
+        live, stays = self.optimizer.state.get(parameter, {}), bool(self._group(parameter).get("capturable"))
+        self.optimizer.state[parameter] = put_in_place(live, state, stays=stays)
 
     def finish(self, groups: list[Hyperparameters] | None) -> None:
         """See `OptimizerAdapter`."""
@@ -64,10 +67,11 @@ class TorchOptimizerAdapter:
 
     def _step_device(self, parameter: torch.Tensor) -> torch.device:
         """torch/optim/adam.py `_init_group`: the counter lies on the host unless the kernel reads it."""
-        for group in self.optimizer.param_groups:
-            if any(parameter is member for member in group["params"]):
-                return parameter.device if group.get("capturable") or group.get("fused") else torch.device("cpu")
-        return torch.device("cpu")
+        group = self._group(parameter)
+        return parameter.device if group.get("capturable") or group.get("fused") else torch.device("cpu")
+
+    def _group(self, parameter: torch.Tensor) -> Hyperparameters:
+        return self._groups.get(id(parameter), {})
 
 
 def set_hyperparameters(optimizer: torch.optim.Optimizer, groups: list[Hyperparameters] | None) -> None:

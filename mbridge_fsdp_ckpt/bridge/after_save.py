@@ -80,8 +80,8 @@ class Announcement:
     Args:
         state: Bridge's; of a save beside the training, steps may have followed by then.
         step: The save's.
-        root: Where iteration directories go.
-        directory: The save's.
+        directory: Where it is.
+        save: Bridge's `checkpoint.save` as the save began: a callback may have ended saving since.
         callback_manager: Bridge's, or None.
         model: What callbacks get.
         optimizer: What callbacks get.
@@ -89,8 +89,8 @@ class Announcement:
 
     state: Any
     step: int
-    root: AnyPath
     directory: AnyPath
+    save: str
     callback_manager: Any
     model: list[Any]
     optimizer: Any
@@ -100,11 +100,19 @@ class Announcement:
         """Whether there are callbacks to call."""
         return bool(should_fire(self.callback_manager, "on_checkpoint_save"))
 
+    @property
+    def _root(self) -> AnyPath:
+        return self.directory.parent
+
+    @property
+    def _is_persistent(self) -> bool:
+        return self._root == as_path(self.save)
+
     def make(self, saved: Saved) -> None:
         """Loggers (which raise nothing), callbacks, and last the old checkpoints, in the background."""
-        state, step, root, cfg = self.state, self.step, self.root, self.state.cfg
+        state, step, cfg = self.state, self.step, self.state.cfg
         log_scalars("save", saved, state, step)
-        print_rank_0(f"  successfully saved checkpoint from iteration {step:7d} to {root}")
+        print_rank_0(f"  successfully saved checkpoint from iteration {step:7d} to {self._root}")
         if is_last_rank():
             self._tell_trackers()
         if self.calls_back:
@@ -112,30 +120,28 @@ class Announcement:
             context = CallbackContext(state=state, model=self.model, user_state=users, optimizer=self.optimizer)
             self.callback_manager.fire("on_checkpoint_save", context)
         if get_rank_safe() == 0:
-            _prune(cfg.checkpoint, root, step)
+            self._prune(cfg.checkpoint.most_recent_k)
 
     def make_later(self, saved: Saved) -> None:
         """The same after a save beside the training, of which Bridge's progress log says when it ended, too."""
-        if self.state.cfg.logger.log_progress and self.root == as_path(self.state.cfg.checkpoint.save):
+        if self.state.cfg.logger.log_progress and self._is_persistent:
             said = f"Saved async checkpoint\tIteration: {self.step}"
-            stock.append_to_progress_log(self.state.cfg.checkpoint.save, said, barrier=False)
+            stock.append_to_progress_log(self.save, said, barrier=False)
         self.make(saved)
 
     def _tell_trackers(self) -> None:
-        state, step, where = self.state, self.step, (str(self.directory), str(self.root))
+        state, step, where = self.state, self.step, (str(self.directory), str(self._root))
         wandb_utils.on_save_checkpoint_success(*where, step, wandb_writer=state.wandb_logger)
         if state.cfg.logger.mlflow_log_artifacts:
             mlflow_utils.on_save_checkpoint_success(*where, step, mlflow_logger=state.mlflow_logger)
         comet_utils.on_save_checkpoint_success(*where, step, comet_logger=state.comet_logger)
 
-
-def _prune(checkpoint_config: Any, root: AnyPath, step: int) -> None:
-    """Rank 0: what `most_recent_k` has no room for; the checkpoint that was just committed always stays."""
-    keep = checkpoint_config.most_recent_k
-    if root != as_path(checkpoint_config.save):  # non-persistent: Bridge keeps two
-        keep = 2 if keep < 0 else keep
-    if keep > -1:
-        prune_later(root, max(1, keep), also_keep=step)
+    def _prune(self, keep: int) -> None:
+        """What `most_recent_k` has no room for; the checkpoint that was just committed always stays."""
+        if not self._is_persistent:  # Bridge keeps two
+            keep = 2 if keep < 0 else keep
+        if keep > -1:
+            prune_later(self._root, max(1, keep), also_keep=self.step)
 
 
 def _yaml(cfg: Any) -> bytes:

@@ -123,7 +123,7 @@ def save_checkpoint(
         "after_commit": lambda: after_save.write_trackers(root, step, train_state),
         "settings": settings_of(cfg),
     }
-    announcement = after_save.Announcement(state, step, root, directory, callback_manager, model, optimizer)
+    announcement = Announcement(state, step, directory, cfg.checkpoint.save, callback_manager, model, optimizer)
     begun = _save(directory, options, announcement, background=cfg.checkpoint.async_save)
     fault_tolerance.on_checkpointing_end(global_state=state, is_async_finalization=not begun)
 

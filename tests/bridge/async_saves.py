@@ -84,6 +84,22 @@ def train_where_one_hears_late(run: Run) -> list[list[int]]:
 
 
 @no_process_group
+def train_and_stop_saving(run: Run) -> list[list[int]]:
+    """Train, and want no more saves while the first one goes on; at which steps ranks heard of one."""
+    heard, held = _Heard(), threading.Event()
+
+    def stop(context: Any) -> None:
+        if context.state.train_state.step == 1:  # the second step is about to be counted
+            context.state.cfg.checkpoint.save = None
+            held.set()
+
+    heard.callbacks.register("on_train_step_end", stop)
+    with _held(held):
+        train(run, heard.callbacks)
+    return heard.steps
+
+
+@no_process_group
 def train_with_an_obstacle(run: Run) -> None:
     """Train, and let a file lie where a directory on the way to the second save should be."""
     heard = _Heard()

@@ -148,3 +148,12 @@ def test_a_run_that_exits_has_its_last_save_first(name: str, bridge_ranks: RankP
     assert found == [{"heard": [[last, last]], "writer": None, "pending": None}] * 2
     assert trackers(tmp_path)[0] == str(last)
     assert content(tmp_path, last)["train state"]["step"] == last
+
+
+def test_a_save_ends_as_it_began_where_training_wants_no_more_of_them(bridge_ranks: RankPool, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    run = Run(str(root), save_every=1, config=ASYNC | {"logger.log_progress": True, "checkpoint.most_recent_k": 1})
+    heard = bridge_ranks.run(async_saves.train_and_stop_saving, run, ranks=2)
+    assert [len(steps) for steps in heard] == [1, 1], "the first save's alone"
+    assert (root / "latest_checkpointed_iteration.txt").read_text() == "1"
+    assert "Saved async checkpoint\tIteration: 1" in (root / "progress.txt").read_text()

@@ -3,7 +3,8 @@
 Two real ranks and models of few large tensors, in one run: saves of ours that wait, and beside the training; plain
 `torch.distributed.checkpoint` of the same tensors, its own two ways of saving asynchronously (a thread, a process)
 among them; where it is installed, `torch_checkpointing`, which flushes nothing; and one copy of the state in memory.
-All take turns, each after a step and with steps after it until the checkpoint is there.  Medians of the slowest rank.
+All take turns, each after a step and with steps after it until the checkpoint is there, and find the memory that they
+take with the machine (see `benchmarks.memory`).  Medians of the slowest rank.
 
     stall         in the call, and before the next optimizer step
     of memcpy     the stall, of one copy of the state in memory
@@ -28,6 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 import mbridge_fsdp_ckpt
 from benchmarks import peers
 from benchmarks.large import Benchmark, Numbers, slowest
+from benchmarks.memory import Reserve
 from mbridge_fsdp_ckpt.testing.gpu.state import tensors
 from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
 from mbridge_fsdp_ckpt.testing.models import Recipe, Trainable, build
@@ -74,6 +76,7 @@ class _Rank:
         self._peers: dict[bool, peers.TorchCheckpointing] = {}
         self._steps = 0
         self._step()
+        self._reserve = Reserve(2 * sum(tensor.nbytes for _, tensor in tensors(trainable)))
         self._copies = [torch.empty_like(tensor).copy_(tensor) for _, tensor in tensors(trainable)]
 
     def turn(self) -> Iterator[tuple[str, float]]:
@@ -95,6 +98,11 @@ class _Rank:
             self._clear()
 
     def _save(self, begin: Callable[[Path], Begun]) -> tuple[float, float, float]:
+        dist.barrier()
+        with self._reserve.free():
+            return self._timed(begin)
+
+    def _timed(self, begin: Callable[[Path], Begun]) -> tuple[float, float, float]:
         dist.barrier()
         start = time.perf_counter()
         is_there, stalled = begin(self._folder / "saved")

@@ -116,7 +116,7 @@ class Meeting:
         """That it begins something else is to be heard rather than what fails because of it."""
         watch = Watch(self.signs, self.time_limit)
         while self.begun is not None and self.rank:
-            if wait_for(self.store, self.begun, self._slice) or watch.over():
+            if wait_for(self.store, [self.begun], a_while(self.time_limit)) or watch.over():
                 return
 
     def seal(self) -> None:
@@ -140,7 +140,7 @@ class Meeting:
         """Say that this rank has read the verdict; rank 0 stays until the others have."""
         try:
             if self.rank == 0:
-                wait_for(self.store, self._at("left"), min(_LAST_WORD, self.time_limit))
+                wait_for(self.store, [self._at("left")], min(_LAST_WORD, self.time_limit))
             elif self.store.add(self._at("read"), 1) == self.world_size - 1:
                 self.store.set(self._at("left"), "")
         except STORE_ERRORS as error:  # the verdict is known here, and that is all that counts
@@ -149,10 +149,6 @@ class Meeting:
     @property
     def _node(self) -> protocol.Node:
         return protocol.Node(self.rank, self.world_size)
-
-    @property
-    def _slice(self) -> float:
-        return min(_SLICE, self.time_limit / 2)
 
     def _at(self, key: str) -> str:
         return f"{self.name}/{key}"
@@ -202,8 +198,7 @@ class Meeting:
     def _look(self, keys: list[str]) -> list[str] | None:
         """The values of all keys; None, after a pause, if one is not there."""
         if self.store.check(keys):
-            in_one = getattr(self.store, "has_extended_api", bool)()  # torch's types don't know it
-            return [found.decode() for found in (self.store.multi_get(keys) if in_one else map(self.store.get, keys))]
+            return values(self.store, keys)
         time.sleep(self._pause)
         self._pause = min(self._pause * 1.5, _LOOKS[1], self.time_limit / 8)
         if self.rank == 0 and time.monotonic() - self._renewed > _RENEWED:
@@ -213,7 +208,7 @@ class Meeting:
         return None
 
     def _read(self, key: str, *, waits: bool) -> str | None:
-        is_there = wait_for(self.store, key, self._slice) if waits else self.store.check([key])
+        is_there = wait_for(self.store, [key], a_while(self.time_limit)) if waits else self.store.check([key])
         return self.store.get(key).decode() if is_there else None
 
     def _missing(self, absent: tuple[int, ...], *, sealed: bool) -> ErrorData:
@@ -231,13 +226,24 @@ class Meeting:
         return f"{rank} on {self.store.get(key).decode()}" if self.store.check([key]) else str(rank)
 
 
-def wait_for(store: dist.Store, key: str, seconds: float) -> bool:
-    """Wait inside the store; whether the key is there."""
+def a_while(time_limit: float) -> float:
+    """Seconds of one wait inside the store: then who waits looks for signs of life."""
+    return min(_SLICE, time_limit / 8)
+
+
+def wait_for(store: dist.Store, keys: list[str], seconds: float) -> bool:
+    """Wait inside the store; whether all keys are there."""
     try:
-        store.wait([key], timedelta(seconds=seconds))
+        store.wait(keys, timedelta(seconds=seconds))
     except dist.DistStoreError:  # late; a store that has gone raises another
         return False
     return True
+
+
+def values(store: dist.Store, keys: list[str]) -> list[str]:
+    """Of keys that are there: in one request, where the store can."""
+    in_one = getattr(store, "has_extended_api", bool)()  # torch's types don't know it
+    return [found.decode() for found in (store.multi_get(keys) if in_one else map(store.get, keys))]
 
 
 def lost(error: BaseException, phase: str, rank: int) -> RankMissingError:

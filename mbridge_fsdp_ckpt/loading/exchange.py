@@ -14,7 +14,6 @@ it brings its error to the next meeting.  They go there without one (`message`):
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -35,6 +34,7 @@ from mbridge_fsdp_ckpt.errors import (
     brief,
 )
 from mbridge_fsdp_ckpt.live.copies import Ranks
+from mbridge_fsdp_ckpt.loading.connections import connected, gather
 from mbridge_fsdp_ckpt.loading.opened import Opened
 from mbridge_fsdp_ckpt.loading.sharing import ALIGNED, Parcel, Sharing, parcels, rounds
 from mbridge_fsdp_ckpt.plan.boxes import Box
@@ -152,28 +152,18 @@ class _Circle:
         self._work: Any = None
 
     def join(self, store: Store) -> None:
-        """Connections are made when they are used: to two neighbours, however many mates there are."""
-        from torch.distributed import distributed_c10d
-
-        agreement = self._agreement
-        gloo = cast("Any", distributed_c10d.ProcessGroupGloo)  # the stubs lack the half of it
-        interfaces = filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
-        devices = [gloo.create_device(interface=name, lazy_init=True) for name in interfaces]
-        options = gloo._Options()
-        options._devices = devices or [gloo.create_default_device(lazy_init=True)]
-        # the last limit of all: a mate may be inside the storage for long, and gives signs of life there
-        options._timeout = timedelta(seconds=agreement.storage_limit + 2 * agreement.time_limit)
-        store = PrefixStore(f"{agreement.name}/circle/{'-'.join(map(str, self.ranks))}", store)
+        """Connect with all mates."""
+        store = PrefixStore(f"{self._agreement.name}/circle/{'-'.join(map(str, self.ranks))}", store)
         try:
-            self._group = gloo(store, self._place, len(self.ranks), options)
+            self._group = connected(store, self._place, len(self.ranks), self._agreement)
         except RuntimeError as error:
             raise self._lost(error) from error
 
     def compare(self, plan: str) -> None:
-        """Do all want the same?  It is what connects them, too: only who is connected can be seen to leave."""
+        """Do all want the same?"""
         own = torch.tensor([digest(plan.encode()) >> 1])
         found = [torch.empty_like(own) for _ in self.ranks]
-        self._begin([own], found)
+        self._begin(own, found)
         self._finish()
         for one, other in pairwise(found):
             if not torch.equal(one, other):
@@ -194,7 +184,7 @@ class _Circle:
             self._pack(slots[self._place], own, elements)
             if number:
                 self._take(planned[number - 1], got, put)
-            self._begin([own], list(got[:, :width].unbind()))
+            self._begin(own, list(got[:, :width].unbind()))
         self._take(planned[-1], got, put)
 
     def leave(self) -> None:
@@ -227,9 +217,11 @@ class _Circle:
             for parcel, source in _places(slot, block):
                 put(parcel.chunk.key, parcel.box, source)
 
-    def _begin(self, own: list[torch.Tensor], everybodys: list[torch.Tensor]) -> None:
+    def _begin(self, own: torch.Tensor, everybodys: list[torch.Tensor]) -> None:
+        # the last limit of all: a mate may be inside the storage for long, and gives signs of life there
+        limit = self._agreement.storage_limit + 2 * self._agreement.time_limit
         try:
-            self._work = self._group.allgather([everybodys], own)
+            self._work = gather(self._group, own, everybodys, limit)
         except RuntimeError as error:
             raise self._lost(error) from error
 

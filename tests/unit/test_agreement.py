@@ -471,11 +471,11 @@ def test_rank_0_stays_until_its_last_word_is_read(server: Server, monkeypatch: p
         finally:
             left.append(True)
 
-    def late(store: Any, key: str, seconds: float) -> bool:
-        if key.endswith("verdict"):
+    def late(store: Any, keys: list[str], seconds: float) -> bool:
+        if keys[0].endswith("verdict"):
             time.sleep(0.5)
             assert left == []
-        return wait_for(store, key, seconds)
+        return wait_for(store, keys, seconds)
 
     with patch.object(meeting, "wait_for", late):
         found = outcomes([lead, lambda: whole(reader)])

@@ -1,0 +1,91 @@
+"""gloo's connections of a load's own: all with all, of ranks that read for each other.  gloo is touched here alone.
+
+They are made at once, not when they are used: a lazy group of gloo's that broke can't be closed.  Its end waits until
+nothing more arrives, and what a mate sent into an operation that has failed stays there, unread, for ever (seen with
+torch 2.13; `tests/core/test_circles.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from base64 import b64decode, b64encode
+from datetime import timedelta
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from mbridge_fsdp_ckpt.agree.agreement import Agreement
+from mbridge_fsdp_ckpt.agree.meeting import a_while, values, wait_for
+
+
+def connected(store: dist.Store, place: int, size: int, agreement: Agreement) -> Any:
+    """A group of gloo's, registered nowhere; its threads and connections end with it.
+
+    Args:
+        store: The members' alone.
+        place: This rank's in the group.
+        size: Members.
+        agreement: The load's: how long to wait, and for whom.
+
+    Raises:
+        RuntimeError: A member does not answer.
+    """
+    gloo = cast("Any", distributed_c10d.ProcessGroupGloo)  # the stubs lack the half of it
+    interfaces = filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
+    options = gloo._Options()
+    options._devices = [gloo.create_device(interface=name) for name in interfaces] or [gloo.create_default_device()]
+    options._timeout = timedelta(seconds=agreement.time_limit)
+    return gloo(_Addresses(store, place, size, agreement), place, size, options)
+
+
+def gather(group: Any, own: Any, everybodys: list[Any], limit: float) -> Any:
+    """Begin an all-gather of `own`, tensors in host memory, into `everybodys`.
+
+    Args:
+        group: See `connected`.
+        own: This rank's, of one dimension.
+        everybodys: Of the same shape, one for each member.
+        limit: Seconds after which gloo itself gives up.
+
+    Raises:
+        RuntimeError: A connection is lost.
+    """
+    options = distributed_c10d.AllgatherOptions()
+    options.timeout = timedelta(seconds=limit)
+    return group.allgather([everybodys], [own], options)
+
+
+class _Addresses(dist.Store):
+    """What gloo asks a store for while it connects: what each member has published.
+
+    gloo asks for one member's after the other; here they are fetched together, in three requests a rank instead of two
+    for each member, and who waits for them looks for signs of life.
+    """
+
+    def __init__(self, store: dist.Store, place: int, size: int, agreement: Agreement) -> None:
+        super().__init__()
+        self._store, self._place, self._size, self._agreement = store, place, size, agreement
+        self._published: dict[str, str] = {}
+        self._found: dict[str, str] = {}
+
+    def set(self, key: str, value: Any) -> None:  # bytes, which the stubs don't know
+        self._published[key] = b64encode(value).decode()
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        if not self._found:
+            self._found = self._gathered()
+        if missing := [key for key in keys if key not in self._found]:
+            raise RuntimeError(f"no member has published {missing}")
+
+    def get(self, key: str) -> bytes:
+        return b64decode(self._found[key])
+
+    def _gathered(self) -> dict[str, str]:
+        self._store.set(str(self._place), json.dumps(self._published))
+        everybodys, watch = [str(place) for place in range(self._size)], self._agreement.watch()
+        while not wait_for(self._store, everybodys, a_while(self._agreement.time_limit)):
+            if watch.over():
+                raise RuntimeError(f"not all have come within {self._agreement.time_limit:g} s")
+        return {key: value for one in values(self._store, everybodys) for key, value in json.loads(one).items()}

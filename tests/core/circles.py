@@ -1,0 +1,105 @@
+"""What ranks do in the tests of circles: of the connections alone, without a checkpoint."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mbridge_fsdp_ckpt.agree.agreement import Agreement, next_agreement
+from mbridge_fsdp_ckpt.errors import RankMissingError
+from mbridge_fsdp_ckpt.loading.exchange import _Circle
+
+ON_ITS_WAY = 1 << 20
+"""Bytes of each rank: more than a socket takes at once."""
+ARRIVES_S = 0.5  # what was sent is there; nothing tells when
+ENDS_S = 10.0
+
+
+def whose_operation_broke() -> dict[str, Any]:
+    """Rank 1 leaves while rank 0 waits for it; then ranks 2 and 3 send to rank 0, which has given up."""
+    agreement = next_agreement("nothing", time_limit=ENDS_S)
+    rank, circle = agreement.rank, _joined(agreement, agreement.store)
+    dist.barrier()
+    if rank == 0:
+        _begin(circle)
+    dist.barrier()
+    if rank == 1:
+        circle.leave()
+    found = _end(circle) if rank == 0 else None
+    dist.barrier()
+    if rank in (2, 3):
+        _begin(circle)
+        time.sleep(ARRIVES_S)
+    dist.barrier()
+    begin = time.monotonic()
+    if rank == 0:
+        circle.leave()
+    seconds = time.monotonic() - begin
+    found = _end(circle) if rank in (2, 3) else found
+    circle.leave()
+    return {"found": found, "seconds": seconds}
+
+
+def requests_of_joining() -> int:
+    """Requests to the job's store that a rank makes to join a circle of all."""
+    agreement = next_agreement("nothing", time_limit=ENDS_S)
+    assert agreement.store is not None
+    counting = _Counting(agreement.store)
+    circle = _joined(agreement, counting)
+    dist.barrier()
+    circle.leave()
+    return counting.requests
+
+
+class _Counting(dist.Store):
+    """A store that counts what it is asked for; waits that ended without an answer are asked again and not counted."""
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self._store, self.requests = store, 0
+
+    def set(self, key: str, value: Any) -> None:
+        self.requests += 1
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.requests += 1
+        return self._store.get(key)
+
+    def wait(self, *arguments: Any) -> None:
+        self._store.wait(*arguments)
+        self.requests += 1
+
+    def check(self, keys: list[str]) -> bool:
+        self.requests += 1
+        return self._store.check(keys)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.requests += 1
+        return self._store.multi_get(keys)
+
+    def has_extended_api(self) -> bool:
+        return True
+
+
+def _joined(agreement: Agreement, store: Any) -> _Circle:
+    circle = _Circle(tuple(range(agreement.world_size)), agreement)
+    circle.join(store)
+    circle.compare("a plan")
+    return circle
+
+
+def _begin(circle: _Circle) -> None:
+    own = torch.zeros(ON_ITS_WAY, dtype=torch.uint8)
+    circle._begin(own, [torch.empty_like(own) for _ in circle.ranks])
+
+
+def _end(circle: _Circle) -> str:
+    try:
+        circle._finish()
+    except RankMissingError as error:
+        return str(error)
+    raise AssertionError("a mate had left")

@@ -32,9 +32,9 @@ def main() -> None:
         progress.print(f"{time.monotonic() - began:6.1f} s  {text}", soft_wrap=True)
 
     suite = Suite.of(arguments.repeats, quick=arguments.quick, size=arguments.size)
-    sides, small = run_suite(suite, scratch, say)
+    found = run_suite(suite, scratch, say)
     about["duration"] = f"{time.monotonic() - began:.0f} s"
-    results = Results(arguments.name, about, sides, small)
+    results = Results(arguments.name, about, found)
     show(results)
     for path in write(results, arguments.results):
         say(f"wrote {path}")
@@ -47,7 +47,7 @@ def _parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="a much smaller model and one repeat; a minute or two")
     parser.add_argument("--size", type=_size, help="experts x layers of the sides, for example 128x12 (default: 64x4)")
-    parser.add_argument("--repeats", type=_positive, help="saves of a run, and loads (default: 3; with --quick 1)")
+    parser.add_argument("--repeats", type=_positive, help="rounds of all ways to save (default: 3; with --quick 1)")
     parser.add_argument("--scratch", type=Path, help="where checkpoints are written and removed (default: /tmp)")
     parser.add_argument("--results", type=Path, help="folder of the results (default: benchmarks/results)")
     parser.add_argument("--name", help="name of the result files (default: stock_and_safe)")

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from torch.distributed.checkpoint import FileSystemReader
+
 from benchmarks.costs import Call, Cost, slowest
 from benchmarks.model import Size
-from benchmarks.training import SAFE, STOCK, RankReport, Training, train
+from benchmarks.training import DIST, SAFE, STOCK, RankReport, Training, train
 from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
 from mbridge_fsdp_ckpt.testing.ranks import RankPool, no_process_group
 
@@ -50,23 +54,27 @@ class Measured:
 
     Args:
         case: What was run.
-        trained: The run from scratch.
+        trained: The runs from scratch.
         resumed: The runs that loaded.
         keys: Tensors in its checkpoint.
         size: Bytes of its files.
     """
 
     case: Case
-    trained: list[RankReport]
+    trained: list[list[RankReport]]
     resumed: list[list[RankReport]]
     keys: int
     size: int
 
     def saves(self, order: Order) -> list[list[Call]]:
         """The first save of every run, or all others; each by rank."""
-        runs = [self.trained, *self.resumed]
+        runs = [*self.trained, *self.resumed]
         by_run = [[call for call in _by_rank(run) if call[0].kind == "save"] for run in runs]
         return [call for calls in by_run for call in (calls[:1] if order == "first" else calls[1:])]
+
+    def __add__(self, other: Measured) -> Measured:
+        """The runs of both."""
+        return replace(self, trained=self.trained + other.trained, resumed=self.resumed + other.resumed)
 
     def loads(self) -> list[list[Call]]:
         """Every load, by rank."""
@@ -89,30 +97,51 @@ def preparation(calls: list[list[Call]]) -> list[Cost]:
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """A benchmark: stock, ours, and ours beside the training; and smaller ones that show what collectives depend on."""
+    """A benchmark.
+
+    Args:
+        sides: Stock, ours, and ours beside the training.
+        others: Bridge's other ways to save: stock beside the training, and `torch_dist` in both ways.
+        small: Smaller ones, which show what collectives depend on.
+        rounds: How many times all sides and others are run, one after the other.
+    """
 
     sides: tuple[Case, Case, Case]
+    others: tuple[Case, ...]
     small: tuple[Case, ...]
+    rounds: int
 
     @classmethod
-    def of(cls, repeats: int, *, quick: bool, size: Size | None = None) -> Suite:
+    def of(cls, rounds: int, *, quick: bool, size: Size | None = None) -> Suite:
         """The whole benchmark, or a quick look at it; of the sides' own size, or another."""
         few, many = (Size(2, 2), Size(8, 2)) if quick else (Size(8, 4), Size(64, 4))
-        many = size or many
-        saves = max(2, repeats)  # one of them is the first
-        stock, safe = (Case(name, many, 4, saves, repeats) for name in (STOCK, SAFE))
-        beside = Case(SAFE, many, 4, saves, beside=True)
+        many, saves = size or many, 2 if quick else 4  # one of them is the first
+        stock, safe, dist = (Case(name, many, 4, saves, resumes=1) for name in (STOCK, SAFE, DIST))
+        stock_beside, safe_beside, dist_beside = (replace(case, resumes=0, beside=True) for case in (stock, safe, dist))
         small = [Case(name, few, ranks, 2) for ranks in (2, 4) for name in (STOCK, SAFE)]
-        return cls((stock, safe, beside), (*small, Case(SAFE, many, 2, 2)))
+        small.append(Case(SAFE, many, 2, 2))
+        return cls((stock, safe, safe_beside), (stock_beside, dist, dist_beside), tuple(small), rounds)
 
 
-def run_suite(suite: Suite, scratch: Path | None, say: Callable[[str], None]) -> tuple[list[Measured], list[Measured]]:
-    """Run everything; (sides, small)."""
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a suite measured: of each of its cases, in its order."""
+
+    sides: list[Measured]
+    others: list[Measured]
+    small: list[Measured]
+
+
+def run_suite(suite: Suite, scratch: Path | None, say: Callable[[str], None]) -> Found:
+    """Run everything."""
+    ways = (*suite.sides, *suite.others)
     with RankPool(4, preload=PRELOAD, time_limit=3600.0) as pool:
         say("starting the ranks")
         pool.start()
         small = [run_case(pool, case, scratch, say) for case in suite.small]
-        return [run_case(pool, case, scratch, say) for case in suite.sides], small
+        rounds = [[run_case(pool, case, scratch, say) for case in ways] for _ in range(suite.rounds)]
+    measured = [functools.reduce(operator.add, runs) for runs in zip(*rounds, strict=True)]
+    return Found(measured[: len(suite.sides)], measured[len(suite.sides) :], small)
 
 
 def run_case(pool: RankPool, case: Case, scratch: Path | None, say: Callable[[str], None]) -> Measured:
@@ -125,16 +154,16 @@ def run_case(pool: RankPool, case: Case, scratch: Path | None, say: Callable[[st
     with tempfile.TemporaryDirectory(prefix="benchmark-", dir=scratch) as directory:
         root, steps = f"{directory}/trained", case.saves + 1
         trained = _run(pool, case, Training(case.size, case.format, steps, case.saves, root, beside=case.beside))
-        keys = _check_checkpoint(Path(root), case.saves)
+        keys = _check_checkpoint(case.format, Path(root), case.saves)
         resumed = []
         for number in range(case.resumes):
             target = f"{directory}/resumed{number}"
             resume = Training(case.size, case.format, steps, 1, target, load=root)
             resumed.append(_run(pool, case, resume))
-            _check_checkpoint(Path(target), steps)
+            _check_checkpoint(case.format, Path(target), steps)
         iteration = Path(root) / f"iter_{case.saves:07d}"
         size = sum(path.stat().st_size for path in iteration.rglob("*") if path.is_file())
-    measured = Measured(case, trained, resumed, keys, size)
+    measured = Measured(case, [trained], resumed, keys, size)
     _check_losses(measured, steps)
     return measured
 
@@ -152,9 +181,12 @@ def leave() -> None:
     os._exit(0)
 
 
-def _check_checkpoint(root: Path, step: int) -> int:
-    """Read all of it; the number of its keys."""
-    source = open_checkpoint(root / f"iter_{step:07d}")
+def _check_checkpoint(format_name: str, root: Path, step: int) -> int:
+    """Read all of it, where this package can: the resumed run does with `torch_dist`.  The number of its keys."""
+    directory = root / f"iter_{step:07d}"
+    if format_name == DIST:
+        return len(FileSystemReader(directory).read_metadata().state_dict_metadata)
+    source = open_checkpoint(directory)
     for key, chunks in source.chunks(source.head.keys).items():
         stored = sum(source.read(chunk).numel() for chunk in chunks)
         expected = math.prod(source.head.keys[key].shape)
@@ -165,10 +197,10 @@ def _check_checkpoint(root: Path, step: int) -> int:
 
 def _check_losses(measured: Measured, step: int) -> None:
     """All ranks agree, and every resumed run's step gave, to the last bit, the loss of the run that never stopped."""
-    uninterrupted = measured.trained[0].losses[step]
+    uninterrupted = measured.trained[0][0].losses[step]
     if not math.isfinite(uninterrupted):
         raise RuntimeError(f"{measured.case}: the loss of step {step} is {uninterrupted}")
-    for run in [measured.trained, *measured.resumed]:
+    for run in [*measured.trained, *measured.resumed]:
         for report in run:
             if report.losses[step] != uninterrupted:
                 raise RuntimeError(

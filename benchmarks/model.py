@@ -41,13 +41,23 @@ def build_config(
     config.dist.distributed_backend = "gloo"
     config.train.train_iters, config.train.global_batch_size, config.train.micro_batch_size = steps, 8, 1
     config.validation.eval_iters, config.validation.eval_interval = 0, 1000
-    config.ddp.use_megatron_fsdp = True
-    config.ddp.data_parallel_sharding_strategy = "optim_grads_params"
+    _shard(config, checkpoint_format)
     config.ddp.average_in_collective = config.ddp.gradient_reduce_div_fusion = config.ddp.check_for_nan_in_grad = False
     config.optimizer.lr, config.optimizer.min_lr, config.optimizer.clip_grad = 1e-3, 0.0, 0.0
     config.scheduler.lr_warmup_iters, config.scheduler.lr_decay_iters = 0, 100
     config.logger.tensorboard_dir, config.logger.log_interval = None, 1
     return config
+
+
+def _shard(config: Any, checkpoint_format: str) -> None:
+    """All by Megatron-FSDP; for `torch_dist`, which can't save that, by Megatron's distributed optimizer."""
+    config.ddp.use_megatron_fsdp = checkpoint_format != "torch_dist"
+    if config.ddp.use_megatron_fsdp:
+        config.ddp.data_parallel_sharding_strategy = "optim_grads_params"
+    else:
+        config.ddp.data_parallel_sharding_strategy = "no_shard"
+        config.ddp.use_distributed_optimizer = config.optimizer.use_distributed_optimizer = True
+        config.checkpoint.fully_parallel_save = True
 
 
 def _model(size: Size) -> Any:

@@ -11,9 +11,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.cases import Measured
+from benchmarks.cases import Found, Measured
 from benchmarks.plot import draw
-from benchmarks.summary import Contest, contests, cost_table, factor_table, size_table
+from benchmarks.summary import Contest, contests, cost_table, factor_table, size_table, way_table
 
 _WIDTH = 80  # of a terminal that says nothing else, a pipe for example
 
@@ -27,6 +27,12 @@ _NOTES = (
     "computes checksums and commits by a rename, and on load verifies every byte before it changes anything.",
     "*stall* is what training waits for a save: stock's whole call; of ours with `checkpoint.async_save`, its call and "
     "what the next optimizer step waits. Each such save has ended before the next one begins.",
+    "Of `fsdp_dtensor` and `torch_dist` beside the training only their call is counted, not what they wait later to "
+    "finalise it: that is waited for here, after the next step, outside of all figures. Their writers run without a "
+    "GPU (`cpu_shm_mode`), which they look for before they know what is to be written. Tensors in host memory they "
+    "take as they are, without a copy: on a GPU the call would wait for that, too.",
+    "`torch_dist` saves the same model under Megatron's distributed optimizer, fully parallel: it can't save "
+    "Megatron-FSDP's. Its tensors are fewer: one for all experts of a layer.",
     "*first* is the first save of a run of `pretrain`, *later* are all others; either comes after a training step. "
     "Every run has processes of its own, which have imported Bridge, Transformer Engine and this package; what either "
     "format imports on first use is in its *first* and *load*.",
@@ -46,33 +52,39 @@ class Results:
     Args:
         name: Of the files.
         about: Date, command, machine, versions and so on, in order.
-        sides: Stock, ours, and ours beside the training.
-        small: The cases that show what the number of collectives depends on.
+        found: What was measured.
     """
 
     name: str
     about: dict[str, str]
-    sides: list[Measured]
-    small: list[Measured]
+    found: Found
 
     def contests(self) -> list[Contest]:
         """What was measured of both."""
-        stock, safe, beside = self.sides
+        stock, safe, beside = self.found.sides
         return contests(stock, safe, beside)
 
     def title(self) -> str:
         """Which model, on how many ranks."""
-        case = self.sides[0].case
+        case = self.found.sides[0].case
         return f"MoE of {case.size.experts} experts x {case.size.layers} layers on {case.ranks} CPU ranks"
 
     def tables(self) -> list[tuple[str, tuple[list[str], list[list[str]]]]]:
         """Each with its title."""
-        lines = self.contests()
+        lines, found = self.contests(), self.found
         return [
             (f"{self.title()}, seconds", cost_table(lines)),
             ("How many times faster fsdp_dtensor_safe is (rounded down)", factor_table(lines)),
-            ("Collectives of a save by the number of experts and ranks", size_table([*self.sides[:2], *self.small])),
+            ("What training waits for a save in each way, and for a load; seconds", way_table(_ways(found))),
+            ("Collectives of a save by the number of experts and ranks", size_table([*found.sides[:2], *found.small])),
         ]
+
+
+def _ways(found: Found) -> list[Measured]:
+    """By format, each without and with the training beside it."""
+    stock, safe, safe_beside = found.sides
+    stock_beside, *dist = found.others
+    return [stock, stock_beside, *dist, safe, safe_beside]
 
 
 def show(results: Results) -> None:
@@ -120,19 +132,22 @@ def _markdown_table(head: list[str], rows: list[list[str]]) -> str:
 
 def _findings(results: Results) -> list[str]:
     """Notes that this run's numbers make."""
-    stock, safe, _ = results.sides
+    stock, safe, _ = results.found.sides
     size = (
         f"A checkpoint is {stock.size:,} bytes in {stock.keys:,} tensors with stock, and {safe.size:,} bytes in "
         f"{safe.keys:,} tensors with ours, all files counted."
     )
-    return [size, *(f"Collectives of one {kind}, rank 0: {_named(results.sides, kind)}." for kind in ("save", "load"))]
+    return [
+        size,
+        *(f"Collectives of one {kind}, rank 0: {_named(results.found.sides, kind)}." for kind in ("save", "load")),
+    ]
 
 
 def _named(sides: list[Measured], kind: str) -> str:
     """Which collectives the last call of a kind issued."""
     found = []
     for title, measured in zip(("stock", "ours"), sides[:2], strict=True):
-        runs = [measured.trained, *measured.resumed]
+        runs = [*measured.trained, *measured.resumed]
         calls = [call for run in runs for call in run[0].calls if call.kind == kind]
         names = sorted(calls[-1].names.items(), key=lambda item: -item[1])
         found.append(f"{title} " + (", ".join(f"{count:,} {name}" for name, count in names) or "none"))
@@ -140,4 +155,6 @@ def _named(sides: list[Measured], kind: str) -> str:
 
 
 def _raw(results: Results) -> dict[str, Any]:
-    return {"about": results.about, "cases": [asdict(measured) for measured in (*results.sides, *results.small)]}
+    found = results.found
+    measured_cases = *found.sides, *found.others, *found.small
+    return {"about": results.about, "cases": [asdict(measured) for measured in measured_cases]}

@@ -82,6 +82,20 @@ def factor_table(lines: Sequence[Contest]) -> tuple[list[str], list[list[str]]]:
     return head, rows
 
 
+def way_table(ways: Sequence[Measured]) -> tuple[list[str], list[list[str]]]:
+    """Head and rows: what training waits for one save, in each way to save, and for a load."""
+    head = ["format", "beside", "n", "first", "n", "later", "min", "max", "load"]
+    rows = []
+    for way in ways:
+        first, later = (seconds(whole(way.saves(order))) for order in ("first", "later"))
+        loads = whole(way.loads())
+        times = [f"{value:.3f}" for value in (later.median, later.least, later.most)]
+        load = f"{seconds(loads).median:.3f}" if loads else ""
+        beside = "yes" if way.case.beside else "no"
+        rows.append([way.case.format, beside, str(first.count), f"{first.median:.3f}", str(later.count), *times, load])
+    return head, rows
+
+
 def size_table(cases: Sequence[Measured]) -> tuple[list[str], list[list[str]]]:
     """Head and rows: collectives of a save by the number of experts and ranks."""
     head = ["experts", "layers", "ranks", "format", "tensors", "prepare", "save", "meetings"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from mbridge_fsdp_ckpt.testing.collectives import CollectiveCounts, count_collec
 from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
 from mbridge_fsdp_ckpt.testing.ranks import no_process_group
 
-STOCK, SAFE = "fsdp_dtensor", mbridge_fsdp_ckpt.FORMAT_NAME
+STOCK, SAFE, DIST = "fsdp_dtensor", mbridge_fsdp_ckpt.FORMAT_NAME, "torch_dist"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Training:
 
     Args:
         size: The model's.
-        format: STOCK or SAFE.
+        format: STOCK, SAFE or DIST.
         steps: The last step's number.
         saves: How many steps are followed by a save, the first ones that this call makes.
         save: Where to.
@@ -76,7 +76,7 @@ def train(training: Training) -> RankReport:
     with _only(training.format), count_collectives() as counts, _measured(training.format, Meter(counts), report):
         where = training.save, training.load
         config = build_config(training.size, training.steps, training.format, *where, beside=training.beside)
-        with _kept(report) if training.beside else nullcontext():
+        with _beside(training, report):
             pretrain(config, forward_step, callbacks=callbacks)
     return report
 
@@ -85,9 +85,37 @@ def _after_step(training: Training, report: RankReport, context: Any) -> None:
     """Note the loss; steps that come after the last measured save are not saved."""
     state = context.state
     pending.settle()
+    if training.beside and training.format != SAFE:
+        state.async_calls_queue.maybe_finalize_async_calls(blocking=True)
     report.losses[state.train_state.step + 1] = float(context.loss_dict["lm loss"])
     if report.saves() == training.saves:
         state.cfg.checkpoint.save = None
+
+
+def _beside(training: Training, report: RankReport) -> AbstractContextManager[None]:
+    """What saves beside the training need, to be measured or to run."""
+    if not training.beside:
+        return nullcontext()
+    return _kept(report) if training.format == SAFE else _without_device()
+
+
+@contextmanager
+def _without_device() -> Iterator[None]:
+    """While the block runs, Bridge's own writers look for no GPU, as they do before they know what is to be written."""
+    from nvidia_resiliency_ext.checkpointing.async_ckpt.core import PersistentAsyncCaller
+
+    start = PersistentAsyncCaller._start_worker
+
+    def start_without(caller: Any, rank: int) -> None:
+        caller.cpu_shm_mode = True
+        start(caller, rank)
+
+    patches = Patches()
+    patches.set(PersistentAsyncCaller, "_start_worker", start_without)
+    try:
+        yield
+    finally:
+        patches.undo()
 
 
 @contextmanager
@@ -122,7 +150,7 @@ def _kept(report: RankReport) -> Iterator[None]:
 
 @contextmanager
 def _only(format_name: str) -> Iterator[None]:
-    """Bridge as it was installed for the stock format, with this package registered for ours."""
+    """Bridge as it was installed for its own formats, with this package registered for ours."""
     if format_name == SAFE:
         mbridge_fsdp_ckpt.register()
     else:
@@ -237,6 +265,6 @@ def _measured(format_name: str, meter: Meter, report: RankReport) -> Iterator[No
 
 
 def _check_manager(manager: Any, format_name: str) -> None:
-    expected = {STOCK: "DefaultCheckpointManager", SAFE: "SafeCheckpointManager"}[format_name]
+    expected = "SafeCheckpointManager" if format_name == SAFE else "DefaultCheckpointManager"
     if type(manager).__name__ != expected:
         raise RuntimeError(f"{format_name} is to be saved by {expected}, not by {type(manager).__name__}")

@@ -51,7 +51,7 @@ _LM = "megatron.training"
 _TOUCHED: dict[Need, dict[str, dict[str, str]]] = {
     "save and load": {
         "agree/agreement.py": {"torch.distributed.distributed_c10d": "_get_default_store"},
-        "loading/exchange.py": {
+        "loading/connections.py": {
             "torch.distributed.distributed_c10d": "ProcessGroupGloo._Options ProcessGroupGloo.create_default_device",
         },
         "storage/format/payload.py": {"torch.serialization": "get_crc32_options set_crc32_options"},

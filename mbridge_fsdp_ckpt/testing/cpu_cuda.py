@@ -145,7 +145,11 @@ def _replace_tensor_attributes(patches: Patches) -> None:
 
 def _device_getter(native: Any) -> Callable[[torch.Tensor], torch.device]:
     def device(self: torch.Tensor) -> torch.device:
-        truth: torch.device = native.__get__(self)
+        truth: torch.device
+        if torch.overrides.has_torch_function_unary(self):  # a ShardedTensor knows torch's own getter alone
+            truth = torch.overrides.handle_torch_function(native.__get__, (self,), self)
+        else:
+            truth = native.__get__(self)
         if truth.type != "cpu":
             return truth
         on_host = place_of(self) is Place.HOST

@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.tensor import DTensor, Shard
@@ -236,6 +239,18 @@ def test_dtensors_are_where_their_local_tensors_are(rank_pool: RankPool) -> None
         "sum": 12.0,
     }
     assert rank_pool.run(inspect_dtensors, ranks=2) == [expected, expected]
+
+
+def inspect_sharded_tensor() -> tuple[str, bool]:
+    rank = dist.get_rank()
+    metadata = ShardMetadata([2 * rank, 0], [2, 3], f"rank:{rank}/cuda")
+    tensor = init_from_local_shards([sharded_tensor.Shard(torch.ones(2, 3), metadata)], 4, 3)
+    return tensor.device.type, tensor.is_cuda
+
+
+def test_a_sharded_tensor_is_where_its_shards_are(rank_pool: RankPool) -> None:
+    """It answers torch's own getters alone; Megatron-Core's `torch_dist` asks it in a load."""
+    assert rank_pool.run(inspect_sharded_tensor, ranks=2) == [("cpu", True)] * 2
 
 
 def see_collectives() -> dict[str, bool]:

@@ -1,8 +1,9 @@
 """What training waits for a save beside it: `python -m benchmarks.beside`.
 
-Two real ranks and models of few large tensors, in one run: saves of ours that wait, and beside the training; plain
-`torch.distributed.checkpoint` of the same tensors, its own two ways of saving asynchronously (a thread, a process)
-among them; where it is installed, `torch_checkpointing`, which flushes nothing; and one copy of the state in memory.
+Two real ranks, models of few large tensors and one of many small ones, in one run: saves of ours that wait, and beside
+the training; plain `torch.distributed.checkpoint` of the same tensors, its own two ways of saving asynchronously (a
+thread, a process) among them; where it is installed, `torch_checkpointing`, which flushes nothing; and one copy of the
+state in memory.
 All take turns, each after a step and with steps after it until the checkpoint is there, and find the memory that they
 take with the machine (see `benchmarks.memory`).  Medians of the slowest rank.
 
@@ -210,7 +211,13 @@ def section(one: dict[str, Any]) -> list[str]:
 
 
 BENCHMARK = Benchmark(
-    "beside", "What training waits for a save beside it", __doc__, measure, compare, section, gigabytes=(0.43, 1.7)
+    "beside",
+    "What training waits for a save beside it",
+    __doc__,
+    measure,
+    compare,
+    section,
+    models=("0.43 GB", "1.7 GB", "64 experts x 4 layers"),
 )
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """What a save and a load take beside what the disk can do: `python -m benchmarks.disk`.
 
-Two real ranks and models of few large tensors, in one run: raw writes and reads of as many bytes by as many processes,
-one file each, through the page cache and past it; saves and loads of ours, with every byte hashed; and plain
-`torch.distributed.checkpoint` of the same tensors, which flushes, and hashes nothing; where it is installed,
-`torch_checkpointing`, whose files are flushed for it.  All kinds take turns; whatever is written is flushed, and
-nothing that is read is in the page cache.  The memory that a kind takes is memory that the machine has (see
+Two real ranks, models of few large tensors and one of many small ones, in one run: raw writes and reads of as many
+bytes by as many processes, one file each, through the page cache and past it; saves and loads of ours, with every byte
+hashed; and plain `torch.distributed.checkpoint` of the same tensors, which flushes, and hashes nothing; where it is
+installed, `torch_checkpointing`, whose files are flushed for it.  All kinds take turns; whatever is written is flushed,
+and nothing that is read is in the page cache.  The memory that a kind takes is memory that the machine has (see
 `benchmarks.memory`).  Medians of the slowest rank.  What Megatron-FSDP does with loaded weights at the end of a load, a
 gather of all of them, is told apart; and what a load takes that finds its memory taken: it reads into new slots, so
 that one that fails leaves the old ones, where the others read into what is there.

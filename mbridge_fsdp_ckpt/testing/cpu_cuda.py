@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint  # ShardedTensor registers torch's own getters: before they are replaced
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext, _device_constructors

@@ -243,7 +243,7 @@ def test_dtensors_are_where_their_local_tensors_are(rank_pool: RankPool) -> None
 
 def inspect_sharded_tensor() -> tuple[str, bool]:
     rank = dist.get_rank()
-    metadata = ShardMetadata([2 * rank, 0], [2, 3], f"rank:{rank}/cuda")
+    metadata = ShardMetadata([2 * rank, 0], [2, 3], f"rank:{rank}/cpu")
     tensor = init_from_local_shards([sharded_tensor.Shard(torch.ones(2, 3), metadata)], 4, 3)
     return tensor.device.type, tensor.is_cuda
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from mbridge_fsdp_ckpt.saving.beside import wire
 from mbridge_fsdp_ckpt.saving.beside.channel import Channel, Message
 from mbridge_fsdp_ckpt.saving.beside.memory import Staging
 
+_log = logging.getLogger(__name__)
 _LEAVE_S = 10.0  # seconds that a writer with nothing to do has to end
 
 
@@ -68,6 +70,9 @@ class WriterProcess:
         """The memory that it knows of."""
         self.layout: wire.Layout | None = None
         """The layout that it knows of."""
+        self._outbox: queue.SimpleQueue[tuple[Message, int | None] | None] = queue.SimpleQueue()
+        self._teller = threading.Thread(target=self._tell, name="telling the writer", daemon=True)
+        self._teller.start()
         threading.Thread(target=self._listen, name="hearing the writer", daemon=True).start()
         threading.Thread(target=self._watch, name="watching the writer", daemon=True).start()
 
@@ -82,15 +87,14 @@ class WriterProcess:
         return self._process.pid
 
     def send(self, message: Message, descriptor: int | None = None) -> None:
-        """Say something to it.
+        """Say something to it, and wait for nothing: while it starts it hears nothing, and tensors wait to be copied.
 
         Raises:
             SaveAbandonedError: It has ended.
         """
-        try:
-            self._channel.send(message, descriptor)
-        except OSError as error:
-            raise ended(f"{type(error).__name__}: {error}") from error
+        if self._ended.is_set():
+            raise ended(self.how_ended)
+        self._outbox.put((message, None if descriptor is None else os.dup(descriptor)))
 
     def drop_staging(self) -> None:
         """Give the trainer's share of the memory back, if there is any."""
@@ -100,6 +104,8 @@ class WriterProcess:
 
     def stop(self) -> None:
         """Let it end, and give the memory back; what it is doing is given up."""
+        self._outbox.put(None)
+        self._teller.join(_LEAVE_S)
         self._channel.close()
         try:
             self._process.wait(_LEAVE_S)
@@ -107,6 +113,17 @@ class WriterProcess:
             self._process.kill()
             self._process.wait()
         self.drop_staging()
+
+    def _tell(self) -> None:
+        while (item := self._outbox.get()) is not None:
+            message, descriptor = item
+            try:
+                self._channel.send(message, descriptor)
+            except OSError as error:
+                _log.debug("the writer has ended, which who listens to it knows: %s", error)
+            finally:
+                if descriptor is not None:
+                    os.close(descriptor)
 
     def _listen(self) -> None:
         for message in self._channel.messages():
@@ -120,6 +137,7 @@ class WriterProcess:
         code = self._process.wait()
         self.how_ended = self._killed_for or f"it ended with exit status {code}"
         self._ended.set()
+        self._outbox.put(None)
         self.spoke.set()
         self._listener.writer_ended(self, self.how_ended)
 

@@ -15,6 +15,7 @@ FOLDER = REPOSITORY / "docs" / "pictures"
 RESULTS = REPOSITORY / "benchmarks" / "results" / "stock_and_safe.json"
 
 _EXPERTS, _LAYERS, _RANKS = 64, 8, 4
+_SEEN = 6  # a shorter bar has no shape
 _LANES = (62, 142, 222)
 _NAMES = ("rank 0", "rank 1", "rank N")
 _WIDTH = 860
@@ -111,7 +112,7 @@ def stock() -> Canvas:
         top = 52 + 70 * number
         canvas.text(206, top + 26, name, across="right", strong=True)
         for y, value, who, colours in ((top, theirs, "stock", GREY), (top + 28, ours, "safe", BLUE)):
-            length = 490 * value / max(theirs, ours)
+            length = max(490 * value / max(theirs, ours), _SEEN) if value else 0
             if length:
                 canvas.box(220, y, length, 24, "", (colours[1], colours[1]))
             canvas.text(228 + length, y + 12, f"{_short(value)}  {who}")

@@ -58,7 +58,7 @@ def gather(group: Any, own: Any, everybodys: list[Any], limit: float) -> Any:
 
 
 class _Addresses(dist.Store):
-    """What gloo asks a store for while it connects: what each member has published.
+    """What gloo asks a store for while it connects: what each member has published, of one interface after the other.
 
     gloo asks for one member's after the other; here they are fetched together, in three requests a rank instead of two
     for each member, and who waits for them looks for signs of life.
@@ -69,23 +69,27 @@ class _Addresses(dist.Store):
         self._store, self._place, self._size, self._agreement = store, place, size, agreement
         self._published: dict[str, str] = {}
         self._found: dict[str, str] = {}
+        self._rounds = 0
 
     def set(self, key: str, value: Any) -> None:  # bytes, which the stubs don't know
         self._published[key] = b64encode(value).decode()
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        if not self._found:
-            self._found = self._gathered()
-        if missing := [key for key in keys if key not in self._found]:
-            raise RuntimeError(f"no member has published {missing}")
+        if not self._found.keys() >= set(keys):
+            self._exchange()
+        if missing := set(keys) - self._found.keys():
+            raise RuntimeError(f"no member has published {sorted(missing)}")
 
     def get(self, key: str) -> bytes:
         return b64decode(self._found[key])
 
-    def _gathered(self) -> dict[str, str]:
-        self._store.set(str(self._place), json.dumps(self._published))
-        everybodys, watch = [str(place) for place in range(self._size)], self._agreement.watch()
+    def _exchange(self) -> None:
+        """Publish what this rank has to, and fetch what all have."""
+        self._rounds += 1
+        self._store.set(f"{self._rounds}/{self._place}", json.dumps(self._published))
+        everybodys, watch = [f"{self._rounds}/{place}" for place in range(self._size)], self._agreement.watch()
         while not wait_for(self._store, everybodys, a_while(self._agreement.time_limit)):
             if watch.over():
                 raise RuntimeError(f"not all have come within {self._agreement.time_limit:g} s")
-        return {key: value for one in values(self._store, everybodys) for key, value in json.loads(one).items()}
+        self._published = {}
+        self._found |= {key: value for one in values(self._store, everybodys) for key, value in json.loads(one).items()}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -43,12 +45,13 @@ def whose_operation_broke() -> dict[str, Any]:
     return {"found": found, "seconds": seconds}
 
 
-def requests_of_joining() -> int:
-    """Requests to the job's store that a rank makes to join a circle of all."""
+def requests_of_joining(interfaces: str = "") -> int:
+    """Requests to the job's store that a rank makes to join a circle of all, over these interfaces."""
     agreement = next_agreement("nothing", time_limit=ENDS_S)
     assert agreement.store is not None
     counting = _Counting(agreement.store)
-    circle = _joined(agreement, counting)
+    with patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": interfaces}):
+        circle = _joined(agreement, counting)
     dist.barrier()
     circle.leave()
     return counting.requests

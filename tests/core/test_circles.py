@@ -20,3 +20,8 @@ def test_joining_takes_the_same_few_requests_in_a_circle_of_any_size(rank_pool: 
     of_two, of_four = (rank_pool.run(circles.requests_of_joining, ranks=size) for size in (2, WORLD))
     assert set(of_two) == set(of_four)
     assert max(of_four) <= 4
+
+
+def test_each_of_several_interfaces_is_connected(rank_pool: RankPool) -> None:
+    of_one, of_two = (rank_pool.run(circles.requests_of_joining, names, ranks=2) for names in ("lo", "lo,lo"))
+    assert of_two == [2 * requests for requests in of_one]

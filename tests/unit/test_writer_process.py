@@ -52,7 +52,12 @@ def _open_files() -> int:
 def test_what_is_said_waits_for_nobody(stopped: tuple[WriterProcess, Heard]) -> None:
     """The first save's plan of many tensors waited for the writer to start, and the optimizer's step for both."""
     writer, _ = stopped
-    saying = threading.Thread(target=lambda: [writer.send(LONG) for _ in range(3)], daemon=True)
+
+    def say() -> None:
+        for _ in range(3):
+            writer.send(LONG)
+
+    saying = threading.Thread(target=say, daemon=True)
     saying.start()
     saying.join(LIMIT_S / 6)
     assert not saying.is_alive()

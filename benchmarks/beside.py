@@ -3,9 +3,8 @@
 Two real ranks, models of few large tensors and one of many small ones, in one run: saves of ours that wait, and beside
 the training; plain `torch.distributed.checkpoint` of the same tensors, its own two ways of saving asynchronously (a
 thread, a process) among them; where it is installed, `torch_checkpointing`, which flushes nothing; and one copy of the
-state in memory.
-All take turns, each after a step and with steps after it until the checkpoint is there, and find the memory that they
-take with the machine (see `benchmarks.memory`).  Medians of the slowest rank.
+state in memory.  All take turns, each after a step and with steps after it until the checkpoint is there, and find the
+memory that they take with the machine (see `benchmarks.memory`).  Medians of the slowest rank.
 
     stall         in the call, and before the next optimizer step
     of memcpy     the stall, of one copy of the state in memory

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch.distributed as dist
 
@@ -110,12 +111,8 @@ def _without_device() -> Iterator[None]:
         caller.cpu_shm_mode = True
         start(caller, rank)
 
-    patches = Patches()
-    patches.set(PersistentAsyncCaller, "_start_worker", start_without)
-    try:
+    with patch.object(PersistentAsyncCaller, "_start_worker", start_without):
         yield
-    finally:
-        patches.undo()
 
 
 @contextmanager
@@ -134,12 +131,8 @@ def _kept(report: RankReport) -> Iterator[None]:
         kept.append((saving, saving.stalled))
         return saving
 
-    patches = Patches()
-    patches.set(checkpoint, "save", keeping)
-    try:
+    with patch.object(checkpoint, "save", keeping):
         yield
-    finally:
-        patches.undo()
     if len(kept) != len(report.calls):
         raise RuntimeError(f"{len(report.calls)} saves were measured, {len(kept)} went on beside the training")
     report.calls = [

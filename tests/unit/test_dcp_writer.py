@@ -98,6 +98,28 @@ def test_equal_values_are_written_once(directory: Path) -> None:
     )
 
 
+def test_a_value_that_many_parameters_share_is_pickled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of thousands of experts' weights has its param group's hyperparameters; equal values may be several."""
+    group = {"lr": 1e-4, "betas": (0.9, 0.95), "params": None}
+    pickled: list[object] = []
+    save: Any = torch.save
+
+    def counting(value: object, file: object) -> None:
+        pickled.append(value)
+        save(value, file)
+
+    monkeypatch.setattr(torch, "save", counting)
+    groups = {f"weight{number}": group for number in range(50)} | {"equal": {"lr": float("1e-4")}}
+    directory = handmade.make(tmp_path / "iter_0000010")
+    write_dcp_view(directory, SafeSource(directory), {"groups": groups})
+    assert [value for value in pickled if isinstance(value, float) and value == 1e-4] == [1e-4, 1e-4]
+    found: dict[str, Any] = {}
+    _load_state_dict(
+        found, storage_reader=FileSystemReader(directory), planner=_EmptyStateDictLoadPlanner(), no_dist=True
+    )
+    assert found["groups"] == groups
+
+
 def test_equal_numbers_share_a_record_and_torch_finds_them(tmp_path: Path) -> None:
     """Of three dtypes, as optimizers have them: the bytes of 1 in one are another number in the next."""
     values = {f"optimizer.state.weight{n}.step": (int(n % 3 > 0), _DTYPES[n % 4]) for n in range(40)}

@@ -11,7 +11,7 @@ import io
 import logging
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -92,6 +92,7 @@ class _View:
         self._storage: dict[MetadataIndex, filesystem._StorageInfo] = {}
         self._paths: dict[str, tuple[Any, ...]] = {}
         self._numbers: dict[tuple[str, bytes], list[str]] = {}
+        self._properties: dict[torch.dtype, TensorProperties] = {}  # a pickle says once what many refer to
 
     def add_rows(self, key: str, entry: KeyEntry, rows: Array, files: Sequence[str]) -> None:
         self._paths[key] = _path_of(key)
@@ -106,9 +107,10 @@ class _View:
         self._numbers.setdefault((entry.dtype, data), []).append(key)
 
     def _add(self, key: str, dtype: torch.dtype, shape: tuple[int, ...], box: Box, place: tuple[str, int, int]) -> None:
-        properties = TensorProperties(dtype=dtype)
-        tensor = self._state.setdefault(key, TensorStorageMetadata(properties, torch.Size(shape), []))
-        tensor.chunks.append(ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.size)))
+        if dtype not in self._properties:
+            self._properties[dtype] = TensorProperties(dtype=dtype)
+        tensor = self._state.setdefault(key, TensorStorageMetadata(self._properties[dtype], _size(shape), []))
+        tensor.chunks.append(ChunkStorageMetadata(_size(box.offset), _size(box.size)))
         self._storage[MetadataIndex(key, box.offset)] = filesystem._StorageInfo(*place)
 
     def add_values(self, path: AnyPath, values: Mapping[str, Any]) -> FileEntry:
@@ -121,20 +123,14 @@ class _View:
             chunk = writer.add(keys[0], torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype), whole(()))
             for key in keys:
                 self._add(key, dtype, (), chunk.box, (path.name, *chunk.record))
-        seen: dict[bytes, tuple[int, int]] = {}
+        pickles, value_is_bytes = _Pickles(writer, path.name), BytesStorageMetadata()
         for key, value in flat.items():
             if isinstance(value, torch.Tensor):
                 chunk = writer.add(key, value.reshape(-1), whole(tuple(value.shape)))
                 self._add(key, value.dtype, tuple(value.shape), chunk.box, (path.name, *chunk.record))
                 continue
-            buffer = io.BytesIO()
-            torch.save(value, buffer)
-            data = buffer.getvalue()
-            if data not in seen:
-                seen[data] = writer.position, len(data)
-                writer.append(data)
-            self._state[key] = BytesStorageMetadata()
-            self._storage[MetadataIndex(key)] = filesystem._StorageInfo(path.name, *seen[data])
+            self._state[key] = value_is_bytes
+            self._storage[MetadataIndex(key)] = pickles.place_of(value)
         return writer.close()
 
     def metadata(self) -> Metadata:
@@ -145,6 +141,38 @@ class _View:
             storage_meta=StorageMeta(),
             version=filesystem.CURRENT_DCP_VERSION,
         )
+
+
+class _Pickles:
+    """Pickles in the values file: equal ones are written once, and a value that many have is pickled once.
+
+    Args:
+        writer: Of the file.
+        name: Its name.
+    """
+
+    def __init__(self, writer: PayloadWriter, name: str) -> None:
+        self._writer, self._name = writer, name
+        self._by_value: dict[int, tuple[Any, filesystem._StorageInfo]] = {}  # with the value: nobody else gets its id
+        self._by_pickle: dict[bytes, filesystem._StorageInfo] = {}
+
+    def place_of(self, value: Any) -> filesystem._StorageInfo:
+        """Where a value's pickle lies."""
+        if id(value) in self._by_value:
+            return self._by_value[id(value)][1]
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        data = buffer.getvalue()
+        if data not in self._by_pickle:
+            self._by_pickle[data] = filesystem._StorageInfo(self._name, self._writer.position, len(data))
+            self._writer.append(data)
+        self._by_value[id(value)] = value, self._by_pickle[data]
+        return self._by_pickle[data]
+
+
+@lru_cache(maxsize=1 << 16)
+def _size(numbers: tuple[int, ...]) -> torch.Size:
+    return torch.Size(numbers)
 
 
 def _path_of(key: str) -> tuple[str, ...]:

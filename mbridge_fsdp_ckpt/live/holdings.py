@@ -7,16 +7,16 @@ looked up anew each time.  A rank holds pieces of few of a large model's paramet
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.families.registry import default_registry
-from mbridge_fsdp_ckpt.live.marks import Marks, marks_of
+from mbridge_fsdp_ckpt.live.marks import marks_of_tensors
 from mbridge_fsdp_ckpt.live.megatron_fsdp import (
     ModelParameter,
     local_shard,
@@ -25,10 +25,11 @@ from mbridge_fsdp_ckpt.live.megatron_fsdp import (
     tensors_of,
 )
 from mbridge_fsdp_ckpt.live.optimizer.adapters import adapters_for
-from mbridge_fsdp_ckpt.live.optimizer.base import Hyperparameters, OptimizerAdapter, Slot
+from mbridge_fsdp_ckpt.live.optimizer.base import Hyperparameters, OptimizerAdapter
+from mbridge_fsdp_ckpt.live.parts import Marks, Places, marks_of_parts, parts_of
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_name
-from mbridge_fsdp_ckpt.plan.keys import KeyEntry
+from mbridge_fsdp_ckpt.plan.keys import KeyEntry, Kind
 from mbridge_fsdp_ckpt.plan.pieces import Component, ParameterPlan, Piece, plan_parameter
 from mbridge_fsdp_ckpt.plan.shares import shared_out
 
@@ -56,8 +57,7 @@ class Planned:
         return shard.reshape(-1)
 
 
-@dataclass(frozen=True, slots=True)
-class Holding:
+class Holding(NamedTuple):
     """One tensor's block on this rank.
 
     Args:
@@ -92,16 +92,23 @@ class Holding:
         return Box((), ()) if self.is_scalar else self.piece.box
 
     def elements(self) -> torch.Tensor:
-        """The block's elements, flat."""
-        block: torch.Tensor = self.flat if self.is_scalar else self.piece.block(self.flat)
+        """The block's elements, flat: a view where they lie in a row."""
+        piece = self.piece
+        if self.is_scalar:
+            return self.flat.reshape(-1)
+        if piece.is_row:
+            return self.flat[piece.source.start : piece.source.stop]
+        block: torch.Tensor = piece.block(self.flat)
         return block.reshape(-1)
 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """The plans of a model's tensors, and whether each is a buffer; and what they were made from."""
+    """The plans of a model's tensors, and whether each is a buffer; what they were made from, and where those lie."""
 
-    marks: Marks
+    of_parts: Marks
+    of_tensors: Marks
+    places: Places
     plans: tuple[tuple[ParameterPlan, bool], ...]
 
 
@@ -114,10 +121,16 @@ def plan_model(module: Any) -> list[Planned]:
     Raises:
         LayoutError, FamilyError: See `model_parameters`, `FamilyRegistry`.
     """
-    tensors = tensors_of(module)
-    marks, known = marks_of(module, tensors), _known.get(module)
-    if known is None or known.marks != marks:
-        known = _known[module] = _Known(marks, tuple(_plans(model_parameters(module))))
+    parts, known = parts_of(module), _known.get(module)
+    of_parts = marks_of_parts(parts)
+    stands = known is not None and known.of_parts == of_parts
+    tensors = known.places.find(module, parts) if known is not None and stands else None
+    if tensors is None:
+        tensors = tensors_of(module)
+    of_tensors = marks_of_tensors(tensors)
+    if known is None or not stands or known.of_tensors != of_tensors:
+        places, plans = Places.of(module, parts, tensors), tuple(_plans(model_parameters(module)))
+        known = _known[module] = _Known(of_parts, of_tensors, places, plans)
     return [
         Planned(plan, tensor, is_buffer)
         for (plan, is_buffer), tensor in zip(known.plans, tensors.values(), strict=True)
@@ -154,9 +167,10 @@ def model_holdings(
     """
     for item in planned:
         if item.plan.pieces and (include is None or include(item.plan.layout.key)):
-            dtype = dtype_name(item.tensor.dtype)
-            blocks = _blocks(item.plan, item.plan.model_key, dtype, item.elements(), vocabulary_size)
-            yield from (replace(block, is_buffer=True) for block in blocks) if item.is_buffer else blocks
+            named = _blocks(item.plan, None, dtype_name(item.tensor.dtype), "sharded", vocabulary_size)
+            flat = item.elements()
+            for key, entry, piece in named:
+                yield Holding(key, entry, piece, flat, item.plan, item.is_buffer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,35 +237,32 @@ def optimizer_holdings(
             if not slots and plan.pieces:
                 stateless.append(plan.layout.optimizer_name)
             for name, slot in slots.items():
-                holdings.extend(_slot_blocks(plan, name, slot, vocabulary_size))
+                flat = slot.tensor
+                for key, entry, piece in _blocks(plan, name, dtype_name(flat.dtype), slot.kind, vocabulary_size):
+                    holdings.append(Holding(key, entry, piece, flat, plan))
     return holdings, stateless
 
 
-def _slot_blocks(plan: ParameterPlan, name: str, slot: Slot, vocabulary_size: int | None) -> Iterator[Holding]:
-    def key_of(component: Component) -> str:
-        return plan.slot_key(component, name)
-
-    dtype = dtype_name(slot.tensor.dtype)
-    if slot.kind == "sharded":
-        yield from _blocks(plan, key_of, dtype, slot.tensor, vocabulary_size)
-        return
-    entry = KeyEntry(dtype=dtype, shape=(), kind=slot.kind, family=_family(plan))
-    by_component = {piece.component: piece for piece in sorted(plan.pieces, key=lambda piece: piece.is_origin)}
-    for component, piece in by_component.items():
-        yield Holding(key_of(component), entry, piece, slot.tensor, plan)
-
-
+@lru_cache(maxsize=1 << 18)
 def _blocks(
-    plan: ParameterPlan,
-    key_of: Callable[[Component], str],
-    dtype: str,
-    flat: torch.Tensor,
-    vocabulary_size: int | None,
-) -> Iterator[Holding]:
+    plan: ParameterPlan, slot: str | None, dtype: str, kind: Kind, vocabulary_size: int | None
+) -> tuple[tuple[str, KeyEntry, Piece], ...]:
+    """What a rank holds of a parameter's weight, or of a slot: keys, their descriptions, and blocks.
+
+    Kept, so that a later save makes nothing of it anew.
+    """
+
+    def key_of(component: Component) -> str:
+        return plan.model_key(component) if slot is None else plan.slot_key(component, slot)
+
+    if kind != "sharded":
+        number = KeyEntry(dtype=dtype, shape=(), kind=kind, family=_family(plan))
+        by_component = {piece.component: piece for piece in sorted(plan.pieces, key=lambda piece: piece.is_origin)}
+        return tuple((key_of(component), number, piece) for component, piece in by_component.items())
     tokens = vocabulary_size if plan.layout.is_vocabulary else None
     entries = {component: _entry(dtype, component, _family(plan), tokens) for component in plan.components}
-    for piece in plan.pieces:
-        yield Holding(key_of(piece.component), entries[piece.component], piece, flat, plan)
+    keys = {component: key_of(component) for component in plan.components}
+    return tuple((keys[piece.component], entries[piece.component], piece) for piece in plan.pieces)
 
 
 @lru_cache(maxsize=1 << 16)

@@ -1,46 +1,33 @@
 """What a plan was made from, as values to compare: whether a model is as it was costs a tenth of planning it again.
 
-Of tensors these are what `megatron_fsdp` reads of them; of modules what names are made from, and which modules they
-are.  Nothing is kept alive: a module that died equals no other.
+Of tensors these are what `megatron_fsdp` reads of them; of modules (`parts`) what names are made from, and which
+modules they are.  Nothing is kept alive: a module that died equals no other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 from weakref import ref
 
 import torch
 import torch.distributed as dist
 
 from mbridge_fsdp_ckpt.families.registry import default_registry
+from mbridge_fsdp_ckpt.live.parts import Marks
 
-type Marks = list[object]
-
-_OF_MODULES = (
-    "layer_number",
-    "num_local_experts",
-    "mtp_layer_pattern",
-    "pre_process",
-    "share_embeddings_and_output_weights",
-    "vocab_start_index",
-)
 _OF_PARAMETERS = "megatron_fsdp_slice", "_tensor_parallel_mode", "tensor_model_parallel", "partition_dim"
 _OF_ORIGINALS = "partition_stride", "partition_sizes"
 
 
-def marks_of(module: Any, state: Mapping[str, torch.Tensor]) -> Marks:
-    """What a plan of these tensors depends on.
+def marks_of_tensors(state: Mapping[str, torch.Tensor]) -> Marks:
+    """What a plan of these tensors depends on, beside the modules that they lie in (`parts`).
 
     Args:
-        module: A `MegatronFSDP` module.
-        state: Its parameters and persistent buffers.
+        state: Parameters and persistent buffers of a `MegatronFSDP` module.
     """
     place = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     first: dict[int, int] = {}  # tied tensors have one name in the optimizer
     marks: Marks = [place, _parallel(), default_registry().families]
-    for name, part in module.named_modules():
-        marks.extend((name, ref(part), *map(vars(part).get, _OF_MODULES)))
     for number, (name, tensor) in enumerate(state.items()):
         own, local = vars(tensor), getattr(tensor, "_local_tensor", tensor)
         marks.extend((name, first.setdefault(id(tensor), number), tensor.shape, local.numel()))

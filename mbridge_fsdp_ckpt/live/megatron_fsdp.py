@@ -16,6 +16,7 @@ This file and `mesh` alone read Megatron-FSDP's attributes; `marks` compares the
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -111,6 +112,15 @@ def tensors_of(fsdp_module: Any) -> dict[str, torch.Tensor]:
         for name, tensor in state.items()
         if isinstance(tensor, torch.Tensor) and not name.endswith("_extra_state")
     }
+
+
+def both_parameters(fsdp_module: Any) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]:
+    """By name, the parameters that the optimizer updates, and those that compute: of each, one is in its module.
+
+    Nothing where Megatron-FSDP keeps no such lists.
+    """
+    updated = getattr(fsdp_module.param_and_grad_buffer, "optimizer_named_parameters", ())
+    return dict(updated), getattr(fsdp_module, "raw_param", {})
 
 
 def model_parameters(fsdp_module: Any) -> list[ModelParameter]:

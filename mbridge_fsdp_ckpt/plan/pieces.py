@@ -17,6 +17,7 @@ import math
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from mbridge_fsdp_ckpt.families.declaration import Claim, Segment
@@ -94,12 +95,17 @@ class Piece:
     def block(self, shard: Any) -> Any:
         """The block as a view of the flattened shard, an array or tensor; shaped as the box."""
         outer = shard[self.source.start : self.source.stop].reshape(self.outer)
-        return outer[self.inner.slices_in(whole(self.outer))] if self.outer else outer
+        return outer if self.is_row else outer[self.inner.slices_in(whole(self.outer))]
+
+    @property
+    def is_row(self) -> bool:
+        """Whether it is all of that part: its elements lie in a row."""
+        return self.inner.size == self.outer
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class ParameterPlan:
-    """The pieces of one parameter on this rank.
+    """The pieces of one parameter on this rank.  Kept from save to save: one is the same as another if it is that one.
 
     Args:
         layout: Where the shard lies.
@@ -113,7 +119,7 @@ class ParameterPlan:
     components: tuple[Component, ...]
     pieces: tuple[Piece, ...]
 
-    @property
+    @cached_property
     def writes_first(self) -> bool:
         """Whether this rank writes the parameter's first element: over all ranks, one does."""
         return any(piece.writes and piece.is_origin and piece.component == self.components[0] for piece in self.pieces)

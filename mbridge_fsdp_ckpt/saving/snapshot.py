@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Buffer, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 from mbridge_fsdp_ckpt.agree import sketches
 from mbridge_fsdp_ckpt.agree.sketches import Block
@@ -20,13 +21,14 @@ from mbridge_fsdp_ckpt.live.holdings import (
 )
 from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module
 from mbridge_fsdp_ckpt.live.topology import coordinates, sharding_strategy, topology
-from mbridge_fsdp_ckpt.plan.keys import Section
+from mbridge_fsdp_ckpt.plan.keys import KeyEntry, Section
+from mbridge_fsdp_ckpt.plan.pieces import ParameterPlan, Piece
 from mbridge_fsdp_ckpt.saving.outgoing import Elements, Outgoing
 from mbridge_fsdp_ckpt.storage.checksums import Hasher
 from mbridge_fsdp_ckpt.storage.files import Json
 from mbridge_fsdp_ckpt.storage.format.columns import param_group_name
 from mbridge_fsdp_ckpt.storage.format.own_index import RankIndex
-from mbridge_fsdp_ckpt.storage.format.payload import host_pieces, number_of
+from mbridge_fsdp_ckpt.storage.format.payload import host_pieces, numbers_bytes
 from mbridge_fsdp_ckpt.storage.format.rows import Number
 from mbridge_fsdp_ckpt.storage.format.schema import RankOwn
 from mbridge_fsdp_ckpt.storage.format.values import encode, hash_of
@@ -49,7 +51,10 @@ class Prepared:
 
     def read(self) -> Outgoing:
         """What it writes, its numbers as they are now."""
-        return replace(self.outgoing, numbers=list(map(_number, self.numbers)))
+        counts = [item.declares and item.piece.writes for item in self.numbers]
+        bytes_of = numbers_bytes([item.flat for item in self.numbers])
+        rows = [Number(item.key, data, own) for item, data, own in zip(self.numbers, bytes_of, counts, strict=True)]
+        return replace(self.outgoing, numbers=rows)
 
     @property
     def is_on_device(self) -> bool:
@@ -116,7 +121,10 @@ def plan_save(
     numbers = [holding for holding in slots if holding.is_scalar]
     holdings += [holding for holding in slots if holding.declares]
     shape = {**topology(), "strategy": sharding_strategy(module)}
-    return Prepared(outgoing_of(holdings, numbers, said, hyperparameters, sections, shape), holdings, numbers)
+    held, known = _held(holdings, numbers), _described.get(module)
+    if known is None or known.held != held:
+        known = _described[module] = _describe(holdings, numbers, held)
+    return Prepared(_outgoing(known, said, hyperparameters, sections, shape), holdings, numbers)
 
 
 def outgoing_of(
@@ -140,15 +148,46 @@ def outgoing_of(
     Raises:
         PlanDisagreementError: See `sketches.sketch`.
     """
+    described = _describe(holdings, numbers, _held(holdings, numbers))
+    return _outgoing(described, said, hyperparameters, sections, shape)
+
+
+type _Held = list[tuple[str, KeyEntry, Piece, ParameterPlan]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Description:
+    """What is said of holdings, whatever their tensors are."""
+
+    held: _Held
+    blocks: list[Block]
+    keys: dict[str, KeyEntry]
+    sketch: list[int]
+
+
+_described: WeakKeyDictionary[object, _Description] = WeakKeyDictionary()
+"""By model: a later save says the same of what it still holds."""
+
+
+def _held(holdings: Sequence[Holding], numbers: Sequence[Holding]) -> _Held:
+    return [(item.key, item.entry, item.piece, item.plan) for part in (holdings, numbers) for item in part]
+
+
+def _describe(holdings: Sequence[Holding], numbers: Sequence[Holding], held: _Held) -> _Description:
     blocks = list(map(Block.of, holdings))
-    keys = {holding.key: holding.entry for holding in holdings if holding.piece.writes}
-    keys |= {holding.key: holding.entry for holding in numbers}
-    return Outgoing(blocks, keys, [], sketches.sketch(blocks), said, hyperparameters, sections, shape)
+    keys = {item.key: item.entry for item in holdings if item.piece.writes}
+    keys |= {item.key: item.entry for item in numbers}
+    return _Description(held, blocks, keys, sketches.sketch(blocks))
 
 
-def _number(holding: Holding) -> Number:
-    """A number that counts, or a copy of it, for this rank's own index alone."""
-    return number_of(holding.key, holding.elements(), counts=holding.declares and holding.piece.writes)
+def _outgoing(
+    known: _Description,
+    said: RankIndex,
+    hyperparameters: Mapping[int, dict[str, Json]],
+    sections: tuple[Section, ...],
+    shape: dict[str, int | str],
+) -> Outgoing:
+    return Outgoing(known.blocks, known.keys, [], known.sketch, said, hyperparameters, sections, shape)
 
 
 def _hyperparameters(

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from mbridge_fsdp_ckpt.families.naming import is_expert_name
 from mbridge_fsdp_ckpt.live.fp8 import state as extra_state
 from mbridge_fsdp_ckpt.live.megatron_fsdp import naming_of
+from mbridge_fsdp_ckpt.live.parts import parts_of
 from mbridge_fsdp_ckpt.live.topology import coordinates, replicas
 
 
@@ -35,6 +36,8 @@ def own_states(module: Any) -> Mapping[str, Mapping[str, extra_state.State]] | N
     Returns:
         None where nothing scales with delay.
     """
+    if not any(map(extra_state.may_have_some, parts_of(module))):
+        return None
     naming, written, every = naming_of(module), dict[str, extra_state.State](), dict[str, extra_state.State]()
     for name, part in module.named_modules():
         states = extra_state.collect([(name, part)], naming.on_disk)

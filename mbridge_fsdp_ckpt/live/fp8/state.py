@@ -25,7 +25,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import logging
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -34,6 +33,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mbridge_fsdp_ckpt.errors import LayoutError
+from mbridge_fsdp_ckpt.live.fp8.shapes import TENSORS, WAYS, is_regular, shapes_of
 from mbridge_fsdp_ckpt.versions import require
 
 Modules = Iterable[tuple[str, nn.Module]]
@@ -45,8 +45,6 @@ State = dict[str, Any]
 OnDisk = Callable[[str], str]
 """A parameter's name on this rank -> its name on disk, numbered over all ranks."""
 
-_WAYS = {"fwd": 3, "bwd": 2}  # quantized tensors a GEMM
-_TENSORS = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
 _RECIPE = "DelayedScaling"
 _GEMMS = {"LayerNormMLP": 2, "DotProductAttention": 3}  # all others have one; grouped experts say it themselves
 _log = logging.getLogger(__name__)
@@ -74,6 +72,11 @@ def collect(modules: Modules, on_disk: OnDisk = str) -> dict[str, State]:
     return states
 
 
+def may_have_some(module: nn.Module) -> bool:
+    """Whether there is state here, or something that `collect` tells of."""
+    return bool(_meta(module) or _fused_metas(module))
+
+
 def replicas_agree(module: nn.Module, ranks: int) -> bool:
     """Whether amaxes are reduced over at least `ranks` ranks, so that all replicas of a module hold the same.
 
@@ -87,7 +90,7 @@ def replicas_agree(module: nn.Module, ranks: int) -> bool:
 
 def open_rows(states: Mapping[str, State]) -> dict[str, dict[str, torch.Tensor]]:
     """The rows that wait for their reduction, and differ by rank: empty after a training step, not after evaluation."""
-    rows = {key: {way: state[f"amax_history_{way}"][0] for way in _WAYS} for key, state in states.items()}
+    rows = {key: {way: state[f"amax_history_{way}"][0] for way in WAYS} for key, state in states.items()}
     return {key: row for key, row in rows.items() if any(bool(tensor.any()) for tensor in row.values())}
 
 
@@ -97,9 +100,9 @@ def with_open_rows(key: str, state: State, rows: Iterable[Any]) -> State:
     Raises:
         LayoutError: A row does not fit.
     """
-    histories = {way: state[f"amax_history_{way}"].clone() for way in _WAYS}
+    histories = {way: state[f"amax_history_{way}"].clone() for way in WAYS}
     for row in rows:
-        if _shapes(row) != {way: tuple(history[0].shape) for way, history in histories.items()}:
+        if shapes_of(row) != {way: tuple(history[0].shape) for way, history in histories.items()}:
             raise _misfit("open rows as wide as the history", row, key)
         for way, history in histories.items():
             history[0] = torch.maximum(history[0], row[way])
@@ -118,7 +121,7 @@ class Restoration:
         """Do what `set_extra_state` would do.  Weights that are stored in FP8 must be quantized afterwards."""
         meta = self.module.fp8_meta
         if not _has_state(self.module):
-            meta["num_gemms"] = len(self.state["scale_fwd"]) // _WAYS["fwd"]
+            meta["num_gemms"] = len(self.state["scale_fwd"]) // WAYS["fwd"]
             meta["fp8_max_fwd"], meta["fp8_max_bwd"] = self.recipe.fp8_format.value
             meta["recipe"] = self.recipe  # the first forward pass puts its own there, and keeps the tensors
             self.module.init_fp8_meta_tensors(self.recipe)
@@ -126,7 +129,7 @@ class Restoration:
         meta.pop("global_fp8_buffer_pos_fwd_recompute", None)
         live = _live_tensors(self.module)
         with torch.no_grad():  # in place: quantizers and the reduction hold views of these tensors
-            for way in _WAYS:
+            for way in WAYS:
                 live[f"scale_{way}"].copy_(self.state[f"scale_{way}"])
                 history = live[f"amax_history_{way}"].zero_()
                 saved = self.state[f"amax_history_{way}"][: len(history)]
@@ -179,7 +182,7 @@ def check(key: str, typed: object) -> State:
     recipe = fields.pop("recipe", None)
     if not isinstance(recipe, Mapping) or recipe.get("class") != _RECIPE:
         raise _misfit(f"FP8 state with a {_RECIPE} recipe", f"{type(typed).__name__} with {recipe}", key)
-    if not _is_regular(fields):
+    if not is_regular(fields):
         raise _misfit("float32 scales and histories, 3 columns a GEMM forward and 2 backward", fields, key)
     return {"recipe": recipe, **fields}
 
@@ -209,23 +212,23 @@ def _recipe_from(key: str, state: State) -> Any:
 
 
 def _split(state: State, parts: int) -> list[State]:
-    columns = zip(*(state[name].chunk(parts, dim=-1) for name in _TENSORS), strict=True)
-    return [{"recipe": state["recipe"], **dict(zip(_TENSORS, piece, strict=True))} for piece in columns]
+    columns = zip(*(state[name].chunk(parts, dim=-1) for name in TENSORS), strict=True)
+    return [{"recipe": state["recipe"], **dict(zip(TENSORS, piece, strict=True))} for piece in columns]
 
 
 def _merge(keys: list[str], states: Mapping[str, State]) -> State:
     first = next(iter(states.values()))
     for key in keys:
         state = states.get(key, {})
-        if state.get("recipe") != first["recipe"] or _shapes(state) != _shapes(first):
+        if state.get("recipe") != first["recipe"] or shapes_of(state) != shapes_of(first):
             raise _misfit("alike FP8 state for every expert, or none", state, key)
-    return {**first, **{name: torch.cat([states[key][name] for key in keys], dim=-1) for name in _TENSORS}}
+    return {**first, **{name: torch.cat([states[key][name] for key in keys], dim=-1) for name in TENSORS}}
 
 
 def _check_fits(key: str, module: Any, state: State) -> None:
     kinds = {kind.__name__ for kind in type(module).__mro__}
     gemms = getattr(module, "num_gemms", next((n for name, n in _GEMMS.items() if name in kinds), 1))
-    width = gemms * _WAYS["fwd"]
+    width = gemms * WAYS["fwd"]
     if not width == len(state["scale_fwd"]) == len(_live_tensors(module).get("scale_fwd", range(width))):
         raise _misfit(f"FP8 state of {gemms} GEMMs, here and in the checkpoint", state, key)
 
@@ -247,14 +250,14 @@ def _fused_metas(module: Any) -> Iterable[Any]:
 
 def _live_tensors(module: Any) -> dict[str, torch.Tensor]:
     meta = _meta(module)
-    found = {name: getattr(meta.get(f"scaling_{name[-3:]}"), name[:-4], None) for name in _TENSORS if meta}
+    found = {name: getattr(meta.get(f"scaling_{name[-3:]}"), name[:-4], None) for name in TENSORS if meta}
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
 def _has_state(module: Any) -> bool:
     """Whether there is state of the one known layout: attention may mix recipes."""
     recipe = _meta(module).get("recipe")
-    return recipe is not None and bool(recipe.delayed()) and _is_regular(_live_tensors(module))
+    return recipe is not None and bool(recipe.delayed()) and is_regular(_live_tensors(module))
 
 
 def _live_format(module: Any) -> str | None:
@@ -272,29 +275,12 @@ def _live_format(module: Any) -> str | None:
     return (config.fp8 or "").upper() if getattr(kind, "value", kind) == "delayed" else ""
 
 
-def _is_regular(tensors: Mapping[str, object]) -> bool:
-    """Whether these are float32 tensors of one number of GEMMs and one length of history."""
-    found = _shapes(tensors)
-    if found.keys() != set(_TENSORS) or () in found.values() or not math.prod(found["amax_history_fwd"]):
-        return False
-    gemms, length = found["scale_fwd"][0] // _WAYS["fwd"], found["amax_history_fwd"][0]
-    scales = {f"scale_{way}": (gemms * n,) for way, n in _WAYS.items()}
-    return found == scales | {f"amax_history_{way}": (length, gemms * n) for way, n in _WAYS.items()}
-
-
-def _shapes(tensors: object) -> dict[str, tuple[int, ...]]:
-    """Shapes of float32 tensors; what else is there has ()."""
-    fields = tensors if isinstance(tensors, Mapping) else {}
-    fits = {name: isinstance(t, torch.Tensor) and t.dtype == torch.float32 for name, t in fields.items()}
-    return {name: tuple(fields[name].shape) if fits[name] else () for name in fields if name != "recipe"}
-
-
 def _tell(names: list[str], message: str) -> None:
     if names:
         _log.warning(message, len(names), names[0])
 
 
 def _misfit(expected: str, found: object, key: str) -> LayoutError:
-    told = found if isinstance(found, str) else f"{type(found).__name__} with {_shapes(found)}"
+    told = found if isinstance(found, str) else f"{type(found).__name__} with {shapes_of(found)}"
     remedy = "Load a checkpoint of the same model, saved by this release."
     return LayoutError(expected=expected, found=told[:500], remedy=remedy, key=key)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,6 @@ class Order:
         return self.prepared.then(self._snapshot, self.seat.rank, "planning the save")
 
     def _snapshot(self, prepared: Prepared) -> Snapshot:
-        held = [replace(item, flat=item.flat.clone()) if item.is_buffer else item for item in prepared.holdings]
+        held = [item._replace(flat=item.flat.clone()) if item.is_buffer else item for item in prepared.holdings]
         values = encode(dict(self.values), "values") if self.seat.rank == 0 else None
         return Snapshot(Prepared(prepared.read(), held, []), values)

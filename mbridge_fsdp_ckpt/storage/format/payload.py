@@ -7,7 +7,8 @@ shard no more than a piece lies on the host at a time; what lies there already i
 
 from __future__ import annotations
 
-from collections.abc import Buffer, Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Buffer, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, cast
 
@@ -154,9 +155,22 @@ class _Around:
         """See `IO`."""
 
 
-def number_of(key: str, elements: torch.Tensor, *, counts: bool = True) -> Number:
+def number_of(key: str, elements: torch.Tensor) -> Number:
     """The row of one number, on any device: it has no record."""
-    return Number(key, host_bytes(elements).tobytes(), counts)
+    return Number(key, host_bytes(elements).tobytes(), counts=True)
+
+
+def numbers_bytes(numbers: Sequence[torch.Tensor]) -> list[bytes]:
+    """Bytes of tensors of one element each.  Those of a dtype and device are fetched together: to ask takes long."""
+    alike: dict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
+    for place, number in enumerate(numbers):
+        alike[number.dtype, number.device].append(place)
+    found = [b""] * len(numbers)
+    for places in alike.values():
+        data = host_bytes(torch.stack([numbers[place].detach().reshape(()) for place in places]))
+        for place, row in zip(places, data.reshape(len(places), -1), strict=True):
+            found[place] = row.tobytes()
+    return found
 
 
 def _place(view: memoryview) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +16,7 @@ from mbridge_fsdp_ckpt.families.declaration import ParameterContext
 from mbridge_fsdp_ckpt.families.registry import default_registry
 from mbridge_fsdp_ckpt.live import holdings
 from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module, tensors_of
+from mbridge_fsdp_ckpt.live.parts import Places, parts_of
 from mbridge_fsdp_ckpt.saving.snapshot import Prepared, plan_save
 from mbridge_fsdp_ckpt.testing.models import Recipe, Trainable
 from tests.core import cases
@@ -34,6 +36,7 @@ class _Saves:
     trainable: Trainable
     plannings: int = 0
     parameters: int = 0
+    state_dicts: int = 0
 
     @property
     def module(self) -> Any:
@@ -57,7 +60,10 @@ class _Saves:
 
             return patch.object(holdings, name, counted)
 
-        with counting("plannings", "model_parameters"), counting("parameters", "plan_parameter"):
+        counted = ("plannings", "model_parameters"), ("parameters", "plan_parameter"), ("state_dicts", "tensors_of")
+        with ExitStack() as stack:
+            for what, name in counted:
+                stack.enter_context(counting(what, name))
             return plan_save(self.trainable.model, self.trainable.optimizer, None, None)
 
 
@@ -77,6 +83,7 @@ def again() -> dict[str, Any]:
     return {
         "first": first,
         "later": (saves.plannings - first[0], saves.parameters - first[1]),
+        "state dicts": saves.state_dicts,
         "tensors": len(tensors_of(saves.module)),
         "same": held.keys() == {item.key for item in before.holdings},
         "counter": (counter.entry.dtype, counter.elements().tolist()),
@@ -84,6 +91,24 @@ def again() -> dict[str, Any]:
         "parameters": (len(before.outgoing.said.parameters), len(saves.save().outgoing.said.parameters)),
         "in the end": saves.plannings,
     }
+
+
+def found_again() -> dict[str, bool]:
+    """What is found where tensors lay: as a state dict has them, whichever parameters are in their modules."""
+    saves = _Saves(cases.prepared(Recipe(layers=1, experts=2), steps=1))
+    module, norm = saves.module, saves.part("final_layernorm")
+    parts = parts_of(module)
+    places, main = Places.of(module, parts, tensors_of(module)), norm.weight
+
+    def are_found() -> bool:
+        found = places.find(module, parts)
+        return found is not None and [*map(id, found.values())] == [*map(id, tensors_of(module).values())]
+
+    first = are_found()
+    saves.trainable.step(1)
+    computing, later = norm.weight is not main, are_found()
+    norm.weight = torch.nn.Parameter(torch.ones(1))
+    return {"first": first, "computes": computing, "later": later, "stranger": places.find(module, parts) is not None}
 
 
 def changed() -> dict[str, tuple[int, str]]:

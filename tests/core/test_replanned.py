@@ -10,12 +10,19 @@ def test_a_later_save_plans_nothing_and_sees_what_tensors_have_become(megatron_r
     (found,) = megatron_ranks.run(replanned.again, ranks=1)
     assert found["first"] == (1, found["tensors"])
     assert found["later"] == (0, 0)
+    assert found["state dicts"] == 1
     assert found["same"]
     assert found["counter"] == ("float64", [1.0, 1.0])
     assert 0.125 in found["rates"]
     before, after = found["parameters"]
     assert after == before - 1
     assert found["in the end"] == 1
+
+
+def test_tensors_are_found_without_a_state_dict_whichever_are_in_their_modules(megatron_ranks: RankPool) -> None:
+    """Megatron-FSDP swaps what computes for what is updated, and back."""
+    (found,) = megatron_ranks.run(replanned.found_again, ranks=1)
+    assert found == {"first": True, "computes": True, "later": True, "stranger": False}
 
 
 def test_whatever_changes_in_a_model_is_planned_anew_once(megatron_ranks: RankPool) -> None:

@@ -39,8 +39,8 @@ class Destination:
         common = box.intersect(self.box)
         if common is None:
             return 0
-        target = self.memory[common.slices_in(self.box)]
-        target.copy_(data[common.slices_in(box)])
+        target = self._at(common)
+        target.copy_(data if common is box else data[common.slices_in(box)])
         return target.numel()
 
     def place_in(self, box: Box, dtype: torch.dtype) -> Place | None:
@@ -53,10 +53,14 @@ class Destination:
         common = box.intersect(self.box)
         if common is None or self.memory.dtype != dtype or self.memory.device.type != "cpu":
             return None
-        target, run = self.memory[common.slices_in(self.box)], common.run_in(box)
+        target, run = self._at(common), common.run_in(box)
         if run is None or not target.is_contiguous():
             return None
         return Place(run.start * dtype.itemsize, target.view(-1).view(torch.uint8).numpy())
+
+    def _at(self, common: Box) -> torch.Tensor:
+        """Memory of a part of the block."""
+        return self.memory if common == self.box else self.memory[common.slices_in(self.box)]
 
 
 def scalar(live: torch.Tensor) -> Destination:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import add
 
 Shape = tuple[int, ...]
 
@@ -37,7 +38,7 @@ class Box:
     def __post_init__(self) -> None:
         if len(self.offset) != len(self.size):
             raise ValueError(f"a box needs as many offsets as sizes, got {self.offset} and {self.size}")
-        if any(number < 0 for number in (*self.offset, *self.size)):
+        if min((*self.offset, *self.size), default=0) < 0:
             raise ValueError(f"a box has no negative numbers, got offset {self.offset}, size {self.size}")
 
     @property
@@ -48,7 +49,7 @@ class Box:
     @property
     def end(self) -> Shape:
         """One past the last element, a dimension."""
-        return tuple(o + s for o, s in zip(self.offset, self.size, strict=True))
+        return tuple(map(add, self.offset, self.size))
 
     def part(self, dim: int, begin: int, end: int) -> Box:
         """Its rows [begin, end) along a dimension."""
@@ -61,6 +62,8 @@ class Box:
 
     def intersect(self, other: Box) -> Box | None:
         """The common block, or None where there is none."""
+        if (self.offset, self.size) == (other.offset, other.size):  # nearly all are, in the layout of the save
+            return None if 0 in self.size else self
         offset = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
         size = tuple(min(a, b) - o for a, b, o in zip(self.end, other.end, offset, strict=True))
         if any(s <= 0 for s in size):

@@ -21,6 +21,7 @@ MAX_OPEN = 128
 """Files open at a time: half of what is left of the usual limit of 1,024 when sockets and libraries have theirs."""
 
 _ARENA, _ALIGNED = 1 << 26, 64
+_SMALL = 1 << 16  # a range of which one copy more costs less than to read it in three parts
 _READ_AT_ONCE = 1 << 28  # where nothing is hashed
 
 
@@ -174,6 +175,14 @@ class OpenFiles:
             OSError: The storage refused.
         """
         fill = self._range_of(path, offset, length)
+        if length <= _SMALL:
+            whole = scratch.take(length)
+            fill(memoryview(whole), 0)
+            if hasher is not None:
+                hasher.update(whole)
+            place.memory[:] = whole[place.start : place.start + place.memory.size]
+            scratch.progress()
+            return
         for start, block in _blocks(length, place, scratch):
             fill(block, start)
             if hasher is not None:

@@ -152,12 +152,16 @@ def finish_saves() -> None:
     trainer().settle()
 
 
-def release_staging() -> None:
+def release_staging(*, wait: bool = True) -> None:
     """Give back the host memory into which saves in the background copy, once nothing of it is still to be written.
 
     The next one takes new memory.
+
+    Args:
+        wait: Whether to wait for a save that goes on.  Otherwise the memory is given back when that has been written,
+            unless the next save has begun by then, which takes it over.
     """
-    trainer().release()
+    trainer().release(wait=wait)
 
 
 def load(

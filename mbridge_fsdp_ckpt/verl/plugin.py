@@ -8,6 +8,8 @@ These are replaced, here and nowhere else, once VeRL has imported the module; th
     MegatronCheckpointManager._dispatch_finalize                what follows a save, once that is committed
     MegatronEngine.save_checkpoint                              waits for the last save of a run
     offload_megatron_model_to_cpu, offload_megatron_optimizer   wait until what they move is copied
+    ActorRolloutRefWorker.update_weights                        gives staging memory back to the rollout that it wakes;
+                                                                left as it is where a version has no such method
     MegatronEngine._build_optimizer                             calls `bridge.register()` first: under Megatron-FSDP,
                                                                 Megatron's own HybridDeviceOptimizer cannot step
 
@@ -18,7 +20,9 @@ an error when an optimizer or a manager is built that asks for our format.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -31,6 +35,7 @@ from mbridge_fsdp_ckpt.versions import probe, require
 
 MANAGER_MODULE = "verl.utils.checkpoint.megatron_checkpoint_manager"
 ENGINE_MODULE = "verl.workers.engine.megatron.transformer_impl"
+WORKER_MODULE = "verl.workers.engine_workers"
 
 _hook: AfterImport | None = None
 _patches = Patches()
@@ -45,7 +50,8 @@ def install() -> None:
     """Replace the methods above in modules that are loaded, and in others when they are.  Idempotent."""
     global _hook
     if _hook is None:
-        _hook = AfterImport({MANAGER_MODULE: _patch_manager, ENGINE_MODULE: _patch_engine})
+        patches = {MANAGER_MODULE: _patch_manager, ENGINE_MODULE: _patch_engine, WORKER_MODULE: _patch_worker}
+        _hook = AfterImport(patches)
         _hook.install()
 
 
@@ -78,6 +84,10 @@ def _patch_engine(module: ModuleType) -> None:
     for name in ("offload_megatron_model_to_cpu", "offload_megatron_optimizer"):
         if hasattr(module, name):
             _patches.set(module, name, _moving(getattr(module, name)))
+
+
+def _patch_worker(module: ModuleType) -> None:
+    _patch(module, "ActorRolloutRefWorker", {"update_weights": _waking})
 
 
 def _patch(module: ModuleType, name: str, methods: _Makers) -> None:
@@ -207,6 +217,21 @@ def _moving(stock: _Method) -> _Method:
         return stock(moved)
 
     return move
+
+
+def _waking(stock: _Method) -> _Method:
+    """The rollout of this host needs memory; one elsewhere, to which weights go by another mode, needs none of it."""
+    if not inspect.iscoroutinefunction(stock):
+        return stock
+
+    @functools.wraps(stock)
+    async def update_weights(worker: Any, *args: Any, **named: Any) -> Any:
+        ours = sys.modules.get("mbridge_fsdp_ckpt.checkpoint")  # where nothing has been saved, nothing is loaded
+        if ours is not None and named.get("mode", "auto") in ("auto", "naive"):
+            ours.release_staging(wait=False)
+        return await stock(worker, *args, **named)
+
+    return update_weights
 
 
 def _building(stock: _Method) -> _Method:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +28,9 @@ class Copies(Protocol):
 
     def settle(self) -> None:
         """Return once all copies have ended."""
+
+    def reading(self) -> AbstractContextManager[Any]:
+        """Around what reads tensors by itself."""
 
 
 class Filling:
@@ -90,6 +94,10 @@ class OnHost:
     def settle(self) -> None:
         """See `Copies`."""
 
+    def reading(self) -> AbstractContextManager[Any]:
+        """See `Copies`."""
+        return nullcontext()
+
 
 class OnStream:
     """See `Copies`: tensors of a device, on a stream of their own, which begins after what the caller's has to do.
@@ -104,12 +112,16 @@ class OnStream:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """See `Copies`."""
-        with torch.cuda.stream(self._stream):
+        with self.reading():
             target.copy_(source, non_blocking=True)
 
     def settle(self) -> None:
         """See `Copies`."""
         self._stream.synchronize()
+
+    def reading(self) -> AbstractContextManager[Any]:
+        """See `Copies`: after what the trainer's stream had to do at the save, and not after what it got since."""
+        return torch.cuda.stream(self._stream)
 
 
 def pin(staging: Staging) -> bool:

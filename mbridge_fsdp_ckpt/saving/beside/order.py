@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from mbridge_fsdp_ckpt.storage.format.values import encode
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What is saved: values as they were at the call, and tensors that the optimizer's next step will change.
+    """What is saved: values as they were at the call, and tensors, numbers too, that the optimizer's next step changes.
 
     Args:
         prepared: With copies of buffers: a forward pass may change them.
@@ -60,4 +60,4 @@ class Order:
     def _snapshot(self, prepared: Prepared) -> Snapshot:
         held = [item._replace(flat=item.flat.clone()) if item.is_buffer else item for item in prepared.holdings]
         values = encode(dict(self.values), "values") if self.seat.rank == 0 else None
-        return Snapshot(Prepared(prepared.read(), held, []), values)
+        return Snapshot(replace(prepared, holdings=held), values)

@@ -39,12 +39,14 @@ class Trainer:
         self._writer: WriterProcess | None = None
         self._saving: Saving | None = None
         self._saves = 0
+        self._beginning = threading.Lock()  # a save, or the end: staging memory is given back before, or not at all
         self._served: dist.Store | None = None  # it serves for as long as somebody refers to it
 
     def begin(self, order: Order) -> Saving:
         """Begin a save; the one before has ended.  Returns once nothing but tensors is still to be copied."""
         _hook_optimizers()
-        self._saves += 1
+        with self._beginning:
+            self._saves += 1
         self._served = served_store() if order.seat.name else None
         saving = Saving(order.directory, order.seat, order.add_files, order.after_commit, self._answer)
         snapshot = order.snapshot()
@@ -90,25 +92,23 @@ class Trainer:
         if saving.error is not None and not saving.raised:
             saving.result()
 
-    def release(self) -> None:
-        """Give staging memory back, once a save that goes on has been written."""
-        if self._saving is not None:
-            self._saving.wait()
-        writer = self._writer
-        if writer is None or writer.staging is None:
-            return
-        with suppress(SaveAbandonedError):  # with a writer that has ended its share has gone
-            writer.send({"release": True})
-        writer.drop_staging()
+    def release(self, *, wait: bool = True) -> None:
+        """Give staging memory back, once a save that goes on has been written; see `checkpoint.release_staging`."""
+        give_back = partial(self._give_back, self._saving, self._saves)
+        if wait or self._saving is None or self._saving.done:
+            give_back()
+        else:
+            threading.Thread(target=give_back, name="giving back", daemon=True).start()
 
     def stop(self) -> None:
         """Wait for the save that goes on, whatever it comes to, and let the writer end."""
         if self._saving is not None:
             self._saving.wait()
         self._saving = self._served = None
-        if self._writer is not None:
-            self._writer.stop()
-            self._writer = None
+        with self._beginning:
+            writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.stop()
 
     def hear(self, message: Message) -> None:
         """See `Listener`."""
@@ -119,6 +119,18 @@ class Trainer:
         """See `Listener`.  One that was replaced has nothing to do with the save that goes on."""
         if self._saving is not None and writer is self._writer:
             self._saving.writer_ended(how)
+
+    def _give_back(self, last: Saving | None, saves: int) -> None:
+        """Give staging memory back once the last of so many saves has ended, unless another has begun by then."""
+        if last is not None:
+            last.wait()
+        with self._beginning:
+            writer = self._writer
+            if self._saves != saves or writer is None or writer.staging is None:
+                return
+            with suppress(SaveAbandonedError):  # with a writer that has ended its share has gone
+                writer.send({"release": True})
+            writer.drop_staging()
 
     def _answer(self, message: Message) -> None:
         if self._writer is not None:
@@ -135,7 +147,7 @@ class Trainer:
         """The thread that copies."""
         rank, doing = order.seat.rank, "beginning to save beside the training"
         try:
-            begin = writer.then(lambda writer: self._announce(writer, order, snapshot), rank, doing)
+            begin = writer.then(lambda writer: self._announce(writer, order, snapshot, copies), rank, doing)
             if isinstance(begin.brought, CheckpointError):
                 saving.give_up(begin.brought)
             elif not begin.brought.lives:  # since before this save was there to hear of it, perhaps
@@ -159,8 +171,10 @@ class Trainer:
             threading.Thread(target=_vouch, args=(self._writer, seat), name="writer starts", daemon=True).start()
         return self._writer
 
-    def _announce(self, writer: WriterProcess, order: Order, snapshot: Outcome[Snapshot]) -> WriterProcess:
-        """Tell the writer what is to come."""
+    def _announce(
+        self, writer: WriterProcess, order: Order, snapshot: Outcome[Snapshot], copies: Copies
+    ) -> WriterProcess:
+        """Tell the writer what is to come, numbers of tensors among it."""
         brought = snapshot.brought
         message = {
             "save": self._saves,
@@ -174,7 +188,8 @@ class Trainer:
         if isinstance(brought, CheckpointError):
             writer.send(message | {"failed": brought.to_wire()})
             return writer
-        outgoing, descriptor = brought.prepared.outgoing, None
+        with copies.reading():
+            outgoing, descriptor = brought.prepared.read(), None
         needed = length_of(outgoing.blocks[number].nbytes for number in outgoing.chunks)
         slots = slots_for(needed, order.settings.staging_limit)
         if writer.staging is None or writer.staging.slots != slots:
@@ -202,6 +217,7 @@ class Trainer:
             for number in own.outgoing.chunks:
                 filling.add(own.holdings[number].elements().detach())
             filling.end()
+        with torch.no_grad(), copies.reading():
             digests = [(number, own.elements.digest(number)) for number in own.outgoing.compared(choice)]
         writer.send({"digests": digests, "save": self._saves})
 

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
+import numpy as np
+
 from mbridge_fsdp_ckpt.errors import InternalError
 from mbridge_fsdp_ckpt.storage import blocks
 from mbridge_fsdp_ckpt.storage.reading import ALIGNED
@@ -27,6 +29,7 @@ REQUESTS = 4
 READERS = 3
 """Threads that read."""
 
+_LARGE = 1 << 16  # bytes that take longer to copy than to let others go on meanwhile
 _GAP = 1 << 16  # bytes between two ranges that are read along: less than a request more would cost
 
 
@@ -60,6 +63,14 @@ def requests_for(ranges: Sequence[Range]) -> tuple[list[Range], list[int]]:
         first.append(len(requests) + (each.offset - begin) // REQUEST)
         end = max(end, each.offset + each.length)
     return requests + (_cut(path, begin, end) if path is not None else []), first
+
+
+def copy(target: memoryview, source: memoryview) -> None:
+    """Copy bytes; large ones without the interpreter's lock, for which threads that have read something wait."""
+    if source.nbytes < _LARGE:
+        target[:] = source
+    else:
+        np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
 
 
 def _cut(path: AnyPath, begin: int, end: int) -> list[Range]:
@@ -106,7 +117,7 @@ class ReadAhead:
                 part = self._content(number + further)[at : at + len(memory) - filled]
                 if not part.nbytes:
                     break
-                memory[filled : filled + part.nbytes] = part
+                copy(memory[filled : filled + part.nbytes], part)
                 filled += part.nbytes
             return filled
 

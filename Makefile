@@ -40,8 +40,8 @@ test-all: full lint ## Linters, then every test with every case of what `make te
 test-quick: full ## Every unit test, and of each family one pair of layouts: less than five minutes
 	$(RUN) python -m pytest -m quick $(ARGS)
 
-bench: full ## Run the benchmarks
-	$(RUN) python -m benchmarks $(ARGS)
+bench: full ## All formats in real training, then saves and loads beside the disk, then stalls (ARGS=--quick: a look)
+	$(RUN) for part in benchmarks benchmarks.disk benchmarks.beside; do python -m $$part $(ARGS); done
 
 gpu-bundle: uv ## Collect in out/gpu-bundle what a GPU machine without a network lacks; tools/gpu_check.sh checks it there
 	tools/gpu_bundle.sh

@@ -1,15 +1,18 @@
 """What training waits for a save beside it: `python -m benchmarks.beside`.
 
-Two real ranks, models of few large tensors and one of many small ones, in one run: saves of ours that wait, and beside
-the training; plain `torch.distributed.checkpoint` of the same tensors, its own two ways of saving asynchronously (a
-thread, a process) among them; where it is installed, `torch_checkpointing`, which flushes nothing; and one copy of the
-state in memory.  All take turns, each after a step and with steps after it until the checkpoint is there, and find the
-memory that they take with the machine (see `benchmarks.memory`).  Medians of the slowest rank.
+Two real ranks or four, models of few large tensors and of many small ones, each in one run: saves of ours that wait,
+and beside the training; plain `torch.distributed.checkpoint` of the same tensors, its own two ways of saving
+asynchronously (a thread, a process) among them; where it is installed, `torch_checkpointing`, which flushes nothing;
+and one copy of the state in memory.  All take turns, each after a step and with steps after it until the checkpoint is
+there, and find the memory that they take with the machine (see `benchmarks.memory`).  Medians of the slowest rank.
+Staging memory that kinds keep between saves is all there at once: for the model of 4 GB, 24 GB are too few.
 
     stall         in the call, and before the next optimizer step
     of memcpy     the stall, of one copy of the state in memory
     committed     from the call until the checkpoint is there
     steps         a step meanwhile, of a step with nothing beside it
+    extra memory  at its peak, of what a rank holds of the state: of the training's process and those that write for it,
+                  with all that such a process has: Python and torch take some 350 MiB (see `benchmarks.usage`)
 """
 
 from __future__ import annotations
@@ -27,12 +30,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import mbridge_fsdp_ckpt
-from benchmarks import peers
-from benchmarks.large import Benchmark, Numbers, slowest
-from benchmarks.memory import Reserve
+from benchmarks import peers, plots
+from benchmarks.large import MODELS, Benchmark, Compared, Expected, Numbers, slowest, untrained
+from benchmarks.memory import Reserve, trim
+from benchmarks.usage import Usage, Watched
 from mbridge_fsdp_ckpt.testing.gpu.state import tensors
-from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
-from mbridge_fsdp_ckpt.testing.models import Recipe, Trainable, build
+from mbridge_fsdp_ckpt.testing.models import Recipe, Trainable
 
 KINDS = (
     "ours",
@@ -42,15 +45,15 @@ KINDS = (
     "DCP, process",
     *(("torch_checkpointing", "torch_checkpointing, process") if peers.IS_INSTALLED else ()),
 )
-MEASURES = ("stall", "committed", "steps")
+MEMORY = "extra memory"
+MEASURES = ("stall", "committed", "steps", MEMORY)
 Begun = tuple[Callable[[], bool], Callable[[], float]]
 """Whether a save that has begun is committed, and what it stalled the training after its call."""
 
 
 def measure(folder: str, recipe: Recipe, runs: int) -> tuple[Numbers, float]:
     """On every rank: its numbers, the first of each left out, and its bytes."""
-    replace_cuda_only_kernels()
-    trainable = build(recipe)
+    trainable = untrained(recipe)
     one = _Rank(Path(folder), trainable)
     for number in range(runs + 1):
         for name, value in one.turn():
@@ -76,8 +79,8 @@ class _Rank:
         self._peers: dict[bool, peers.TorchCheckpointing] = {}
         self._steps = 0
         self._step()
-        self._reserve = Reserve(2 * sum(tensor.nbytes for _, tensor in tensors(trainable)))
-        self._copies = [torch.empty_like(tensor).copy_(tensor) for _, tensor in tensors(trainable)]
+        size = sum(tensor.nbytes for _, tensor in tensors(trainable))
+        self._expected, self._reserve, self._usage = Expected(size), Reserve(2 * size), Usage()
 
     def turn(self) -> Iterator[tuple[str, float]]:
         """Each kind once."""
@@ -91,22 +94,27 @@ class _Rank:
             "torch_checkpointing, process": lambda place: self._theirs(place, background=True),
         }
         for kind in KINDS:
-            yield "alone, a step", statistics.median(self._step() for _ in range(2))
+            trim()
+            with self._usage.of_steps():
+                alone = [self._step() for _ in range(3)]
+            yield "alone, a step", statistics.median(alone)
             yield "memcpy", self._memcpy()
-            for measure, value in zip(MEASURES, self._save(begin[kind]), strict=True):
+            for measure, value in zip(MEASURES, self._save(kind, begin[kind]), strict=True):
                 yield f"{kind}: {measure}", value
             self._clear()
 
-    def _save(self, begin: Callable[[Path], Begun]) -> tuple[float, float, float]:
+    def _save(self, kind: str, begin: Callable[[Path], Begun]) -> tuple[float, float, float, float]:
+        trim()
         dist.barrier()
-        with self._reserve.free():
-            return self._timed(begin)
+        with self._reserve.free(), self._usage.of(kind) as watched:
+            return *self._timed(begin, watched), watched.peak
 
-    def _timed(self, begin: Callable[[Path], Begun]) -> tuple[float, float, float]:
+    def _timed(self, begin: Callable[[Path], Begun], watched: Watched) -> tuple[float, float, float]:
         dist.barrier()
         start = time.perf_counter()
         is_there, stalled = begin(self._folder / "saved")
         called = time.perf_counter() - start
+        watched.steps = True
         steps: list[float] = []
         committed = time.perf_counter() - start if is_there() else 0.0
         while not committed or not steps:
@@ -151,6 +159,8 @@ class _Rank:
         def stalled() -> float:
             hook.remove()
             future.result()
+            if not manager.waited:
+                raise RuntimeError("no step of the optimizer has looked whether the snapshot was taken")
             return manager.waited
 
         return future.done, stalled
@@ -174,38 +184,50 @@ class _Rank:
         return time.perf_counter() - start
 
     def _memcpy(self) -> float:
-        dist.barrier()
-        start = time.perf_counter()
-        for copy, (_, tensor) in zip(self._copies, tensors(self._trainable), strict=True):
-            copy.copy_(tensor)
-        return time.perf_counter() - start
+        own = [tensor for _, tensor in tensors(self._trainable)]
+        with self._reserve.free():
+            copies = [torch.empty_like(tensor).fill_(1) for tensor in own]  # memory that is in use
+            dist.barrier()
+            start = time.perf_counter()
+            for copy, tensor in zip(copies, own, strict=True):
+                copy.copy_(tensor)
+            return time.perf_counter() - start
 
     def _clear(self) -> None:
         """Remove what was written: it is not to be trimmed while the next one is measured."""
         dist.barrier()
         if dist.get_rank() == 0:
+            self._expected.check(self._folder / "saved")
             shutil.rmtree(self._folder / "saved")
         dist.barrier()
 
 
-def compare(ranks: list[tuple[Numbers, float]]) -> dict[str, Any]:
-    """Medians of the slowest rank."""
-    return {"bytes": sum(size for _, size in ranks), "seconds": slowest([own for own, _ in ranks])}
+def compare(ranks: list[tuple[Numbers, float]]) -> Compared:
+    """Medians of the slowest rank, and of the one that takes most memory."""
+    found = slowest([own for own, _ in ranks])
+    part = max(size for _, size in ranks)
+    return {
+        "bytes": sum(size for _, size in ranks),
+        "seconds": {name: value for name, value in found.items() if not name.endswith(MEMORY)},
+        "extra memory": {kind: found[f"{kind}: {MEMORY}"] for kind in KINDS},
+        "of the state": {kind: found[f"{kind}: {MEMORY}"] / part for kind in KINDS},
+    }
 
 
-def section(one: dict[str, Any]) -> list[str]:
+def section(one: Compared) -> list[str]:
     """One model on the page."""
     seconds = one["seconds"]
     copy, alone = seconds["memcpy"], seconds["alone, a step"]
     lines = [
         f"{one['bytes'] / 1e9:.2f} GB in all. One copy in memory: {copy:.3f} s. A step: {alone:.2f} s.\n",
-        "| | stall, s | of memcpy | committed, s | steps |",
-        "| --- " * 5 + "|",
+        "| | stall, s | of memcpy | committed, s | steps | extra memory, of the state | MiB a rank |",
+        "| --- " * 7 + "|",
     ]
     for kind in KINDS:
-        stall, committed, step = (seconds[f"{kind}: {measure}"] for measure in MEASURES)
+        stall, committed, step = (seconds[f"{kind}: {measure}"] for measure in ("stall", "committed", "steps"))
         during = f"{step / alone:.2f}" if committed > stall else ""
-        lines.append(f"| {kind} | {stall:.3f} | {stall / copy:.2f} | {committed:.2f} | {during} |")
+        memory = f"{one['of the state'][kind]:.2f} | {one['extra memory'][kind] / 2**20:.0f}"
+        lines.append(f"| {kind} | {stall:.3f} | {stall / copy:.2f} | {committed:.2f} | {during} | {memory} |")
     return lines
 
 
@@ -216,7 +238,8 @@ BENCHMARK = Benchmark(
     measure,
     compare,
     section,
-    models=("0.43 GB", "1.7 GB", "64 experts x 4 layers"),
+    plots.beside,
+    models=tuple(model for model in MODELS if model != "4 GB"),
 )
 
 if __name__ == "__main__":

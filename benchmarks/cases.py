@@ -6,8 +6,10 @@ import functools
 import math
 import operator
 import os
+import signal
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -17,6 +19,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from benchmarks.costs import Call, Cost, slowest
 from benchmarks.model import Size
 from benchmarks.training import DIST, SAFE, STOCK, RankReport, Training, train
+from benchmarks.usage import descendants
 from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
 from mbridge_fsdp_ckpt.testing.ranks import RankPool, no_process_group
 
@@ -42,10 +45,7 @@ class Case:
     beside: bool = False
 
     def __str__(self) -> str:
-        return (
-            f"{self.format}{', beside the training' if self.beside else ''}: "
-            f"{self.size.experts} experts x {self.size.layers} layers on {self.ranks} ranks"
-        )
+        return f"{self.format}{', beside the training' if self.beside else ''}: {self.size} on {self.ranks} ranks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +158,7 @@ def run_case(pool: RankPool, case: Case, scratch: Path | None, say: Callable[[st
         resumed = []
         for number in range(case.resumes):
             target = f"{directory}/resumed{number}"
+            _drop_from_cache(Path(root))
             resume = Training(case.size, case.format, steps, 1, target, load=root)
             resumed.append(_run(pool, case, resume))
             _check_checkpoint(case.format, Path(target), steps)
@@ -166,6 +167,15 @@ def run_case(pool: RankPool, case: Case, scratch: Path | None, say: Callable[[st
     measured = Measured(case, [trained], resumed, keys, size)
     _check_losses(measured, steps)
     return measured
+
+
+def _drop_from_cache(root: Path) -> None:
+    """Have all files on the disk, and nothing of them in the page cache: a load reads, whoever wrote last."""
+    os.sync()
+    for path in root.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _run(pool: RankPool, case: Case, training: Training) -> list[RankReport]:
@@ -177,7 +187,13 @@ def _run(pool: RankPool, case: Case, training: Training) -> list[RankReport]:
 
 @no_process_group
 def leave() -> None:
-    """End this rank's process; the pool forks another one when it needs it."""
+    """End this rank's process; the pool forks another one when it needs it.
+
+    So do the writers that Bridge has begun: nothing else ends them, and each takes hundreds of megabytes.
+    """
+    for process in descendants():
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
     os._exit(0)
 
 

@@ -1,13 +1,18 @@
 """What a save and a load take beside what the disk can do: `python -m benchmarks.disk`.
 
-Two real ranks, models of few large tensors and one of many small ones, in one run: raw writes and reads of as many
-bytes by as many processes, one file each, through the page cache and past it; saves and loads of ours, with every byte
-hashed; and plain `torch.distributed.checkpoint` of the same tensors, which flushes, and hashes nothing; where it is
-installed, `torch_checkpointing`, whose files are flushed for it.  All kinds take turns; whatever is written is flushed,
-and nothing that is read is in the page cache.  The memory that a kind takes is memory that the machine has (see
-`benchmarks.memory`).  Medians of the slowest rank.  What Megatron-FSDP does with loaded weights at the end of a load, a
-gather of all of them, is told apart; and what a load takes that finds its memory taken: it reads into new slots, so
-that one that fails leaves the old ones, where the others read into what is there.
+Two real ranks or four, models of few large tensors and of many small ones, each in one run: raw writes and reads of as
+many bytes by as many processes, one file each, through the page cache and past it; saves and loads of ours, with every
+byte hashed; and plain `torch.distributed.checkpoint` of the same tensors, which flushes, and hashes nothing; where it
+is installed, `torch_checkpointing`, whose files are flushed for it.  All kinds take turns; whatever is written is
+flushed, and nothing that is read is in the page cache.  The memory that a kind takes is memory that the machine has
+(see `benchmarks.memory`).  Medians of the slowest rank.  What Megatron-FSDP does with loaded weights at the end of a
+load, a gather of all of them, is told apart; and what a load takes that finds its memory taken: it reads into new
+slots, so that one that fails leaves the old ones, where the others read into what is there.
+
+"Another layout" is a load from a checkpoint that as many ranks saved under tensor parallelism of two: every rank reads
+parts of what others wrote.  That it brings every bit is checked before the first turn (see `benchmarks.layouts`).
+Extra memory is that of the rank that took most, over its own before the call, at its peak in any turn; the allocator
+keeps none of what was freed before.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,14 +32,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import mbridge_fsdp_ckpt
-from benchmarks import peers
+from benchmarks import layouts, peers, plots
 from benchmarks.cache import prepare_cache
-from benchmarks.large import Benchmark, Numbers, slowest
-from benchmarks.memory import Beforehand, Reserve
+from benchmarks.large import Benchmark, Compared, Expected, Numbers, slowest, untrained
+from benchmarks.memory import Beforehand, Reserve, trim
 from mbridge_fsdp_ckpt.storage.blocks import new_block
 from mbridge_fsdp_ckpt.testing.gpu.state import tensors
-from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
-from mbridge_fsdp_ckpt.testing.models import Recipe, Trainable, build
+from mbridge_fsdp_ckpt.testing.models import Recipe, Trainable
 
 RAW = {
     "write": ("raw write, page cache", "raw write, direct"),
@@ -48,6 +53,8 @@ KINDS = (
     "load",
     "load but for the gather",
     "load but for the gather, memory taken before",
+    "load, another layout",
+    "load but for the gather, another layout",
     "load, DCP",
     *(("load, torch_checkpointing",) if peers.IS_INSTALLED else ()),
     "memcpy",
@@ -58,37 +65,53 @@ PHASES = ("open", "read", "agree", "fill", "refresh")
 _BLOCK = 1 << 23
 
 
-def measure(folder: str, recipe: Recipe, runs: int) -> tuple[Numbers, dict[str, float]]:
-    """On every rank: its seconds of each kind, the first of each left out; its bytes and its peak extra memory."""
-    replace_cuda_only_kernels()
-    trainable = build(recipe)
+@dataclass(slots=True)
+class Measured:
+    """By one rank; one number a turn.
+
+    Args:
+        bytes: What it saves.
+        seconds: By kind.
+        extra: Bytes of memory, by kind.
+    """
+
+    bytes: int
+    seconds: Numbers = field(default_factory=dict)
+    extra: Numbers = field(default_factory=dict)
+
+
+def measure(folder: str, recipe: Recipe, runs: int) -> dict[str, Any]:
+    """On every rank: what it measured, but for the first turn."""
+    trainable = untrained(recipe)
     trainable.step(0)
+    layouts.check(folder, trainable)
     one = _Rank(Path(folder), trainable)
+    found = Measured(one.size)
     for number in range(runs + 1):
         for name, seconds in one.turn():
             if number:
-                one.times.setdefault(name, []).append(seconds)
-    return one.times, {"bytes": float(one.size), "extra memory": max(one.extra)}
+                found.seconds.setdefault(name, []).append(seconds)
+                found.extra.setdefault(name, []).append(one.extra)
+    return asdict(found)
 
 
 class _Rank:
     """One rank's measurements.
 
     Args:
-        folder: Where files go.
+        folder: Where the checkpoint of another layout is.
         trainable: What is saved.
     """
 
     def __init__(self, folder: Path, trainable: Trainable) -> None:
-        self._folder, self._trainable = folder, trainable
+        self._elsewhere, self._folder, self._trainable = layouts.elsewhere(folder), folder / "own", trainable
+        self._folder.mkdir(exist_ok=True)
         self._own = dict(tensors(trainable))
         self.size = sum(tensor.nbytes for tensor in self._own.values())
         self._source = torch.cat([t.reshape(-1).view(torch.uint8)[:_BLOCK] for t in self._own.values()])[:_BLOCK]
-        self._reserve = Reserve(2 * self.size)
-        self.times: Numbers = {}
-        self.extra: list[float] = []
-        """Bytes of this process's memory that a save took beyond what was there, at the most."""
-        self._extra = 0.0
+        self._expected, self._reserve = Expected(self.size), Reserve(2 * self.size)
+        self.extra = 0.0
+        """Bytes of this process's memory that the last kind took beyond what was there, at the most."""
 
     def turn(self) -> Iterator[tuple[str, float]]:
         """Each kind once."""
@@ -101,12 +124,13 @@ class _Rank:
         self._clear()
         saved = self._folder / "saved"
         yield "save", self._timed(lambda: mbridge_fsdp_ckpt.save(saved, **whole))
-        self.extra.append(self._extra)
+        self._expected.check(saved)
         memory = Beforehand(self.size)
         with memory.seen():
             yield from self._load(saved, whole, "")
         with memory.taken():
             yield from self._load(saved, whole, ", memory taken before")
+        yield from self._load(self._elsewhere, whole, ", another layout")
         self._clear()
         yield from self._plain()
         self._clear()
@@ -132,6 +156,7 @@ class _Rank:
             "save, DCP",
             self._timed(lambda: dcp.save(state, storage_writer=dcp.FileSystemWriter(plain, sync_files=True))),
         )
+        self._expected.check(plain)
         prepare_cache(plain, cached=False)
         yield "load, DCP", self._timed(lambda: dcp.load(state, storage_reader=dcp.FileSystemReader(plain)))
 
@@ -144,11 +169,13 @@ class _Rank:
             peers.flush(place)
 
         yield "save, torch_checkpointing", self._timed(save)
+        self._expected.check(place)
         prepare_cache(place, cached=False)
         yield "load, torch_checkpointing", self._timed(lambda: manager.load(place, self._own))
         manager.close()
 
     def _timed(self, action: Callable[[], object]) -> float:
+        trim()
         dist.barrier()
         with self._reserve.free():
             Path("/proc/self/clear_refs").write_text("5")  # forget the highest so far
@@ -158,7 +185,7 @@ class _Rank:
             action()
             seconds = time.perf_counter() - begin
             dist.barrier()
-            self._extra = _memory("VmHWM") - before
+            self.extra = _memory("VmHWM") - before
         return seconds
 
     @property
@@ -208,10 +235,10 @@ def _memory(what: str) -> float:
     return next(1024.0 * int(line.split()[1]) for line in lines if line.startswith(what))
 
 
-def compare(ranks: list[tuple[Numbers, dict[str, float]]]) -> dict[str, Any]:
-    """Medians of the slowest rank, and what they are of the faster raw rate."""
-    seconds = slowest([own for own, _ in ranks])
-    size = sum(about["bytes"] for _, about in ranks)
+def compare(ranks: list[dict[str, Any]]) -> Compared:
+    """Medians of the slowest rank, and what they are of the faster raw rate; the most of any rank's extra memory."""
+    seconds = slowest([rank["seconds"] for rank in ranks])
+    size = sum(rank["bytes"] for rank in ranks)
     best = {what: min(seconds[name] for name in names) for what, names in RAW.items()}
     return {
         "bytes": size,
@@ -222,29 +249,44 @@ def compare(ranks: list[tuple[Numbers, dict[str, float]]]) -> dict[str, Any]:
             for name in KINDS
             if name.startswith(("save", "load"))
         },
-        "extra memory of a save": max(about["extra memory"] for _, about in ranks),
+        "extra memory": {name: max(max(rank["extra"][name]) for rank in ranks) for name in KINDS if _has_extra(name)},
     }
 
 
-def section(one: dict[str, Any]) -> list[str]:
+def _has_extra(name: str) -> bool:
+    """Whether extra memory is told of it: not of a part of a load, nor where it was taken before."""
+    return name.startswith(("save", "load")) and "gather" not in name
+
+
+def section(one: Compared) -> list[str]:
     """One model on the page."""
     lines = [
-        f"{one['bytes'] / 1e9:.2f} GB in all. Extra memory of a save, at the most: "
-        f"{one['extra memory of a save'] / 2**20:.0f} MiB a rank.\n",
-        "| | s | GB/s | of the faster raw rate |",
-        "| --- " * 4 + "|",
+        f"{one['bytes'] / 1e9:.2f} GB in all.\n",
+        "| | s | GB/s | of the faster raw rate | extra memory, MiB a rank |",
+        "| --- " * 5 + "|",
     ]
     for name in KINDS:
         of_raw = f"{one['of raw'][name]:.0%}" if name in one["of raw"] else ""
-        lines.append(f"| {name} | {one['seconds'][name]:.2f} | {one['gigabytes a second'][name]:.2f} | {of_raw} |")
+        extra = f"{one['extra memory'][name] / 2**20:.0f}" if name in one["extra memory"] else ""
+        rates = f"{one['seconds'][name]:.2f} | {one['gigabytes a second'][name]:.2f} | {of_raw}"
+        lines.append(f"| {name} | {rates} | {extra} |")
     rows = [
         f"| {name} | " + " | ".join(f"{one['seconds'][f'{name}: {phase}']:.2f}" for phase in PHASES) + " |"
-        for name in ("load", "load, memory taken before")
+        for name in ("load", "load, memory taken before", "load, another layout")
     ]
     return [*lines, "", f"| phases, in s | {' | '.join(PHASES)} |", "| --- " * (len(PHASES) + 1) + "|", *rows]
 
 
-BENCHMARK = Benchmark("disk", "Saves and loads beside what the disk can do", __doc__, measure, compare, section)
+BENCHMARK = Benchmark(
+    "disk",
+    "Saves and loads beside what the disk can do",
+    __doc__,
+    measure,
+    compare,
+    section,
+    plots.disk,
+    prepare=layouts.save_elsewhere,
+)
 
 if __name__ == "__main__":
     BENCHMARK.main()

@@ -1,6 +1,7 @@
-"""The model that is saved: a small MoE transformer with many experts, as a Megatron-Bridge configuration.
+"""The model that is saved, as a Megatron-Bridge configuration: a small MoE with many experts, or a dense one.
 
-Its tensors are tiny and many.  What both formats spend on it is therefore the cost of a tensor, not of its bytes.
+The tensors of the one are tiny and many.  What a format spends on it is therefore the cost of a tensor, not of its
+bytes; of the other it is the bytes.
 """
 
 from __future__ import annotations
@@ -18,10 +19,32 @@ SEQUENCE, VOCABULARY = 32, 128
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What the number of tensors depends on."""
+    """What the number of tensors depends on, and how large they are.
+
+    Args:
+        experts: A layer's; 0 for dense layers.
+        layers: How many.
+        hidden: The width between layers.
+        ffn: The width within a layer that has no experts.
+    """
 
     experts: int
     layers: int
+    hidden: int = 64
+    ffn: int = 96
+
+    def __str__(self) -> str:
+        if self.experts:
+            return f"MoE of {self.experts} experts x {self.layers} layers"
+        return f"{self.layers} dense layers, {self.hidden:,} wide"
+
+
+LARGE = {
+    "0.43 GB": Size(0, 2, 1024, 4096),
+    "1.7 GB": Size(0, 2, 2048, 8192),
+    "4 GB": Size(0, 5, 2048, 8192),
+}
+"""By gigabytes of weights and moments, in fp32, as in `benchmarks.large`."""
 
 
 def build_config(
@@ -65,8 +88,8 @@ def _model(size: Size) -> Any:
 
     return GPTModelProvider(
         num_layers=size.layers,
-        hidden_size=64,
-        ffn_hidden_size=96,
+        hidden_size=size.hidden,
+        ffn_hidden_size=size.ffn,
         num_attention_heads=4,
         seq_length=SEQUENCE,
         vocab_size=VOCABULARY,
@@ -83,7 +106,7 @@ def _model(size: Size) -> Any:
         pipeline_dtype=torch.bfloat16,
         transformer_layer_spec=_layers,
         **_without_fusions(),
-        **_mixture(size.experts),
+        **(_mixture(size.experts) if size.experts else {}),
     )
 
 

@@ -40,9 +40,10 @@ _NOTES = (
     "not counted again. A *meeting* is one exchange of all ranks in the job's rendezvous store, without a collective.",
     "Checked in this run: Bridge was unpatched while stock was measured; every checkpoint held every element of every "
     "tensor; after each load the next training step gave, to the last bit, the loss of the run that never stopped.",
-    "These are CPU ranks over gloo on one machine: absolute times are not those of a cluster of GPUs. The tensors are "
-    "tiny, so it is the cost of a tensor that is measured, not bandwidth.",
+    "Before a load all files are on the disk, and out of the page cache.",
+    "These are CPU ranks over gloo on one machine: absolute times are not those of a cluster of GPUs.",
 )
+_TINY = "The tensors are tiny, so it is the cost of a tensor that is measured, not bandwidth."
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class Results:
     def title(self) -> str:
         """Which model, on how many ranks."""
         case = self.found.sides[0].case
-        return f"MoE of {case.size.experts} experts x {case.size.layers} layers on {case.ranks} CPU ranks"
+        return f"{case.size} on {case.ranks} CPU ranks"
 
     def tables(self) -> list[tuple[str, tuple[list[str], list[list[str]]]]]:
         """Each with its title."""
@@ -138,6 +139,7 @@ def _findings(results: Results) -> list[str]:
         f"{safe.keys:,} tensors with ours, all files counted."
     )
     return [
+        *([_TINY] if results.found.sides[0].case.size.experts else []),
         size,
         *(f"Collectives of one {kind}, rank 0: {_named(results.found.sides, kind)}." for kind in ("save", "load")),
     ]

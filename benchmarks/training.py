@@ -246,6 +246,7 @@ def _measured(format_name: str, meter: Meter, report: RankReport) -> Iterator[No
     patches.set(Agreement, "meet", meter.meeting(Agreement.meet))
     preparing: list[tuple[Any, Callable[..., Any]]] = [  # a name that is gone is an error of types
         (checkpointing, checkpointing.preprocess_fsdp_dtensor_state_dict),
+        (snapshot, snapshot.look),
         (snapshot, snapshot.plan_save),
         (outgoing, outgoing.announce),
     ]

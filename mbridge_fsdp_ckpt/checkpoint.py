@@ -119,7 +119,7 @@ def save(
     """
     settings, phases = settings or Settings(), Phases()
     purpose, limits = f"save to {called(directory)}", (settings.time_limit, settings.storage_limit)
-    prepare = partial(snapshot.plan_save, model, optimizer, include, rank_values, settings.vocabulary_size)
+    look = partial(snapshot.look, model, optimizer, include, rank_values, settings.vocabulary_size)
     if background:
         seat = Seat.next(purpose, *limits)
         if trainer().skips(seat, settings):
@@ -127,14 +127,14 @@ def save(
         with phases("wait"):
             trainer().settle()
         with phases("plan"):
-            prepared = Outcome.of(prepare, seat.rank, "planning the save")
-        what = Order(called(directory), seat, settings, values or {}, prepared, phases, add_files, after_commit)
+            seen = Outcome.of(look, seat.rank, "planning the save")
+        what = Order(called(directory), seat, settings, values or {}, seen, phases, add_files, after_commit)
         return trainer().begin(what)
     trainer().settle()
     agreement = next_agreement(purpose, *limits)
     job = Job(as_path(directory), settings, agreement, values or {}, add_files, after_commit)
     with phases("plan"):
-        prepared = Outcome.of(prepare, agreement.rank, "planning the save")
+        prepared = Outcome.of(lambda: snapshot.plan_save(look()), agreement.rank, "planning the save")
     outgoing = prepared.then(lambda own: own.read(), agreement.rank, "planning the save")
     with job_bar(agreement.rank, wanted=settings.progress) as progress:
         saved = saving.run(job, outgoing, lambda: prepared.value.elements, Watching(phases, progress))

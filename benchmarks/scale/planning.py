@@ -23,7 +23,7 @@ from mbridge_fsdp_ckpt.live.megatron_fsdp import tensors_of
 from mbridge_fsdp_ckpt.rehearsal.choices import Choices, describe
 from mbridge_fsdp_ckpt.rehearsal.model import RehearsedModel, Subject, optimizer_over
 from mbridge_fsdp_ckpt.rehearsal.world import as_rank
-from mbridge_fsdp_ckpt.saving.snapshot import plan_save
+from mbridge_fsdp_ckpt.saving.snapshot import look, plan_save
 
 _ABOUT = (__doc__ or "").partition("\n")[2].strip()
 MODEL = "qwen35_397b_a17b_pretrain"
@@ -97,7 +97,7 @@ def _planned(subject: Subject, rank: int) -> Planning:
     cpu, wall, blocks = [], [], 0
     for _ in range(1 + LATER):
         start, begin = time.process_time(), time.perf_counter()
-        blocks = len(plan_save(model, optimizer, None, None, subject.vocabulary_size).holdings)
+        blocks = len(plan_save(look(model, optimizer, None, None, subject.vocabulary_size)).holdings)
         cpu.append(time.process_time() - start)
         wall.append(time.perf_counter() - begin)
     layout = subject.layout

@@ -16,7 +16,7 @@ import torch
 
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.families.registry import default_registry
-from mbridge_fsdp_ckpt.live.marks import marks_of_tensors
+from mbridge_fsdp_ckpt.live.marks import Marks, marks_of_tensors
 from mbridge_fsdp_ckpt.live.megatron_fsdp import (
     ModelParameter,
     local_shard,
@@ -26,7 +26,7 @@ from mbridge_fsdp_ckpt.live.megatron_fsdp import (
 )
 from mbridge_fsdp_ckpt.live.optimizer.adapters import adapters_for
 from mbridge_fsdp_ckpt.live.optimizer.base import Hyperparameters, OptimizerAdapter
-from mbridge_fsdp_ckpt.live.parts import Marks, Places, marks_of_parts, parts_of
+from mbridge_fsdp_ckpt.live.parts import PartMarks, Places, marks_of_parts, parts_as_marked, parts_of
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_name
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry, Kind
@@ -36,8 +36,7 @@ from mbridge_fsdp_ckpt.plan.shares import shared_out
 KeyFilter = Callable[[str], bool]
 
 
-@dataclass(frozen=True, slots=True)
-class Planned:
+class Planned(NamedTuple):
     """A parameter or buffer of the model with its plan."""
 
     plan: ParameterPlan
@@ -106,7 +105,7 @@ class Holding(NamedTuple):
 class _Known:
     """The plans of a model's tensors, and whether each is a buffer; what they were made from, and where those lie."""
 
-    of_parts: Marks
+    of_parts: PartMarks
     of_tensors: Marks
     places: Places
     plans: tuple[tuple[ParameterPlan, bool], ...]
@@ -121,20 +120,25 @@ def plan_model(module: Any) -> list[Planned]:
     Raises:
         LayoutError, FamilyError: See `model_parameters`, `FamilyRegistry`.
     """
-    parts, known = parts_of(module), _known.get(module)
-    of_parts = marks_of_parts(parts)
-    stands = known is not None and known.of_parts == of_parts
-    tensors = known.places.find(module, parts) if known is not None and stands else None
+    return plan_with_parts(module)[0]
+
+
+def plan_with_parts(module: Any) -> tuple[list[Planned], list[Any]]:
+    """The same, and the module with all below it: see `parts_of`."""
+    known, tensors = _known.get(module), None
+    parts = parts_as_marked(module, known.of_parts) if known is not None else None
+    stands = known is not None and parts is not None
+    parts = parts or parts_of(module)
+    if known is not None and stands:
+        tensors = known.places.find(module, parts)
     if tensors is None:
         tensors = tensors_of(module)
     of_tensors = marks_of_tensors(tensors)
     if known is None or not stands or known.of_tensors != of_tensors:
         places, plans = Places.of(module, parts, tensors), tuple(_plans(model_parameters(module)))
-        known = _known[module] = _Known(of_parts, of_tensors, places, plans)
-    return [
-        Planned(plan, tensor, is_buffer)
-        for (plan, is_buffer), tensor in zip(known.plans, tensors.values(), strict=True)
-    ]
+        known = _known[module] = _Known(marks_of_parts(parts), of_tensors, places, plans)
+    items = zip(known.plans, tensors.values(), strict=True)
+    return [Planned(plan, tensor, is_buffer) for (plan, is_buffer), tensor in items], parts
 
 
 def _plans(tensors: list[ModelParameter]) -> Iterator[tuple[ParameterPlan, bool]]:

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from mbridge_fsdp_ckpt.families.registry import default_registry
-from mbridge_fsdp_ckpt.live.parts import Marks
+
+type Marks = list[object]
 
 _OF_PARAMETERS = "megatron_fsdp_slice", "_tensor_parallel_mode", "tensor_model_parallel", "partition_dim"
 _OF_ORIGINALS = "partition_stride", "partition_sizes"

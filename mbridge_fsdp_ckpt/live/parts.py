@@ -8,8 +8,9 @@ tensors are found without it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import eq
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -17,18 +18,9 @@ import torch
 
 from mbridge_fsdp_ckpt.live.megatron_fsdp import both_parameters
 
-type Marks = list[object]
+type PartMarks = list[tuple[Any, ...]]
 
 _NONE: Mapping[str, Any] = {}
-
-_OF_MODULES = (
-    "layer_number",
-    "num_local_experts",
-    "mtp_layer_pattern",
-    "pre_process",
-    "share_embeddings_and_output_weights",
-    "vocab_start_index",
-)
 
 
 def parts_of(module: Any) -> list[Any]:
@@ -44,16 +36,39 @@ def parts_of(module: Any) -> list[Any]:
     return parts
 
 
-def marks_of_parts(parts: Sequence[Any]) -> Marks:
+def marks_of_parts(parts: Iterable[Any]) -> PartMarks:
     """What names, and the choice of tensors, depend on, as values to compare.  Nothing is kept alive."""
-    marks: Marks = []
-    for part in parts:
-        own = vars(part).get
-        below = own("_modules", _NONE)
-        marks.extend((ref(part), tuple(below), tuple(map(id, below.values())), tuple(own("_parameters", _NONE))))
-        marks.extend((tuple(own("_buffers", _NONE)), frozenset(own("_non_persistent_buffers_set", _NONE))))
-        marks.extend(map(own, _OF_MODULES))
-    return marks
+    return list(map(_mark, parts))
+
+
+def parts_as_marked(first: Any, marks: PartMarks) -> list[Any] | None:
+    """The modules that marks were made of, if they and what is below each are as they were.
+
+    Args:
+        first: The first of them, with all others below it.
+        marks: What `marks_of_parts` gave of them.
+    """
+    parts = [mark[0]() for mark in marks]
+    if parts[0] is not first or any(part is None for part in parts):
+        return None
+    return parts if all(map(eq, map(_mark, parts), marks)) else None
+
+
+def _mark(part: Any) -> tuple[Any, ...]:
+    own = vars(part)
+    below, within, get = own.get("_modules", _NONE), own.get("_buffers", _NONE), own.get
+    return (
+        ref(part),
+        (*below, *map(id, below.values())) if below else (),
+        tuple(get("_parameters", _NONE)),
+        (*within, *sorted(own["_non_persistent_buffers_set"])) if within else (),
+        get("layer_number"),
+        get("num_local_experts"),
+        get("mtp_layer_pattern"),
+        get("pre_process"),
+        get("share_embeddings_and_output_weights"),
+        get("vocab_start_index"),
+    )
 
 
 class _Place(NamedTuple):

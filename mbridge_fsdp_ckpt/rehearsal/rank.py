@@ -10,7 +10,7 @@ from mbridge_fsdp_ckpt.live.holdings import Holding
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
 from mbridge_fsdp_ckpt.rehearsal.model import RehearsedModel, Subject, optimizer_over
 from mbridge_fsdp_ckpt.rehearsal.records import record_bytes
-from mbridge_fsdp_ckpt.saving.snapshot import plan_save
+from mbridge_fsdp_ckpt.saving.snapshot import look, plan_save
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def plan_rank(subject: Subject, rank: int) -> RankPlan:
     gc.collect()  # what building the model has left behind is none of planning's cost
     for _ in range(2):  # the plan is kept for the next save
         start = time.process_time()
-        holdings = plan_save(model, optimizer, None, None, subject.vocabulary_size).holdings
+        holdings = plan_save(look(model, optimizer, None, None, subject.vocabulary_size)).holdings
         seconds.append(time.process_time() - start)
     return RankPlan(holdings, (seconds[0], seconds[1]))
 

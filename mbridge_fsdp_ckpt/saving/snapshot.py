@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Buffer, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 from mbridge_fsdp_ckpt.agree import sketches
@@ -14,10 +14,11 @@ from mbridge_fsdp_ckpt.live.holdings import (
     Holding,
     KeyFilter,
     OptimizerPart,
+    Planned,
     model_holdings,
     optimizer_holdings,
     optimizer_parts,
-    plan_model,
+    plan_with_parts,
 )
 from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module
 from mbridge_fsdp_ckpt.live.topology import coordinates, sharding_strategy, topology
@@ -85,46 +86,88 @@ class _Live:
         return hasher.number()
 
 
-def plan_save(
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What is to be saved, as far as something else than an optimizer's step may change it: seen at the call.
+
+    Args:
+        module: The `MegatronFSDP` module.
+        planned: Its parameters and buffers.
+        parts: The optimizers' parts; none where no optimizer is saved.
+        hyperparameters: See `_hyperparameters`.
+        said: What the index file says, but for what the optimizer's state tells.
+        shape: `Outgoing.topology`.
+        include: See `checkpoint.save`.
+        vocabulary_size: See `Settings`.
+    """
+
+    module: Any
+    planned: list[Planned]
+    parts: list[OptimizerPart]
+    hyperparameters: _Hyperparameters
+    said: RankIndex
+    shape: dict[str, int | str]
+    include: KeyFilter | None
+    vocabulary_size: int | None
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether some of it is."""
+        return any(item.tensor.is_cuda for item in self.planned)
+
+    def held_still(self) -> Seen:
+        """The same with copies of buffers: a forward pass may change them."""
+        still = [item._replace(tensor=item.tensor.clone()) if item.is_buffer else item for item in self.planned]
+        return replace(self, planned=still)
+
+
+def look(
     model: Any,
     optimizer: Any,
     include: KeyFilter | None,
     rank_values: Mapping[str, Any] | None,
     vocabulary_size: int | None = None,
-) -> Prepared:
-    """Plan this rank's part.  No communication, and nothing of a tensor is read.
+) -> Seen:
+    """See what is to be saved.  No communication, and nothing of a tensor is read.
 
     Raises:
         CheckpointError: The model or the optimizer cannot be saved.
     """
     require("save and load")
     module = find_fsdp_module(model)
-    planned = plan_model(module)
-    holdings = list(model_holdings(planned, include, vocabulary_size))
+    planned, modules = plan_with_parts(module)
     parts = optimizer_parts(optimizer, planned) if optimizer is not None else []
-    slots, stateless = optimizer_holdings(parts, vocabulary_size)
-    place = coordinates()
-    states = own_states(module)
-    parameters, param_groups, hyperparameters = _hyperparameters(parts)
+    place, states, hyperparameters = coordinates(), own_states(module, modules), _hyperparameters(parts)
     said = RankIndex(
         rank=place["rank"],
         coordinates=place,
         payload=None,
         keys={},
-        parameters=parameters,
-        param_groups=param_groups,
-        stateless=stateless,
+        parameters=hyperparameters.of_parameters,
+        param_groups=hyperparameters.of_groups,
         states=sorted({name for kind in (states or {}).values() for name in kind}),
         own=RankOwn(values=encode(dict(rank_values or {}), "rank_values"), extra_state=encode(states, "extra_state")),
     )
-    sections: tuple[Section, ...] = ("model", "optimizer") if parts else ("model",)
+    shape = {**topology(), "strategy": sharding_strategy(module)}
+    return Seen(module, planned, parts, hyperparameters, said, shape, include, vocabulary_size)
+
+
+def plan_save(seen: Seen) -> Prepared:
+    """Plan this rank's part, before an optimizer steps.  No communication, and nothing of a tensor is read.
+
+    Raises:
+        CheckpointError: The model or the optimizer cannot be saved.
+    """
+    holdings = list(model_holdings(seen.planned, seen.include, seen.vocabulary_size))
+    slots, stateless = optimizer_holdings(seen.parts, seen.vocabulary_size)
+    sections: tuple[Section, ...] = ("model", "optimizer") if seen.parts else ("model",)
     numbers = [holding for holding in slots if holding.is_scalar]
     holdings += [holding for holding in slots if holding.declares]
-    shape = {**topology(), "strategy": sharding_strategy(module)}
-    held, known = _held(holdings, numbers), _described.get(module)
+    held, known = _held(holdings, numbers), _described.get(seen.module)
     if known is None or known.held != held:
-        known = _described[module] = _describe(holdings, numbers, held)
-    return Prepared(_outgoing(known, said, hyperparameters, sections, shape), holdings, numbers)
+        known = _described[seen.module] = _describe(holdings, numbers, held)
+    said, encoded = replace(seen.said, stateless=stateless), seen.hyperparameters.encoded
+    return Prepared(_outgoing(known, said, encoded, sections, seen.shape), holdings, numbers)
 
 
 def outgoing_of(
@@ -190,21 +233,28 @@ def _outgoing(
     return Outgoing(known.blocks, known.keys, [], known.sketch, said, hyperparameters, sections, shape)
 
 
-def _hyperparameters(
-    parts: Iterable[OptimizerPart],
-) -> tuple[dict[str, int], dict[str, int], dict[int, dict[str, Json]]]:
-    """Checksums of the hyperparameters of parameters that this rank tells of, of its param groups, and each encoded.
+class _Hyperparameters(NamedTuple):
+    """Those that a rank tells of.
 
-    A group of which it holds nothing says nothing: FusedAdam counts its steps where it steps something.
+    Args:
+        of_parameters: Checksums, by parameter.
+        of_groups: Checksums, by param group.
+        encoded: By checksum.
     """
-    parameters: dict[str, int] = {}
-    param_groups: dict[str, int] = {}
-    known: dict[int, dict[str, Json]] = {}
+
+    of_parameters: dict[str, int]
+    of_groups: dict[str, int]
+    encoded: dict[int, dict[str, Json]]
+
+
+def _hyperparameters(parts: Iterable[OptimizerPart]) -> _Hyperparameters:
+    """A group of which a rank holds nothing says nothing: FusedAdam counts its steps where it steps something."""
+    found = _Hyperparameters({}, {}, {})
     for part in parts:
         for values, plans in part.held_groups():
             encoded = cast("dict[str, Json]", encode(dict(values), "optimizer.param_to_group_meta"))
             hashed = hash_of(encoded)
-            known[hashed] = encoded
-            param_groups[param_group_name(plan.layout.optimizer_name for plan in plans)] = hashed
-            parameters |= {plan.layout.optimizer_name: hashed for plan in plans if plan.writes_first}
-    return parameters, param_groups, known
+            found.encoded[hashed] = encoded
+            found.of_groups[param_group_name(plan.layout.optimizer_name for plan in plans)] = hashed
+            found.of_parameters.update((plan.layout.optimizer_name, hashed) for plan in plans if plan.writes_first)
+    return found

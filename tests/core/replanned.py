@@ -17,7 +17,7 @@ from mbridge_fsdp_ckpt.families.registry import default_registry
 from mbridge_fsdp_ckpt.live import holdings
 from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module, tensors_of
 from mbridge_fsdp_ckpt.live.parts import Places, parts_of
-from mbridge_fsdp_ckpt.saving.snapshot import Prepared, plan_save
+from mbridge_fsdp_ckpt.saving.snapshot import Prepared, look, plan_save
 from mbridge_fsdp_ckpt.testing.models import Recipe, Trainable
 from tests.core import cases
 
@@ -64,7 +64,7 @@ class _Saves:
         with ExitStack() as stack:
             for what, name in counted:
                 stack.enter_context(counting(what, name))
-            return plan_save(self.trainable.model, self.trainable.optimizer, None, None)
+            return plan_save(look(self.trainable.model, self.trainable.optimizer, None, None))
 
 
 def again() -> dict[str, Any]:

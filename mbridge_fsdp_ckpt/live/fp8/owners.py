@@ -8,7 +8,6 @@ from typing import Any, Protocol
 from mbridge_fsdp_ckpt.families.naming import is_expert_name
 from mbridge_fsdp_ckpt.live.fp8 import state as extra_state
 from mbridge_fsdp_ckpt.live.megatron_fsdp import naming_of
-from mbridge_fsdp_ckpt.live.parts import parts_of
 from mbridge_fsdp_ckpt.live.topology import coordinates, replicas
 
 
@@ -27,16 +26,17 @@ class Saved(Protocol):
 _STATES, _OPEN = "states", "open_rows"
 
 
-def own_states(module: Any) -> Mapping[str, Mapping[str, extra_state.State]] | None:
+def own_states(module: Any, parts: Iterable[Any]) -> Mapping[str, Mapping[str, extra_state.State]] | None:
     """What this rank writes: states that no earlier replica writes, and every history's row that waits to be reduced.
 
     Args:
         module: A `MegatronFSDP` module.
+        parts: `parts_of` it.
 
     Returns:
         None where nothing scales with delay.
     """
-    if not any(map(extra_state.may_have_some, parts_of(module))):
+    if not any(map(extra_state.may_have_some, parts)):
         return None
     naming, written, every = naming_of(module), dict[str, extra_state.State](), dict[str, extra_state.State]()
     for name, part in module.named_modules():

@@ -3,26 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mbridge_fsdp_ckpt.agree.elsewhere import Seat
 from mbridge_fsdp_ckpt.agree.outcome import Outcome
 from mbridge_fsdp_ckpt.phases import Phases
-from mbridge_fsdp_ckpt.saving.snapshot import Prepared
+from mbridge_fsdp_ckpt.saving.snapshot import Prepared, Seen, plan_save
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.files import Json
 from mbridge_fsdp_ckpt.storage.format.values import encode
 
+_DOING = "planning the save"
+
+
+@dataclass(frozen=True, slots=True)
+class Still:
+    """What is saved: values as they were at the call, and what the optimizer's next step changes.
+
+    Args:
+        seen: With copies of buffers.
+        values: `Order.values` on rank 0, encoded.
+    """
+
+    seen: Seen
+    values: Json
+
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What is saved: values as they were at the call, and tensors, numbers too, that the optimizer's next step changes.
+    """The same, planned.
 
     Args:
-        prepared: With copies of buffers: a forward pass may change them.
-        values: `Order.values` on rank 0, encoded.
+        prepared: What this rank writes.
+        values: See `Still`.
     """
 
     prepared: Prepared
@@ -38,7 +53,7 @@ class Order:
         seat: This rank's, in the meetings.
         settings: See `Settings`.
         values: See `checkpoint.save`.
-        prepared: What this rank saves, or why it can't.
+        seen: What this rank saves, or why it can't.
         phases: The clock of the save.
         add_files: See `checkpoint.save`.
         after_commit: See `checkpoint.save`.
@@ -48,16 +63,20 @@ class Order:
     seat: Seat
     settings: Settings
     values: Mapping[str, Any]
-    prepared: Outcome[Prepared]
+    seen: Outcome[Seen]
     phases: Phases
     add_files: Callable[[Path], None] | None
     after_commit: Callable[[], None] | None
 
-    def snapshot(self) -> Outcome[Snapshot]:
-        """What is saved, but for tensors that only an optimizer's step changes."""
-        return self.prepared.then(self._snapshot, self.seat.rank, "planning the save")
+    def held_still(self) -> Outcome[Still]:
+        """What may change before an optimizer steps, as it is now."""
+        return self.seen.then(self._still, self.seat.rank, _DOING)
 
-    def _snapshot(self, prepared: Prepared) -> Snapshot:
-        held = [item._replace(flat=item.flat.clone()) if item.is_buffer else item for item in prepared.holdings]
+    def _still(self, seen: Seen) -> Still:
         values = encode(dict(self.values), "values") if self.seat.rank == 0 else None
-        return Snapshot(replace(prepared, holdings=held), values)
+        return Still(seen.held_still(), values)
+
+    def planned(self, still: Outcome[Still]) -> Outcome[Snapshot]:
+        """Plan it, before an optimizer steps.  Of the thread that copies."""
+        with self.phases("plan"):
+            return still.then(lambda own: Snapshot(plan_save(own.seen), own.values), self.seat.rank, _DOING)

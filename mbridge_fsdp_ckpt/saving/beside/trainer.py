@@ -23,7 +23,7 @@ from mbridge_fsdp_ckpt.saving.beside.channel import Message
 from mbridge_fsdp_ckpt.saving.beside.filling import Copies, Filling, OnHost, OnStream, pin
 from mbridge_fsdp_ckpt.saving.beside.handle import Saving
 from mbridge_fsdp_ckpt.saving.beside.memory import Staging, length_of, slots_for
-from mbridge_fsdp_ckpt.saving.beside.order import Order, Snapshot
+from mbridge_fsdp_ckpt.saving.beside.order import Order, Snapshot, Still
 from mbridge_fsdp_ckpt.saving.beside.process import WriterProcess
 from mbridge_fsdp_ckpt.saving.snapshot import Prepared
 from mbridge_fsdp_ckpt.settings import Settings
@@ -49,18 +49,20 @@ class Trainer:
             self._saves += 1
         self._served = served_store() if order.seat.name else None
         saving = Saving(order.directory, order.seat, order.add_files, order.after_commit, self._answer)
-        snapshot = order.snapshot()
-        on_device = snapshot.message(lambda own: own.prepared.is_on_device) is True
+        still = order.held_still()
+        on_device = still.message(lambda own: own.seen.is_on_device) is True
         copies: Copies = OnStream() if on_device else OnHost()
         # before the call returns, like all threads: none can begin once the interpreter ends, which waits for the save
         writer = Outcome.of(
             partial(self._writer_for, order.settings, order.seat), order.seat.rank, "starting the writer"
         )
         self._saving = saving
-        stage = partial(self._stage, saving, order, writer, snapshot, copies)
+        returning = threading.Event()  # else the call would wait for the interpreter's lock, which planning holds
+        stage = partial(self._stage, saving, order, writer, still, copies, returning)
         threading.Thread(target=saving.serve, name="asked by the writer", daemon=True).start()
         threading.Thread(target=stage, name="staging", daemon=True).start()
         saving.stalled += order.phases.elapsed
+        returning.set()
         return saving
 
     def wait_until_taken(self) -> None:
@@ -141,12 +143,15 @@ class Trainer:
         saving: Saving,
         order: Order,
         writer: Outcome[WriterProcess],
-        snapshot: Outcome[Snapshot],
+        still: Outcome[Still],
         copies: Copies,
+        returning: threading.Event,
     ) -> None:
-        """The thread that copies."""
+        """The thread that plans and copies."""
+        returning.wait()
         rank, doing = order.seat.rank, "beginning to save beside the training"
         try:
+            snapshot = order.planned(still)
             begin = writer.then(lambda writer: self._announce(writer, order, snapshot, copies), rank, doing)
             if isinstance(begin.brought, CheckpointError):
                 saving.give_up(begin.brought)

@@ -247,7 +247,7 @@ def optimizer_holdings(
     return holdings, stateless
 
 
-@lru_cache(maxsize=1 << 18)
+@lru_cache(maxsize=1 << 16)
 def _blocks(
     plan: ParameterPlan, slot: str | None, dtype: str, kind: Kind, vocabulary_size: int | None
 ) -> tuple[tuple[str, KeyEntry, Piece], ...]:

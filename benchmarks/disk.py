@@ -7,7 +7,8 @@ is installed, `torch_checkpointing`, whose files are flushed for it.  All kinds 
 flushed, and nothing that is read is in the page cache.  The memory that a kind takes is memory that the machine has
 (see `benchmarks.memory`).  Medians of the slowest rank.  What Megatron-FSDP does with loaded weights at the end of a
 load, a gather of all of them, is told apart; and what a load takes that finds its memory taken: it reads into new
-slots, so that one that fails leaves the old ones, where the others read into what is there.
+slots, so that one that fails leaves the old ones, where the others read into what is there.  For the same reason it
+copies verified weights once more, into live memory: "but for gather and copy" is the load without that.
 
 "Another layout" is a load from a checkpoint that as many ranks saved under tensor parallelism of two: every rank reads
 parts of what others wrote.  That it brings every bit is checked before the first turn (see `benchmarks.layouts`).
@@ -53,6 +54,7 @@ KINDS = (
     "load",
     "load but for the gather",
     "load but for the gather, memory taken before",
+    "load but for gather and copy",
     "load, another layout",
     "load but for the gather, another layout",
     "load, DCP",
@@ -61,6 +63,9 @@ KINDS = (
 )
 PHASES = ("open", "read", "agree", "fill", "refresh")
 """Of a load; the last one is the gather."""
+
+AFTER = PHASES[-2:]
+"""Those that begin when every byte is verified."""
 
 _BLOCK = 1 << 23
 
@@ -145,6 +150,7 @@ class _Rank:
         seconds = self._timed(lambda: loaded.append(mbridge_fsdp_ckpt.load(saved, **whole)))
         yield f"load{about}", seconds
         yield f"load but for the gather{about}", seconds - loaded[0].seconds["refresh"]
+        yield f"load but for gather and copy{about}", seconds - sum(loaded[0].seconds[name] for name in AFTER)
         for phase in PHASES:
             yield f"load{about}: {phase}", loaded[0].seconds[phase]
         self._own = dict(tensors(self._trainable))  # the load has put new slots in place

@@ -20,7 +20,7 @@ from mbridge_fsdp_ckpt.storage import growing
 from mbridge_fsdp_ckpt.storage.checksums import Hasher, checksum
 from mbridge_fsdp_ckpt.storage.files import file_checksum
 from mbridge_fsdp_ckpt.storage.format import payload
-from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter, host_bytes
+from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter, host_bytes, numbers_bytes
 from mbridge_fsdp_ckpt.storage.format.rows import Chunk
 from mbridge_fsdp_ckpt.storage.reading import ALIGNED
 from mbridge_fsdp_ckpt.storage.store import AnyPath
@@ -245,3 +245,9 @@ def test_of_a_device_one_piece_at_a_time_is_on_the_host(
     assert max(sizes) == 64
     for chunk, tensor in zip(chunks, tensors, strict=True):
         check(writer.path, chunk, tensor)
+
+
+def test_numbers_of_all_dtypes_are_fetched_together_and_stay_in_their_order() -> None:
+    numbers = [pattern(dtype, 3)[number].reshape(shape) for number in range(3) for dtype in DTYPES for shape in ((), 1)]
+    assert numbers_bytes(numbers) == list(map(expected_bytes, numbers))
+    assert numbers_bytes([]) == []

@@ -167,7 +167,7 @@ def numbers_bytes(numbers: Sequence[torch.Tensor]) -> list[bytes]:
         alike[number.dtype, number.device].append(place)
     found = [b""] * len(numbers)
     for places in alike.values():
-        data = host_bytes(torch.stack([numbers[place].detach().reshape(()) for place in places]))
+        data = host_bytes(torch.stack([numbers[place].detach().reshape(1).view(torch.uint8) for place in places]))
         for place, row in zip(places, data.reshape(len(places), -1), strict=True):
             found[place] = row.tobytes()
     return found

@@ -25,7 +25,7 @@ from mbridge_fsdp_ckpt.storage.format.rows import Chunk, Number
 from mbridge_fsdp_ckpt.storage.ranges import ByteRange
 from mbridge_fsdp_ckpt.storage.store import AnyPath, store_of
 
-_PIECE = 1 << 23  # bytes that are fetched from a device at once
+_PIECE = 1 << 22  # bytes that are fetched from a device at once; the allocator keeps several such
 
 
 class PayloadWriter:

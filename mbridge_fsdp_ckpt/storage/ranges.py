@@ -175,7 +175,7 @@ class OpenFiles:
             OSError: The storage refused.
         """
         fill = self._range_of(path, offset, length)
-        if length <= _SMALL:
+        if 0 < length <= _SMALL:
             whole = scratch.take(length)
             fill(memoryview(whole), 0)
             if hasher is not None:

@@ -31,13 +31,22 @@ def test_every_block_is_a_sign(length: int, blocks: int, tmp_path: Path, monkeyp
     assert signs == [3 * blocks]
 
 
+LARGE = 2 * HASHED_AT_ONCE + 64
+
+
 @pytest.mark.parametrize(
-    ("start", "kept"),
-    [(0, 0), (0, 1), (3, 4), (0, 2 * HASHED_AT_ONCE), (64, HASHED_AT_ONCE + 1), (HASHED_AT_ONCE, HASHED_AT_ONCE)],
+    ("length", "start", "kept"),
+    [
+        *((LARGE, start, kept) for start, kept in ((0, 0), (0, 1), (3, 4), (0, 2 * HASHED_AT_ONCE))),
+        *((LARGE, start, kept) for start, kept in ((64, HASHED_AT_ONCE + 1), (HASHED_AT_ONCE, HASHED_AT_ONCE))),
+        *((200, start, kept) for start, kept in ((0, 0), (0, 200), (64, 100), (199, 1))),
+    ],
 )
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_part_goes_to_its_place_and_all_is_hashed(start: int, kept: int, ahead: bool, tmp_path: Path) -> None:
-    path, length = tmp_path / "file", 2 * HASHED_AT_ONCE + 64
+def test_a_part_goes_to_its_place_and_all_is_hashed(
+    length: int, start: int, kept: int, ahead: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "file"
     data = np.random.default_rng(5).bytes(length + 9)
     path.write_bytes(data)
     files, hasher, memory = OpenFiles(), Hasher(), np.zeros(kept, dtype=np.uint8)

@@ -16,6 +16,7 @@ from typing import Literal
 
 from torch.distributed.checkpoint import FileSystemReader
 
+from benchmarks.cache import drop_from_cache
 from benchmarks.costs import Call, Cost, slowest
 from benchmarks.model import Size
 from benchmarks.training import DIST, SAFE, STOCK, RankReport, Training, train
@@ -158,7 +159,8 @@ def run_case(pool: RankPool, case: Case, scratch: Path | None, say: Callable[[st
         resumed = []
         for number in range(case.resumes):
             target = f"{directory}/resumed{number}"
-            _drop_from_cache(Path(root))
+            os.sync()
+            drop_from_cache(Path(root))
             resume = Training(case.size, case.format, steps, 1, target, load=root)
             resumed.append(_run(pool, case, resume))
             _check_checkpoint(case.format, Path(target), steps)
@@ -167,15 +169,6 @@ def run_case(pool: RankPool, case: Case, scratch: Path | None, say: Callable[[st
     measured = Measured(case, [trained], resumed, keys, size)
     _check_losses(measured, steps)
     return measured
-
-
-def _drop_from_cache(root: Path) -> None:
-    """Have all files on the disk, and nothing of them in the page cache: a load reads, whoever wrote last."""
-    os.sync()
-    for path in root.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _run(pool: RankPool, case: Case, training: Training) -> list[RankReport]:

@@ -125,16 +125,14 @@ def plan_model(module: Any) -> list[Planned]:
 
 def plan_with_parts(module: Any) -> tuple[list[Planned], list[Any]]:
     """The same, and the module with all below it: see `parts_of`."""
-    known, tensors = _known.get(module), None
-    parts = parts_as_marked(module, known.of_parts) if known is not None else None
-    stands = known is not None and parts is not None
-    parts = parts or parts_of(module)
-    if known is not None and stands:
-        tensors = known.places.find(module, parts)
+    known = _known.get(module)
+    marked = parts_as_marked(module, known.of_parts) if known is not None else None
+    tensors = known.places.find(module, marked) if known is not None and marked is not None else None
+    parts = marked or parts_of(module)
     if tensors is None:
         tensors = tensors_of(module)
     of_tensors = marks_of_tensors(tensors)
-    if known is None or not stands or known.of_tensors != of_tensors:
+    if known is None or marked is None or known.of_tensors != of_tensors:
         places, plans = Places.of(module, parts, tensors), tuple(_plans(model_parameters(module)))
         known = _known[module] = _Known(marks_of_parts(parts), of_tensors, places, plans)
     items = zip(known.plans, tensors.values(), strict=True)

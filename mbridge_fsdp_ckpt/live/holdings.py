@@ -6,7 +6,7 @@ looked up anew each time.  A rank holds pieces of few of a large model's paramet
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -24,7 +24,6 @@ from mbridge_fsdp_ckpt.live.megatron_fsdp import (
     refuse_quantized,
     tensors_of,
 )
-from mbridge_fsdp_ckpt.live.optimizer.adapters import adapters_for
 from mbridge_fsdp_ckpt.live.optimizer.base import Hyperparameters, OptimizerAdapter
 from mbridge_fsdp_ckpt.live.parts import PartMarks, Places, marks_of_parts, parts_as_marked, parts_of
 from mbridge_fsdp_ckpt.plan.boxes import Box
@@ -131,10 +130,9 @@ def plan_with_parts(module: Any) -> tuple[list[Planned], list[Any]]:
     parts = marked or parts_of(module)
     if tensors is None:
         tensors = tensors_of(module)
-    of_tensors = marks_of_tensors(tensors)
-    if known is None or marked is None or known.of_tensors != of_tensors:
+    if known is None or marked is None or not known.of_tensors.fit(tensors):
         places, plans = Places.of(module, parts, tensors), tuple(_plans(model_parameters(module)))
-        known = _known[module] = _Known(marks_of_parts(parts), of_tensors, places, plans)
+        known = _known[module] = _Known(marks_of_parts(parts), marks_of_tensors(tensors), places, plans)
     items = zip(known.plans, tensors.values(), strict=True)
     return [Planned(plan, tensor, is_buffer) for (plan, is_buffer), tensor in items], parts
 
@@ -205,23 +203,21 @@ class OptimizerPart:
             yield group.hyperparameters, [self.plans[id(parameter)] for parameter in group.parameters]
 
 
-def optimizer_parts(optimizer: Any, planned: list[Planned]) -> list[OptimizerPart]:
-    """The optimizer's parts, over parameters of this model.
+def optimizer_parts(adapters: Iterable[OptimizerAdapter], planned: list[Planned]) -> list[OptimizerPart]:
+    """What adapters update (`adapters_for` an optimizer), over parameters of this model.
 
     Raises:
         ConfigurationError: It updates a parameter that the model does not have.
     """
-    plans: dict[int, ParameterPlan] = {}
-    for item in planned:
-        plans.setdefault(id(item.tensor), item.plan)  # tied weights: the first name, as Megatron names them
-    parts = [OptimizerPart(adapter, plans) for adapter in adapters_for(optimizer)]
+    plans = {id(item.tensor): item.plan for item in reversed(planned)}  # tied: the first name, as Megatron names them
+    parts = [OptimizerPart(adapter, plans) for adapter in adapters]
     for part in parts:
         for group in part.adapter.groups():
-            strangers = [tuple(p.shape) for p in group.parameters if id(p) not in plans]
+            strangers = [parameter for parameter in group.parameters if id(parameter) not in plans]
             if strangers:
                 raise ConfigurationError(
                     expected="an optimizer over this model's parameters",
-                    found=f"{len(strangers)} others, the first of shape {strangers[0]}",
+                    found=f"{len(strangers)} others, the first of shape {tuple(strangers[0].shape)}",
                     remedy="Pass the model and the optimizer that were built together.",
                 )
     return parts

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import eq
+from itertools import chain
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -18,9 +18,30 @@ import torch
 
 from mbridge_fsdp_ckpt.live.megatron_fsdp import both_parameters
 
-type PartMarks = list[tuple[Any, ...]]
-
 _NONE: Mapping[str, Any] = {}
+_KINDS, _LEFT_OUT = ("_modules", "_buffers", "_parameters"), "_non_persistent_buffers_set"
+_NAMED_BY = (
+    "layer_number",
+    "num_local_experts",
+    "mtp_layer_pattern",
+    "pre_process",
+    "share_embeddings_and_output_weights",
+    "vocab_start_index",
+)
+
+
+class PartMarks(NamedTuple):
+    """Modules as they were.
+
+    Args:
+        parts: Which ones.
+        numbered: The places of those that have something of `_NAMED_BY`.
+        columns: See `_columns`.
+    """
+
+    parts: list[ref[Any]]
+    numbered: list[int]
+    columns: list[list[Any]]
 
 
 def parts_of(module: Any) -> list[Any]:
@@ -38,7 +59,9 @@ def parts_of(module: Any) -> list[Any]:
 
 def marks_of_parts(parts: Iterable[Any]) -> PartMarks:
     """What names, and the choice of tensors, depend on, as values to compare.  Nothing is kept alive."""
-    return list(map(_mark, parts))
+    parts = list(parts)
+    numbered = [number for number, part in enumerate(parts) if not vars(part).keys().isdisjoint(_NAMED_BY)]
+    return PartMarks(list(map(ref, parts)), numbered, _columns(parts, numbered))
 
 
 def parts_as_marked(first: Any, marks: PartMarks) -> list[Any] | None:
@@ -48,27 +71,22 @@ def parts_as_marked(first: Any, marks: PartMarks) -> list[Any] | None:
         first: The first of them, with all others below it.
         marks: What `marks_of_parts` gave of them.
     """
-    parts = [mark[0]() for mark in marks]
+    parts = [part() for part in marks.parts]
     if parts[0] is not first or any(part is None for part in parts):
         return None
-    return parts if all(map(eq, map(_mark, parts), marks)) else None
+    return parts if _columns(parts, marks.numbered) == marks.columns else None
 
 
-def _mark(part: Any) -> tuple[Any, ...]:
-    own = vars(part)
-    below, within, get = own.get("_modules", _NONE), own.get("_buffers", _NONE), own.get
-    return (
-        ref(part),
-        (*below, *map(id, below.values())) if below else (),
-        tuple(get("_parameters", _NONE)),
-        (*within, *sorted(own["_non_persistent_buffers_set"])) if within else (),
-        get("layer_number"),
-        get("num_local_experts"),
-        get("mtp_layer_pattern"),
-        get("pre_process"),
-        get("share_embeddings_and_output_weights"),
-        get("vocab_start_index"),
-    )
+def _columns(parts: Sequence[Any], numbered: Iterable[int]) -> list[list[Any]]:
+    """What is asked of each, a list an attribute: to make a thing for each part takes several times as long."""
+    own: list[dict[str, Any]] = list(map(vars, parts))
+    columns = [[own[number].get(name) for number in numbered] for name in _NAMED_BY]
+    below, within, parameters = ([of.get(kind, _NONE) for of in own] for kind in _KINDS)
+    for held in (below, within, parameters):
+        columns += [list(map(len, held)), list(chain.from_iterable(held))]
+    columns.append([id(part) for children in below if children for part in children.values()])
+    columns.append([frozenset(of[_LEFT_OUT]) for of, buffers in zip(own, within, strict=True) if buffers])
+    return columns
 
 
 class _Place(NamedTuple):

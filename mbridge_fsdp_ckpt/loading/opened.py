@@ -16,6 +16,7 @@ from mbridge_fsdp_ckpt.live.fp8.owners import restorations
 from mbridge_fsdp_ckpt.live.fp8.state import Restoration
 from mbridge_fsdp_ckpt.live.holdings import KeyFilter, OptimizerPart, Planned, optimizer_parts, plan_model
 from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module
+from mbridge_fsdp_ckpt.live.optimizer.adapters import adapters_for
 from mbridge_fsdp_ckpt.live.optimizer.base import Hyperparameters
 from mbridge_fsdp_ckpt.live.topology import coordinates
 from mbridge_fsdp_ckpt.loading.match import Match, check_coverage
@@ -107,7 +108,7 @@ def open_and_match(directory: AnyPath, wanted: Wanted, settings: Settings, agree
     source.look_near(ranks_with_copies(Mates(module), (item.plan for item in everything), agreement.rank))
     source = under_new_names(source, [item.plan for item in everything])
     planned = [p for p in everything if include is None or include(p.plan.layout.key)]
-    parts = optimizer_parts(wanted.optimizer, everything) if wanted.optimizer is not None else []
+    parts = optimizer_parts(adapters_for(wanted.optimizer), everything) if wanted.optimizer is not None else []
     opened = Opened(source, settings, module, include, planned, parts, wanted.with_state and bool(parts))
     match = _match(opened, everything=False)
     if not match.fits:

@@ -21,6 +21,8 @@ from mbridge_fsdp_ckpt.live.holdings import (
     plan_with_parts,
 )
 from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module
+from mbridge_fsdp_ckpt.live.optimizer.adapters import adapters_for
+from mbridge_fsdp_ckpt.live.optimizer.base import OptimizerAdapter
 from mbridge_fsdp_ckpt.live.topology import coordinates, sharding_strategy, topology
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry, Section
 from mbridge_fsdp_ckpt.plan.pieces import ParameterPlan, Piece
@@ -93,9 +95,9 @@ class Seen:
     Args:
         module: The `MegatronFSDP` module.
         planned: Its parameters and buffers.
-        parts: The optimizers' parts; none where no optimizer is saved.
-        hyperparameters: See `_hyperparameters`.
-        said: What the index file says, but for what the optimizer's state tells.
+        adapters: Of the optimizers; none where none is saved.
+        hyperparameters: Encoded, of each of their param groups.
+        said: What the index file says, but for what the optimizer tells.
         shape: `Outgoing.topology`.
         include: See `checkpoint.save`.
         vocabulary_size: See `Settings`.
@@ -103,8 +105,8 @@ class Seen:
 
     module: Any
     planned: list[Planned]
-    parts: list[OptimizerPart]
-    hyperparameters: _Hyperparameters
+    adapters: list[OptimizerAdapter]
+    hyperparameters: list[dict[str, Json]]
     said: RankIndex
     shape: dict[str, int | str]
     include: KeyFilter | None
@@ -136,20 +138,20 @@ def look(
     require("save and load")
     module = find_fsdp_module(model)
     planned, modules = plan_with_parts(module)
-    parts = optimizer_parts(optimizer, planned) if optimizer is not None else []
-    place, states, hyperparameters = coordinates(), own_states(module, modules), _hyperparameters(parts)
+    adapters = adapters_for(optimizer) if optimizer is not None else []
+    place, states = coordinates(), own_states(module, modules)
     said = RankIndex(
         rank=place["rank"],
         coordinates=place,
         payload=None,
         keys={},
-        parameters=hyperparameters.of_parameters,
-        param_groups=hyperparameters.of_groups,
+        parameters={},
+        param_groups={},
         states=sorted({name for kind in (states or {}).values() for name in kind}),
         own=RankOwn(values=encode(dict(rank_values or {}), "rank_values"), extra_state=encode(states, "extra_state")),
     )
     shape = {**topology(), "strategy": sharding_strategy(module)}
-    return Seen(module, planned, parts, hyperparameters, said, shape, include, vocabulary_size)
+    return Seen(module, planned, adapters, _encoded(adapters), said, shape, include, vocabulary_size)
 
 
 def plan_save(seen: Seen) -> Prepared:
@@ -158,15 +160,17 @@ def plan_save(seen: Seen) -> Prepared:
     Raises:
         CheckpointError: The model or the optimizer cannot be saved.
     """
+    parts = optimizer_parts(seen.adapters, seen.planned)
     holdings = list(model_holdings(seen.planned, seen.include, seen.vocabulary_size))
-    slots, stateless = optimizer_holdings(seen.parts, seen.vocabulary_size)
-    sections: tuple[Section, ...] = ("model", "optimizer") if seen.parts else ("model",)
+    slots, stateless = optimizer_holdings(parts, seen.vocabulary_size)
+    sections: tuple[Section, ...] = ("model", "optimizer") if parts else ("model",)
     numbers = [holding for holding in slots if holding.is_scalar]
     holdings += [holding for holding in slots if holding.declares]
     held, known = _held(holdings, numbers), _described.get(seen.module)
     if known is None or known.held != held:
         known = _described[seen.module] = _describe(holdings, numbers, held)
-    said, encoded = replace(seen.said, stateless=stateless), seen.hyperparameters.encoded
+    of_parameters, of_groups, encoded = _hyperparameters(parts, seen.hyperparameters)
+    said = replace(seen.said, stateless=stateless, parameters=of_parameters, param_groups=of_groups)
     return Prepared(_outgoing(known, said, encoded, sections, seen.shape), holdings, numbers)
 
 
@@ -233,6 +237,13 @@ def _outgoing(
     return Outgoing(known.blocks, known.keys, [], known.sketch, said, hyperparameters, sections, shape)
 
 
+def _encoded(adapters: Iterable[OptimizerAdapter]) -> list[dict[str, Json]]:
+    """Hyperparameters of every param group, as they are now: a scheduler changes them."""
+    groups = (group for adapter in adapters for group in adapter.groups())
+    encoded = (encode(dict(group.hyperparameters), "optimizer.param_to_group_meta") for group in groups)
+    return cast("list[dict[str, Json]]", list(encoded))
+
+
 class _Hyperparameters(NamedTuple):
     """Those that a rank tells of.
 
@@ -247,12 +258,12 @@ class _Hyperparameters(NamedTuple):
     encoded: dict[int, dict[str, Json]]
 
 
-def _hyperparameters(parts: Iterable[OptimizerPart]) -> _Hyperparameters:
+def _hyperparameters(parts: Iterable[OptimizerPart], of_groups: Iterable[dict[str, Json]]) -> _Hyperparameters:
     """A group of which a rank holds nothing says nothing: FusedAdam counts its steps where it steps something."""
     found = _Hyperparameters({}, {}, {})
-    for part in parts:
-        for values, plans in part.held_groups():
-            encoded = cast("dict[str, Json]", encode(dict(values), "optimizer.param_to_group_meta"))
+    plans_of = (plans for part in parts for _, plans in part.group_plans())
+    for plans, encoded in zip(plans_of, of_groups, strict=True):
+        if any(plan.pieces for plan in plans):
             hashed = hash_of(encoded)
             found.encoded[hashed] = encoded
             found.of_groups[param_group_name(plan.layout.optimizer_name for plan in plans)] = hashed

@@ -108,7 +108,7 @@ def _held(model: Any, optimizer: Any) -> dict[tuple[str, Any], torch.Tensor]:
     planned = plan_model(find_fsdp_module(model))
     holdings = list(model_holdings(planned))
     if optimizer is not None:
-        holdings += optimizer_holdings(optimizer_parts(optimizer, planned))[0]
+        holdings += optimizer_holdings(optimizer_parts(adapters_for(optimizer), planned))[0]
     return {(item.key, item.box): item.elements().clone() for item in holdings}
 
 

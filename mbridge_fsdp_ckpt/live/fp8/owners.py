@@ -36,7 +36,7 @@ def own_states(module: Any, parts: Iterable[Any]) -> Mapping[str, Mapping[str, e
     Returns:
         None where nothing scales with delay.
     """
-    if not any(map(extra_state.may_have_some, parts)):
+    if not extra_state.may_have_some(parts):
         return None
     naming, written, every = naming_of(module), dict[str, extra_state.State](), dict[str, extra_state.State]()
     for name, part in module.named_modules():

@@ -8,6 +8,7 @@ fp16 and fp8 states carry a scale a shard: they are stored as the fp32 values th
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -41,8 +42,12 @@ class FusedAdamAdapter:
     def __init__(self, optimizer: Any) -> None:
         probe("a FusedAdam", optimizer)
         self.optimizer = optimizer
-        self._groups = groups_of(optimizer)
         self._made: dict[torch.Tensor, _Kept] = {}
+
+    @cached_property
+    def _groups(self) -> dict[int, Hyperparameters]:
+        """Not asked for by a save."""
+        return groups_of(self.optimizer)
 
     def groups(self) -> list[Group]:
         """See `OptimizerAdapter`."""

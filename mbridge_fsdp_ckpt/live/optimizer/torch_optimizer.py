@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 
 from mbridge_fsdp_ckpt.live.optimizer.base import (
@@ -28,7 +30,11 @@ class TorchOptimizerAdapter:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
-        self._groups = groups_of(optimizer)
+
+    @cached_property
+    def _groups(self) -> dict[int, Hyperparameters]:
+        """Not asked for by a save."""
+        return groups_of(self.optimizer)
 
     def groups(self) -> list[Group]:
         """See `OptimizerAdapter`."""

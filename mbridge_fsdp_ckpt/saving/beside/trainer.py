@@ -59,7 +59,8 @@ class Trainer:
         self._saving = saving
         returning = threading.Event()  # else the call would wait for the interpreter's lock, which planning holds
         stage = partial(self._stage, saving, order, writer, still, copies, returning)
-        threading.Thread(target=saving.serve, name="asked by the writer", daemon=True).start()
+        if order.add_files is not None or order.after_commit is not None:
+            threading.Thread(target=saving.serve, name="asked by the writer", daemon=True).start()
         threading.Thread(target=stage, name="staging", daemon=True).start()
         saving.stalled += order.phases.elapsed
         returning.set()

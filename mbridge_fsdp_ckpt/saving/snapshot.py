@@ -60,11 +60,6 @@ class Prepared:
         return replace(self.outgoing, numbers=rows)
 
     @property
-    def is_on_device(self) -> bool:
-        """Whether any of the tensors is."""
-        return any(holding.flat.is_cuda for holding in self.holdings)
-
-    @property
     def elements(self) -> Elements:
         """The tensors as they are now."""
         return _Live(self.holdings)

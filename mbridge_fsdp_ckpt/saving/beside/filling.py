@@ -32,6 +32,9 @@ class Copies(Protocol):
     def reading(self) -> AbstractContextManager[Any]:
         """Around what reads tensors by itself."""
 
+    def prepare(self, staging: Staging) -> bool:
+        """Make memory ready to be copied into; whether that worked."""
+
 
 class Filling:
     """One save's stream on its way into staging memory.
@@ -98,6 +101,10 @@ class OnHost:
         """See `Copies`."""
         return nullcontext()
 
+    def prepare(self, staging: Staging) -> bool:
+        """See `Copies`: there is nothing to do."""
+        return True
+
 
 class OnStream:
     """See `Copies`: tensors of a device, on a stream of their own, which begins after what the caller's has to do.
@@ -123,12 +130,21 @@ class OnStream:
         """See `Copies`: after what the trainer's stream had to do at the save, and not after what it got since."""
         return torch.cuda.stream(self._stream)
 
+    def prepare(self, staging: Staging) -> bool:
+        """See `Copies`: page-locked, a device copies into it by itself.
 
-def pin(staging: Staging) -> bool:
-    """Page-lock the memory, so that a device copies into it by itself; whether that worked."""
-    pointer, size = staging.bytes.ctypes.data, staging.bytes.nbytes
-    runtime: Any = torch.cuda.cudart()
-    if int(runtime.cudaHostRegister(pointer, size, 0)):
-        return False
-    staging.before_close = lambda: runtime.cudaHostUnregister(pointer)
-    return True
+        CUDA asks for it on the current device, which is the first one in a thread that has chosen none: a rank must
+        not take memory of another rank's device for that.
+        """
+        pointer, size = staging.bytes.ctypes.data, staging.bytes.nbytes
+        runtime: Any = torch.cuda.cudart()
+
+        def undo() -> None:
+            with torch.cuda.device(self._device):
+                runtime.cudaHostUnregister(pointer)
+
+        with torch.cuda.device(self._device):
+            if int(runtime.cudaHostRegister(pointer, size, 0)):
+                return False
+        staging.before_close = undo
+        return True

@@ -20,7 +20,7 @@ from mbridge_fsdp_ckpt.agree.signs import STORE_ERRORS
 from mbridge_fsdp_ckpt.errors import CheckpointError, SaveAbandonedError
 from mbridge_fsdp_ckpt.saving.beside import wire
 from mbridge_fsdp_ckpt.saving.beside.channel import Message
-from mbridge_fsdp_ckpt.saving.beside.filling import Copies, Filling, OnHost, OnStream, pin
+from mbridge_fsdp_ckpt.saving.beside.filling import Copies, Filling, OnHost, OnStream
 from mbridge_fsdp_ckpt.saving.beside.handle import Saving
 from mbridge_fsdp_ckpt.saving.beside.memory import Staging, length_of, slots_for
 from mbridge_fsdp_ckpt.saving.beside.order import Order, Snapshot, Still
@@ -200,7 +200,7 @@ class Trainer:
         needed = length_of(outgoing.blocks[number].nbytes for number in outgoing.chunks)
         slots = slots_for(needed, order.settings.staging_limit)
         if writer.staging is None or writer.staging.slots != slots:
-            descriptor = self._replace_staging(writer, slots, on_device=brought.prepared.is_on_device).descriptor
+            descriptor = self._replace_staging(writer, slots, copies).descriptor
             message["slots"] = slots
         if (layout := wire.layout_of(outgoing)) != writer.layout:
             writer.layout = layout
@@ -208,10 +208,10 @@ class Trainer:
         writer.send(message | {"values": brought.values, "planned": wire.to_wire(outgoing)}, descriptor)
         return writer
 
-    def _replace_staging(self, writer: WriterProcess, slots: int, *, on_device: bool) -> Staging:
+    def _replace_staging(self, writer: WriterProcess, slots: int, copies: Copies) -> Staging:
         writer.drop_staging()
         writer.staging = staging = Staging.create(slots)
-        if on_device and not pin(staging):
+        if not copies.prepare(staging):
             _log.warning("staging memory cannot be page-locked: copies from the device take longer")
         return staging
 

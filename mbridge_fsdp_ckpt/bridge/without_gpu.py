@@ -35,13 +35,10 @@ def without_memory() -> Iterator[None]:
 @contextmanager
 def _pretending(device: torch.device) -> Iterator[None]:
     """Let tensors that are made on "cuda" land on a device."""
-    patches = Patches()
-    try:
+    with Patches() as patches:
         _patch(patches)
         with _On(device):
             yield
-    finally:
-        patches.undo()
 
 
 @contextmanager
@@ -50,13 +47,9 @@ def current_device_is_cpu() -> Iterator[None]:
     if torch.cuda.is_available():
         yield
         return
-    patches = Patches()
-    try:
+    with Patches() as patches, _On(_CPU):
         patches.set(torch.cuda, "current_device", _always(_INDEX))
-        with _On(_CPU):
-            yield
-    finally:
-        patches.undo()
+        yield
 
 
 def _patch(patches: Patches) -> None:

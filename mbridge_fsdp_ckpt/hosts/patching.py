@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, Self
 
 _ABSENT: Final = object()
 
 
 class Patches:
-    """A list of replaced attributes that can be undone.
+    """A list of replaced attributes that can be undone; as a context, it is at the end of the block.
 
     An attribute that the owner merely inherited (`torch.Tensor.cpu` lives in a C base class) is deleted
     again on undo instead of being pinned to the owner, so that afterwards the owner is as it was.
@@ -18,6 +18,12 @@ class Patches:
 
     def __init__(self) -> None:
         self._replaced: list[tuple[Any, str, Any]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Replace `owner.name`; remember what the owner itself held under that name."""

@@ -82,7 +82,7 @@ def count_collectives() -> Iterator[CollectiveCounts]:
     Functional collectives count under the names of their functions.  Calls of methods of a ProcessGroup and of
     torch.ops, which name no function of torch.distributed, are not seen.  Creating groups is not a collective.
     """
-    counts, depth, patches = CollectiveCounts(), threading.local(), Patches()
+    counts, depth = CollectiveCounts(), threading.local()
     replacements = []
     for owner, names, counter in (
         (distributed_c10d, COLLECTIVES, counts.collectives),
@@ -91,11 +91,9 @@ def count_collectives() -> Iterator[CollectiveCounts]:
     ):
         found = [(getattr(owner, name, None), name) for name in names]  # the names span versions of torch
         replacements += [(call, _counted(call, name, counter, depth)) for call, name in found if call is not None]
-    try:
+    with Patches() as patches:
         rebind_everywhere(patches, replacements)
         yield counts
-    finally:
-        patches.undo()
 
 
 def _counted(

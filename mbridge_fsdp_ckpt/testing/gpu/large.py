@@ -130,26 +130,24 @@ class Parts:
 @contextmanager
 def _parts() -> Iterator[Parts]:
     """Time what a save and a load are made of, as long as the block runs."""
-    parts, patches = Parts(), Patches()
-    begin = ReadAhead.begin
+    parts, begin = Parts(), ReadAhead.begin
 
     def timed_begin(self: Any, *args: Any) -> Callable[..., int] | None:
         fill = begin(self, *args)
         return None if fill is None else parts.timed("reading", fill, lambda count, *_: count)
 
-    for owner, name, part, size_of in (
+    calls = (
         (payload, "host_bytes", "device to host", lambda result, *_: result.nbytes),
         (Hasher, "update", "hashing", lambda _, __, data: memoryview(data).nbytes),
         (GrowingFile, "write", "writing", lambda _, __, block: memoryview(block).nbytes),
         (GrowingFile, "finish", "writing", lambda *_: 0),
         (Destination, "take", "host to device", lambda count, own, *_: count * own.memory.itemsize),
-    ):
-        patches.set(owner, name, parts.timed(part, getattr(owner, name), size_of))
-    patches.set(ReadAhead, "begin", timed_begin)
-    try:
+    )
+    with Patches() as patches:
+        for owner, name, part, size_of in calls:
+            patches.set(owner, name, parts.timed(part, getattr(owner, name), size_of))
+        patches.set(ReadAhead, "begin", timed_begin)
         yield parts
-    finally:
-        patches.undo()
 
 
 def _figures(size: int, seconds: float, parts: Parts) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 import torch
 
 from mbridge_fsdp_ckpt.errors import KeyMismatchError, ManifestError
-from mbridge_fsdp_ckpt.live.holdings import Planned
+from mbridge_fsdp_ckpt.live.planned import Planned
 from mbridge_fsdp_ckpt.plan.boxes import Box, Shape, whole
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
 from mbridge_fsdp_ckpt.plan.keys import STATE_PREFIX, KeyEntry, Kind

@@ -14,10 +14,11 @@ from mbridge_fsdp_ckpt.families import default_registry
 from mbridge_fsdp_ckpt.live.copies import Mates, ranks_with_copies
 from mbridge_fsdp_ckpt.live.fp8.owners import restorations
 from mbridge_fsdp_ckpt.live.fp8.state import Restoration
-from mbridge_fsdp_ckpt.live.holdings import KeyFilter, OptimizerPart, Planned, optimizer_parts, plan_model
+from mbridge_fsdp_ckpt.live.holdings import KeyFilter, OptimizerPart, optimizer_parts
 from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module
 from mbridge_fsdp_ckpt.live.optimizer.adapters import adapters_for
 from mbridge_fsdp_ckpt.live.optimizer.base import Hyperparameters
+from mbridge_fsdp_ckpt.live.planned import Planned, plan_model
 from mbridge_fsdp_ckpt.live.topology import coordinates
 from mbridge_fsdp_ckpt.loading.match import Match, check_coverage
 from mbridge_fsdp_ckpt.loading.renaming import under_new_names

@@ -40,7 +40,7 @@ class Subject:
 
 
 class RehearsedModel(PlainModel):
-    """What `live.holdings.plan_model` takes for a model wrapped in Megatron-FSDP, on one rank.
+    """What `live.planned.plan_model` takes for a model wrapped in Megatron-FSDP, on one rank.
 
     Args:
         subject: The model.

@@ -14,15 +14,14 @@ from mbridge_fsdp_ckpt.live.holdings import (
     Holding,
     KeyFilter,
     OptimizerPart,
-    Planned,
     model_holdings,
     optimizer_holdings,
     optimizer_parts,
-    plan_with_parts,
 )
 from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module
 from mbridge_fsdp_ckpt.live.optimizer.adapters import adapters_for
 from mbridge_fsdp_ckpt.live.optimizer.base import OptimizerAdapter
+from mbridge_fsdp_ckpt.live.planned import PlannedTensors, plan_with_parts
 from mbridge_fsdp_ckpt.live.topology import coordinates, sharding_strategy, topology
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry, Section
 from mbridge_fsdp_ckpt.plan.pieces import ParameterPlan, Piece
@@ -89,7 +88,7 @@ class Seen:
 
     Args:
         module: The `MegatronFSDP` module.
-        planned: Its parameters and buffers.
+        tensors: Its parameters and buffers.
         adapters: Of the optimizers; none where none is saved.
         hyperparameters: Encoded, of each of their param groups.
         said: What the index file says, but for what the optimizer tells.
@@ -99,7 +98,7 @@ class Seen:
     """
 
     module: Any
-    planned: list[Planned]
+    tensors: PlannedTensors
     adapters: list[OptimizerAdapter]
     hyperparameters: list[dict[str, Json]]
     said: RankIndex
@@ -110,12 +109,11 @@ class Seen:
     @property
     def is_on_device(self) -> bool:
         """Whether some of it is."""
-        return any(item.tensor.is_cuda for item in self.planned)
+        return self.tensors.is_on_device
 
     def held_still(self) -> Seen:
-        """The same with copies of buffers: a forward pass may change them."""
-        still = [item._replace(tensor=item.tensor.clone()) if item.is_buffer else item for item in self.planned]
-        return replace(self, planned=still)
+        """The same with copies of buffers."""
+        return replace(self, tensors=self.tensors.held_still())
 
 
 def look(
@@ -132,7 +130,7 @@ def look(
     """
     require("save and load")
     module = find_fsdp_module(model)
-    planned, modules = plan_with_parts(module)
+    tensors, modules = plan_with_parts(module)
     adapters = adapters_for(optimizer) if optimizer is not None else []
     place, states = coordinates(), own_states(module, modules)
     said = RankIndex(
@@ -146,7 +144,7 @@ def look(
         own=RankOwn(values=encode(dict(rank_values or {}), "rank_values"), extra_state=encode(states, "extra_state")),
     )
     shape = {**topology(), "strategy": sharding_strategy(module)}
-    return Seen(module, planned, adapters, _encoded(adapters), said, shape, include, vocabulary_size)
+    return Seen(module, tensors, adapters, _encoded(adapters), said, shape, include, vocabulary_size)
 
 
 def plan_save(seen: Seen) -> Prepared:
@@ -155,8 +153,9 @@ def plan_save(seen: Seen) -> Prepared:
     Raises:
         CheckpointError: The model or the optimizer cannot be saved.
     """
-    parts = optimizer_parts(seen.adapters, seen.planned)
-    holdings = list(model_holdings(seen.planned, seen.include, seen.vocabulary_size))
+    planned = seen.tensors.each()
+    parts = optimizer_parts(seen.adapters, planned)
+    holdings = list(model_holdings(planned, seen.include, seen.vocabulary_size))
     slots, stateless = optimizer_holdings(parts, seen.vocabulary_size)
     sections: tuple[Section, ...] = ("model", "optimizer") if parts else ("model",)
     numbers = [holding for holding in slots if holding.is_scalar]

@@ -20,10 +20,11 @@ from mbridge_fsdp_ckpt.bridge.without_gpu import ExtendedRMSNorm
 from mbridge_fsdp_ckpt.care.compare import Tolerance
 from mbridge_fsdp_ckpt.care.diff import differences
 from mbridge_fsdp_ckpt.convert.hugging_face import Sizes, arrange
-from mbridge_fsdp_ckpt.live.holdings import model_holdings, optimizer_holdings, optimizer_parts, plan_model
+from mbridge_fsdp_ckpt.live.holdings import model_holdings, optimizer_holdings, optimizer_parts
 from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module, local_shard
 from mbridge_fsdp_ckpt.live.optimizer.adapters import adapters_for
 from mbridge_fsdp_ckpt.live.optimizer.base import STEP
+from mbridge_fsdp_ckpt.live.planned import plan_model
 from mbridge_fsdp_ckpt.recipes.tiny import shrink_model
 from mbridge_fsdp_ckpt.rehearsal.choices import Choices, Described, describe
 from mbridge_fsdp_ckpt.rehearsal.layout import JobLayout, in_small, other_than

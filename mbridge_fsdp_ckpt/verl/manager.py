@@ -25,9 +25,10 @@ from mbridge_fsdp_ckpt import checkpoint
 from mbridge_fsdp_ckpt.bridge.choice import tokens_of
 from mbridge_fsdp_ckpt.errors import KeyMismatchError, NotACheckpointError
 from mbridge_fsdp_ckpt.hosts.restoration import saved_loss_scales
-from mbridge_fsdp_ckpt.live.holdings import optimizer_parts, plan_model
+from mbridge_fsdp_ckpt.live.holdings import optimizer_parts
 from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module
 from mbridge_fsdp_ckpt.live.optimizer.adapters import adapters_for
+from mbridge_fsdp_ckpt.live.planned import plan_model
 from mbridge_fsdp_ckpt.loading.fill import refresh
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.verl.beside import Following, begun

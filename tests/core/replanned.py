@@ -14,7 +14,7 @@ import torch
 from mbridge_fsdp_ckpt.errors import CheckpointError
 from mbridge_fsdp_ckpt.families.declaration import ParameterContext
 from mbridge_fsdp_ckpt.families.registry import default_registry
-from mbridge_fsdp_ckpt.live import holdings
+from mbridge_fsdp_ckpt.live import planned
 from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module, tensors_of
 from mbridge_fsdp_ckpt.live.parts import Places, parts_of
 from mbridge_fsdp_ckpt.saving.snapshot import Prepared, look, plan_save
@@ -52,13 +52,13 @@ class _Saves:
         """What a save plans, counted."""
 
         def counting(what: str, name: str) -> Any:
-            plain = getattr(holdings, name)
+            plain = getattr(planned, name)
 
             def counted(*arguments: Any) -> Any:
                 setattr(self, what, getattr(self, what) + 1)
                 return plain(*arguments)
 
-            return patch.object(holdings, name, counted)
+            return patch.object(planned, name, counted)
 
         counted = ("plannings", "model_parameters"), ("parameters", "plan_parameter"), ("state_dicts", "tensors_of")
         with ExitStack() as stack:

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.live.copies import Mates, ranks_with_copies
-from mbridge_fsdp_ckpt.live.holdings import plan_model
 from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module, local_shard
+from mbridge_fsdp_ckpt.live.planned import plan_model
 from mbridge_fsdp_ckpt.loading import exchange, sharing
 from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
 from mbridge_fsdp_ckpt.storage.ranges import OpenFiles

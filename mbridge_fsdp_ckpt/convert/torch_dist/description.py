@@ -29,8 +29,9 @@ from mbridge_fsdp_ckpt.convert.torch_dist.links import Link, Part, block_of, lin
 from mbridge_fsdp_ckpt.convert.torch_dist.reader import LinkedChunks
 from mbridge_fsdp_ckpt.convert.torch_dist.unsharded import UnshardedModel, hyperparameters_of
 from mbridge_fsdp_ckpt.errors import KeyMismatchError
-from mbridge_fsdp_ckpt.live.holdings import Holding, Planned, model_holdings, plan_model
+from mbridge_fsdp_ckpt.live.holdings import Holding, model_holdings
 from mbridge_fsdp_ckpt.live.megatron_fsdp import local_shard, storage_of
+from mbridge_fsdp_ckpt.live.planned import Planned, plan_model
 from mbridge_fsdp_ckpt.loading.match import listed
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.storage.format.values import encode

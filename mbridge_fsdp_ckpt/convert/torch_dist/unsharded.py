@@ -16,8 +16,8 @@ from mbridge_fsdp_ckpt.convert.description import Parameters
 from mbridge_fsdp_ckpt.convert.torch_dist.common import Common
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.families.naming import is_expert_name
-from mbridge_fsdp_ckpt.live.holdings import Planned
 from mbridge_fsdp_ckpt.live.megatron_fsdp import local_shard, storage_of
+from mbridge_fsdp_ckpt.live.planned import Planned
 from mbridge_fsdp_ckpt.storage.format.values import encode
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 

@@ -28,8 +28,8 @@ from mbridge_fsdp_ckpt.storage.writeback import WriteBack
 BLOCK = 1 << 23
 """Bytes that are written at once."""
 
-BLOCKS = 4
-"""Blocks of memory that a file has: one that is filled, the others are on their way."""
+BLOCKS = 3
+"""Blocks of memory that a file has: one that is filled, the others are on their way.  A fourth gained nothing."""
 
 _HELPERS = 2  # one writes while the other is between two blocks
 

@@ -8,7 +8,8 @@ flushed, and nothing that is read is in the page cache.  The memory that a kind 
 (see `benchmarks.memory`).  Medians of the slowest rank.  What Megatron-FSDP does with loaded weights at the end of a
 load, a gather of all of them, is told apart; and what a load takes that finds its memory taken: it reads into new
 slots, so that one that fails leaves the old ones, where the others read into what is there.  For the same reason it
-copies verified weights once more, into live memory: "but for gather and copy" is the load without that.
+copies verified weights once more, into live memory: "but for gather and copy" is the load without that.  "But for
+stock's view" is a save without the file that stock reads it by (`Settings.dcp_metadata`), which none of the others has.
 
 "Another layout" is a load from a checkpoint that as many ranks saved under tensor parallelism of two: every rank reads
 parts of what others wrote.  That it brings every bit is checked before the first turn (see `benchmarks.layouts`).
@@ -48,6 +49,7 @@ RAW = {
 KINDS = (
     *RAW["write"],
     "save",
+    "save but for stock's view",
     "save, DCP",
     *(("save, torch_checkpointing",) if peers.IS_INSTALLED else ()),
     *RAW["read"],
@@ -128,8 +130,13 @@ class _Rank:
             yield name, self._timed(partial(self._read, direct=direct))
         self._clear()
         saved = self._folder / "saved"
+        without = mbridge_fsdp_ckpt.Settings(dcp_metadata="never")
+        alone = self._timed(lambda: mbridge_fsdp_ckpt.save(saved, settings=without, **whole))
+        self._expected.check(saved)
+        self._clear()
         yield "save", self._timed(lambda: mbridge_fsdp_ckpt.save(saved, **whole))
         self._expected.check(saved)
+        yield "save but for stock's view", alone
         memory = Beforehand(self.size)
         with memory.seen():
             yield from self._load(saved, whole, "")
@@ -261,7 +268,7 @@ def compare(ranks: list[dict[str, Any]]) -> Compared:
 
 def _has_extra(name: str) -> bool:
     """Whether extra memory is told of it: not of a part of a load, nor where it was taken before."""
-    return name.startswith(("save", "load")) and "gather" not in name
+    return name.startswith(("save", "load")) and "but for" not in name
 
 
 def section(one: Compared) -> list[str]:

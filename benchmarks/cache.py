@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 def prepare_cache(directory: Path, *, cached: bool) -> None:
     """Rank 0 reads the files, or drops them from the page cache; the others wait."""
-    if dist.get_rank() == 0:
-        if not cached:
-            drop_from_cache(directory)
-        for path in directory.iterdir() if cached else ():
+    if dist.get_rank() == 0 and not cached:
+        drop_from_cache(directory)
+    elif dist.get_rank() == 0:
+        for path in directory.iterdir():
             with path.open("rb") as file:
                 while file.read(1 << 24):
                     pass

@@ -107,13 +107,18 @@ class OptimizerPart:
     def held_groups(self) -> Iterator[tuple[Hyperparameters, list[ParameterPlan]]]:
         """Hyperparameters and plans of the groups of which this rank holds something."""
         for hyperparameters, plans in self.group_plans():
-            if any(plan.pieces for plan in plans):
+            if holds_some(plans):
                 yield hyperparameters, plans
 
     def group_plans(self) -> Iterator[tuple[Hyperparameters, list[ParameterPlan]]]:
         """Hyperparameters and plans, a group."""
         for group in self.adapter.groups():
             yield group.hyperparameters, [self.plans[id(parameter)] for parameter in group.parameters]
+
+
+def holds_some(plans: Iterable[ParameterPlan]) -> bool:
+    """Whether this rank holds something of a param group."""
+    return any(plan.pieces for plan in plans)
 
 
 def optimizer_parts(adapters: Iterable[OptimizerAdapter], planned: list[Planned]) -> list[OptimizerPart]:

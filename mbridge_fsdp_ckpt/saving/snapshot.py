@@ -14,6 +14,7 @@ from mbridge_fsdp_ckpt.live.holdings import (
     Holding,
     KeyFilter,
     OptimizerPart,
+    holds_some,
     model_holdings,
     optimizer_holdings,
     optimizer_parts,
@@ -106,11 +107,6 @@ class Seen:
     include: KeyFilter | None
     vocabulary_size: int | None
 
-    @property
-    def is_on_device(self) -> bool:
-        """Whether some of it is."""
-        return self.tensors.is_on_device
-
     def held_still(self) -> Seen:
         """The same with copies of buffers."""
         return replace(self, tensors=self.tensors.held_still())
@@ -138,8 +134,6 @@ def look(
         coordinates=place,
         payload=None,
         keys={},
-        parameters={},
-        param_groups={},
         states=sorted({name for kind in (states or {}).values() for name in kind}),
         own=RankOwn(values=encode(dict(rank_values or {}), "rank_values"), extra_state=encode(states, "extra_state")),
     )
@@ -257,7 +251,7 @@ def _hyperparameters(parts: Iterable[OptimizerPart], of_groups: Iterable[dict[st
     found = _Hyperparameters({}, {}, {})
     plans_of = (plans for part in parts for _, plans in part.group_plans())
     for plans, encoded in zip(plans_of, of_groups, strict=True):
-        if any(plan.pieces for plan in plans):
+        if holds_some(plans):
             hashed = hash_of(encoded)
             found.encoded[hashed] = encoded
             found.of_groups[param_group_name(plan.layout.optimizer_name for plan in plans)] = hashed

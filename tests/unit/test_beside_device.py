@@ -51,9 +51,6 @@ class _Cuda:
         yield
         self.current.device = before
 
-    def stream(self, stream: _Cuda.Stream) -> object:
-        return self.device(stream.device)
-
     def cudart(self) -> _Cuda:
         return self
 
@@ -76,7 +73,7 @@ def test_memory_is_locked_and_unlocked_for_the_device_of_the_thread_that_trains(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cuda, staging = _Cuda(), Staging.create(1)
-    for name in ("Stream", "current_device", "current_stream", "device", "stream", "cudart"):
+    for name in ("Stream", "current_device", "current_stream", "device", "cudart"):
         monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
     cuda.current.device = OWN
     copies = OnStream()

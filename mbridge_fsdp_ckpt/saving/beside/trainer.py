@@ -50,7 +50,7 @@ class Trainer:
         self._served = served_store() if order.seat.name else None
         saving = Saving(order.directory, order.seat, order.add_files, order.after_commit, self._answer)
         still = order.held_still()
-        on_device = still.message(lambda own: own.seen.is_on_device) is True
+        on_device = still.message(lambda own: own.seen.tensors.is_on_device) is True
         copies: Copies = OnStream() if on_device else OnHost()
         # before the call returns, like all threads: none can begin once the interpreter ends, which waits for the save
         writer = Outcome.of(

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 
 from mbridge_fsdp_ckpt.errors import ConfigurationError
-from mbridge_fsdp_ckpt.live.optimizer.base import Hyperparameters, OptimizerAdapter
+from mbridge_fsdp_ckpt.live.optimizer.base import Grouped, OptimizerAdapter
 from mbridge_fsdp_ckpt.live.planned import Planned
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_name
@@ -88,32 +89,24 @@ def model_holdings(
 
 @dataclass(frozen=True, slots=True)
 class OptimizerPart:
-    """One torch optimizer with the plans of its parameters."""
+    """One torch optimizer with the plans of its parameters, by param group."""
 
     adapter: OptimizerAdapter
-    plans: dict[int, ParameterPlan]
+    groups: list[list[tuple[torch.Tensor, ParameterPlan]]]
 
     def parameters(self) -> Iterator[tuple[torch.Tensor, ParameterPlan]]:
         """Its parameters with their plans."""
-        for group in self.adapter.groups():
-            for parameter in group.parameters:
-                yield parameter, self.plans[id(parameter)]
+        return chain.from_iterable(self.groups)
 
-    def group_names(self) -> Iterator[tuple[Hyperparameters, list[str]]]:
-        """Hyperparameters and optimizer names, a group."""
-        for hyperparameters, plans in self.group_plans():
-            yield hyperparameters, [plan.layout.optimizer_name for plan in plans]
+    def group_plans(self) -> Iterator[list[ParameterPlan]]:
+        """The plans of each group."""
+        for group in self.groups:
+            yield [plan for _, plan in group]
 
-    def held_groups(self) -> Iterator[tuple[Hyperparameters, list[ParameterPlan]]]:
-        """Hyperparameters and plans of the groups of which this rank holds something."""
-        for hyperparameters, plans in self.group_plans():
-            if holds_some(plans):
-                yield hyperparameters, plans
-
-    def group_plans(self) -> Iterator[tuple[Hyperparameters, list[ParameterPlan]]]:
-        """Hyperparameters and plans, a group."""
-        for group in self.adapter.groups():
-            yield group.hyperparameters, [self.plans[id(parameter)] for parameter in group.parameters]
+    def group_names(self) -> Iterator[list[str]]:
+        """The optimizer names of each group."""
+        for plans in self.group_plans():
+            yield [plan.layout.optimizer_name for plan in plans]
 
 
 def holds_some(plans: Iterable[ParameterPlan]) -> bool:
@@ -121,23 +114,23 @@ def holds_some(plans: Iterable[ParameterPlan]) -> bool:
     return any(plan.pieces for plan in plans)
 
 
-def optimizer_parts(adapters: Iterable[OptimizerAdapter], planned: list[Planned]) -> list[OptimizerPart]:
-    """What adapters update (`adapters_for` an optimizer), over parameters of this model.
+def optimizer_parts(optimizers: Iterable[Grouped], planned: list[Planned]) -> list[OptimizerPart]:
+    """What optimizers update (`grouped`), over parameters of this model.
 
     Raises:
         ConfigurationError: It updates a parameter that the model does not have.
     """
     plans = {id(item.tensor): item.plan for item in reversed(planned)}  # tied: the first name, as Megatron names them
-    parts = [OptimizerPart(adapter, plans) for adapter in adapters]
-    for part in parts:
-        for group in part.adapter.groups():
-            strangers = [parameter for parameter in group.parameters if id(parameter) not in plans]
-            if strangers:
-                raise ConfigurationError(
-                    expected="an optimizer over this model's parameters",
-                    found=f"{len(strangers)} others, the first of shape {tuple(strangers[0].shape)}",
-                    remedy="Pass the model and the optimizer that were built together.",
-                )
+    parts = []
+    for adapter, groups in optimizers:
+        strangers = [p for group in groups for p in group.parameters if id(p) not in plans]
+        if strangers:
+            raise ConfigurationError(
+                expected="an optimizer over this model's parameters",
+                found=f"{len(strangers)} others, the first of shape {tuple(strangers[0].shape)}",
+                remedy="Pass the model and the optimizer that were built together.",
+            )
+        parts.append(OptimizerPart(adapter, [[(p, plans[id(p)]) for p in group.parameters] for group in groups]))
     return parts
 
 

@@ -284,13 +284,12 @@ def _install(opened: Opened, allocated: list[_Allocated]) -> None:
             step = None if counted is None else float(counted)
         item.part.adapter.install(item.parameter, item.slots, step if item.slots else None)
     for part in opened.parts:
-        part.adapter.finish([_saved_group(opened, names, live) for live, names in part.group_names()])
+        part.adapter.finish([_saved_group(opened, names) for names in part.group_names()])
 
 
-def _saved_group(opened: Opened, names: list[str], live: Hyperparameters) -> Hyperparameters:
-    """The one set of hyperparameters that a group's parameters were saved with."""
-    saved = [opened.hyperparameters[name] for name in names if name in opened.hyperparameters]
-    return saved[0] if saved else live
+def _saved_group(opened: Opened, names: list[str]) -> Hyperparameters:
+    """The one set of hyperparameters that a group's parameters were saved with; nothing where none was."""
+    return next((opened.hyperparameters[name] for name in names if name in opened.hyperparameters), {})
 
 
 def refresh(module: Any) -> None:

@@ -14,9 +14,9 @@ from mbridge_fsdp_ckpt.families import default_registry
 from mbridge_fsdp_ckpt.live.copies import Mates, ranks_with_copies
 from mbridge_fsdp_ckpt.live.fp8.owners import restorations
 from mbridge_fsdp_ckpt.live.fp8.state import Restoration
-from mbridge_fsdp_ckpt.live.holdings import KeyFilter, OptimizerPart, optimizer_parts
+from mbridge_fsdp_ckpt.live.holdings import KeyFilter, OptimizerPart, holds_some, optimizer_parts
 from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module
-from mbridge_fsdp_ckpt.live.optimizer.adapters import adapters_for
+from mbridge_fsdp_ckpt.live.optimizer.adapters import grouped
 from mbridge_fsdp_ckpt.live.optimizer.base import Hyperparameters
 from mbridge_fsdp_ckpt.live.planned import Planned, plan_model
 from mbridge_fsdp_ckpt.live.topology import coordinates
@@ -109,14 +109,14 @@ def open_and_match(directory: AnyPath, wanted: Wanted, settings: Settings, agree
     source.look_near(ranks_with_copies(Mates(module), (item.plan for item in everything), agreement.rank))
     source = under_new_names(source, [item.plan for item in everything])
     planned = [p for p in everything if include is None or include(p.plan.layout.key)]
-    parts = optimizer_parts(adapters_for(wanted.optimizer), everything) if wanted.optimizer is not None else []
+    parts = optimizer_parts(grouped(wanted.optimizer), everything) if wanted.optimizer is not None else []
     opened = Opened(source, settings, module, include, planned, parts, wanted.with_state and bool(parts))
     match = _match(opened, everything=False)
     if not match.fits:
         match = _match(opened, everything=True)
     if opened.with_state:
         for part in parts:
-            for _, plans in part.held_groups():
+            for plans in filter(holds_some, part.group_plans()):
                 opened.hyperparameters |= source.hyperparameters(plan.layout.optimizer_name for plan in plans)
         _check_groups(opened)
     match.finish()
@@ -180,7 +180,7 @@ def _check_groups(opened: Opened) -> None:
         ConfigurationError: The live optimizer groups its parameters otherwise.
     """
     for part in opened.parts:
-        for _, names in part.group_names():
+        for names in part.group_names():
             saved = [name for name in names if name in opened.hyperparameters]
             for name in saved[1:]:
                 first, other = opened.hyperparameters[saved[0]], opened.hyperparameters[name]

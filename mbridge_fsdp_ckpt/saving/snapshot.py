@@ -20,8 +20,8 @@ from mbridge_fsdp_ckpt.live.holdings import (
     optimizer_parts,
 )
 from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module
-from mbridge_fsdp_ckpt.live.optimizer.adapters import adapters_for
-from mbridge_fsdp_ckpt.live.optimizer.base import OptimizerAdapter
+from mbridge_fsdp_ckpt.live.optimizer.adapters import grouped
+from mbridge_fsdp_ckpt.live.optimizer.base import Grouped
 from mbridge_fsdp_ckpt.live.planned import PlannedTensors, plan_with_parts
 from mbridge_fsdp_ckpt.live.topology import coordinates, sharding_strategy, topology
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry, Section
@@ -90,7 +90,7 @@ class Seen:
     Args:
         module: The `MegatronFSDP` module.
         tensors: Its parameters and buffers.
-        adapters: Of the optimizers; none where none is saved.
+        optimizers: With their param groups; none where none is saved.
         hyperparameters: Encoded, of each of their param groups.
         said: What the index file says, but for what the optimizer tells.
         shape: `Outgoing.topology`.
@@ -100,7 +100,7 @@ class Seen:
 
     module: Any
     tensors: PlannedTensors
-    adapters: list[OptimizerAdapter]
+    optimizers: list[Grouped]
     hyperparameters: list[dict[str, Json]]
     said: RankIndex
     shape: dict[str, int | str]
@@ -127,7 +127,7 @@ def look(
     require("save and load")
     module = find_fsdp_module(model)
     tensors, modules = plan_with_parts(module)
-    adapters = adapters_for(optimizer) if optimizer is not None else []
+    optimizers = grouped(optimizer) if optimizer is not None else []
     place, states = coordinates(), own_states(module, modules)
     said = RankIndex(
         rank=place["rank"],
@@ -138,7 +138,7 @@ def look(
         own=RankOwn(values=encode(dict(rank_values or {}), "rank_values"), extra_state=encode(states, "extra_state")),
     )
     shape = {**topology(), "strategy": sharding_strategy(module)}
-    return Seen(module, tensors, adapters, _encoded(adapters), said, shape, include, vocabulary_size)
+    return Seen(module, tensors, optimizers, _encoded(optimizers), said, shape, include, vocabulary_size)
 
 
 def plan_save(seen: Seen) -> Prepared:
@@ -148,7 +148,7 @@ def plan_save(seen: Seen) -> Prepared:
         CheckpointError: The model or the optimizer cannot be saved.
     """
     planned = seen.tensors.each()
-    parts = optimizer_parts(seen.adapters, planned)
+    parts = optimizer_parts(seen.optimizers, planned)
     holdings = list(model_holdings(planned, seen.include, seen.vocabulary_size))
     slots, stateless = optimizer_holdings(parts, seen.vocabulary_size)
     sections: tuple[Section, ...] = ("model", "optimizer") if parts else ("model",)
@@ -225,9 +225,9 @@ def _outgoing(
     return Outgoing(known.blocks, known.keys, [], known.sketch, said, hyperparameters, sections, shape)
 
 
-def _encoded(adapters: Iterable[OptimizerAdapter]) -> list[dict[str, Json]]:
+def _encoded(optimizers: Iterable[Grouped]) -> list[dict[str, Json]]:
     """Hyperparameters of every param group, as they are now: a scheduler changes them."""
-    groups = (group for adapter in adapters for group in adapter.groups())
+    groups = (group for optimizer in optimizers for group in optimizer.groups)
     encoded = (encode(dict(group.hyperparameters), "optimizer.param_to_group_meta") for group in groups)
     return cast("list[dict[str, Json]]", list(encoded))
 
@@ -249,7 +249,7 @@ class _Hyperparameters(NamedTuple):
 def _hyperparameters(parts: Iterable[OptimizerPart], of_groups: Iterable[dict[str, Json]]) -> _Hyperparameters:
     """A group of which a rank holds nothing says nothing: FusedAdam counts its steps where it steps something."""
     found = _Hyperparameters({}, {}, {})
-    plans_of = (plans for part in parts for _, plans in part.group_plans())
+    plans_of = (plans for part in parts for plans in part.group_plans())
     for plans, encoded in zip(plans_of, of_groups, strict=True):
         if holds_some(plans):
             hashed = hash_of(encoded)

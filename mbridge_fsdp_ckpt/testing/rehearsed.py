@@ -22,7 +22,7 @@ from mbridge_fsdp_ckpt.care.diff import differences
 from mbridge_fsdp_ckpt.convert.hugging_face import Sizes, arrange
 from mbridge_fsdp_ckpt.live.holdings import model_holdings, optimizer_holdings, optimizer_parts
 from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module, local_shard
-from mbridge_fsdp_ckpt.live.optimizer.adapters import adapters_for
+from mbridge_fsdp_ckpt.live.optimizer.adapters import adapters_for, grouped
 from mbridge_fsdp_ckpt.live.optimizer.base import STEP
 from mbridge_fsdp_ckpt.live.planned import plan_model
 from mbridge_fsdp_ckpt.recipes.tiny import shrink_model
@@ -109,7 +109,7 @@ def _held(model: Any, optimizer: Any) -> dict[tuple[str, Any], torch.Tensor]:
     planned = plan_model(find_fsdp_module(model))
     holdings = list(model_holdings(planned))
     if optimizer is not None:
-        holdings += optimizer_holdings(optimizer_parts(adapters_for(optimizer), planned))[0]
+        holdings += optimizer_holdings(optimizer_parts(grouped(optimizer), planned))[0]
     return {(item.key, item.box): item.elements().clone() for item in holdings}
 
 

@@ -27,7 +27,7 @@ from mbridge_fsdp_ckpt.errors import KeyMismatchError, NotACheckpointError
 from mbridge_fsdp_ckpt.hosts.restoration import saved_loss_scales
 from mbridge_fsdp_ckpt.live.holdings import optimizer_parts
 from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module
-from mbridge_fsdp_ckpt.live.optimizer.adapters import adapters_for
+from mbridge_fsdp_ckpt.live.optimizer.adapters import grouped
 from mbridge_fsdp_ckpt.live.planned import plan_model
 from mbridge_fsdp_ckpt.loading.fill import refresh
 from mbridge_fsdp_ckpt.settings import Settings
@@ -152,7 +152,7 @@ def _adopt_weights(model: Any, optimizer: Any) -> None:
     """Weights were written past the optimizer: refresh its copies, and what the forward pass reads."""
     module = find_fsdp_module(model)
     with torch.no_grad():
-        for part in optimizer_parts(adapters_for(optimizer), plan_model(module)):
+        for part in optimizer_parts(grouped(optimizer), plan_model(module)):
             for parameter, _ in part.parameters():
                 part.adapter.install(parameter, None, None)
             part.adapter.finish(None)

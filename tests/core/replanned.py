@@ -93,6 +93,20 @@ def again() -> dict[str, Any]:
     }
 
 
+def regrouped() -> dict[str, bool]:
+    """Param groups that change between a save's call and its plan: whether it saves those of the call."""
+    trainable = cases.prepared(Recipe(layers=1), steps=1)
+    whole = trainable.model, trainable.optimizer, None, None
+    wanted = plan_save(look(*whole)).outgoing
+    seen = look(*whole)
+    groups = trainable.optimizer.param_groups
+    groups[0]["params"] = groups[0]["params"][1:]
+    groups[0]["added"] = 1
+    groups.append({**groups[0], "params": [torch.nn.Parameter(torch.ones(1))]})
+    found = plan_save(seen).outgoing
+    return {"said": found.said == wanted.said, "hyperparameters": found.hyperparameters == wanted.hyperparameters}
+
+
 def found_again() -> dict[str, bool]:
     """What is found where tensors lay: as a state dict has them, whichever parameters are in their modules."""
     saves = _Saves(cases.prepared(Recipe(layers=1, experts=2), steps=1))

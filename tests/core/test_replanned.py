@@ -19,6 +19,11 @@ def test_a_later_save_plans_nothing_and_sees_what_tensors_have_become(megatron_r
     assert found["in the end"] == 1
 
 
+def test_a_save_has_the_param_groups_that_its_call_saw(megatron_ranks: RankPool) -> None:
+    (found,) = megatron_ranks.run(replanned.regrouped, ranks=1)
+    assert found == {"said": True, "hyperparameters": True}
+
+
 def test_tensors_are_found_without_a_state_dict_whichever_are_in_their_modules(megatron_ranks: RankPool) -> None:
     """Megatron-FSDP swaps what computes for what is updated, and back."""
     (found,) = megatron_ranks.run(replanned.found_again, ranks=1)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from mbridge_fsdp_ckpt.errors import UnsupportedStateError
-from mbridge_fsdp_ckpt.live.optimizer.base import OptimizerAdapter
+from mbridge_fsdp_ckpt.live.optimizer.base import Grouped, OptimizerAdapter
 from mbridge_fsdp_ckpt.live.optimizer.fused_adam import FusedAdamAdapter
 from mbridge_fsdp_ckpt.live.optimizer.hybrid import HybridAdapter
 from mbridge_fsdp_ckpt.live.optimizer.torch_optimizer import TorchOptimizerAdapter
@@ -20,6 +20,15 @@ def adapters_for(optimizer: Any) -> list[OptimizerAdapter]:
         UnsupportedStateError: There is an optimizer that nobody knows.
     """
     return [adapter_for(inner) for inner in _inner(optimizer)]
+
+
+def grouped(optimizer: Any) -> list[Grouped]:
+    """The same, each with its param groups as they are now.
+
+    Raises:
+        UnsupportedStateError: See `adapters_for`.
+    """
+    return [Grouped(adapter, adapter.groups()) for adapter in adapters_for(optimizer)]
 
 
 def adapter_for(optimizer: Any) -> OptimizerAdapter:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -88,6 +88,13 @@ class OptimizerAdapter(Protocol):
 
     def finish(self, groups: list[Hyperparameters] | None) -> None:
         """Set each group's hyperparameters, in `groups()` order; None keeps them."""
+
+
+class Grouped(NamedTuple):
+    """An optimizer, and its param groups as they were when somebody looked: others may change them meanwhile."""
+
+    adapter: OptimizerAdapter
+    groups: list[Group]
 
 
 def slot_of(name: str, value: object, parameter: torch.Tensor) -> Slot:

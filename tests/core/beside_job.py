@@ -4,6 +4,7 @@ RANK=... WORLD_SIZE=... MASTER_ADDR=... MASTER_PORT=... python -m tests.core.bes
 
 HOW     raises      an exception that nobody catches
         waits       trains on until somebody interrupts it
+        leaves      ends well, and leaves its process group as soon as it has asked for the save
 """
 
 from __future__ import annotations
@@ -33,8 +34,13 @@ def main(root: Path, how: str) -> None:
     dist.barrier()
     run.writer(signal.SIGSTOP)
     run.save()
-    dist.barrier()
+    if how == "leaves":
+        dist.destroy_process_group()
+    else:
+        dist.barrier()
     print("saving", flush=True)
+    if how == "leaves":
+        return
     if how == "raises":
         raise RuntimeError("training diverged")
     time.sleep(600)

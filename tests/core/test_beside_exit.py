@@ -55,7 +55,7 @@ def children(process_id: int) -> list[int]:
     return [int(child) for task in tasks for child in task.read_text().split()]
 
 
-@pytest.mark.parametrize(("how", "code"), [("raises", 1), ("waits", -signal.SIGINT)])
+@pytest.mark.parametrize(("how", "code"), [("raises", 1), ("waits", -signal.SIGINT), ("leaves", 0)])
 def test_the_save_is_complete(how: str, code: int, tmp_path: Path) -> None:
     if not is_installed("megatron.core"):
         pytest.skip("needs megatron.core, which is not installed")

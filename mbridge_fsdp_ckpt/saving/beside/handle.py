@@ -151,11 +151,15 @@ class Saving:
             if self._over or self._given_up:
                 return
             self._given_up = True
-        error = error.at_rank(self._seat.rank, "saving beside the training")
+        rank, doing = self._seat.rank, "saving beside the training"
+        error = error.at_rank(rank, doing)
         try:
             total = give_up(self._seat.take(), error)
         except CheckpointError as told:
             self._end(None, told)
+        except Exception as unexpected:  # whoever waits for the end must not wait for ever
+            _log.exception("rank %d failed while %s", rank, doing)
+            self._end(None, describe_unexpected(unexpected, rank=rank, doing=doing))
         else:  # the ranks had committed it by then
             self._end(Saved(0, total, {}, 0.0, self.stalled), None)
 

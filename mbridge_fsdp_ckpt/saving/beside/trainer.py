@@ -25,6 +25,7 @@ from mbridge_fsdp_ckpt.saving.beside.handle import Saving
 from mbridge_fsdp_ckpt.saving.beside.memory import Staging, length_of, slots_for
 from mbridge_fsdp_ckpt.saving.beside.order import Order, Snapshot, Still
 from mbridge_fsdp_ckpt.saving.beside.process import WriterProcess
+from mbridge_fsdp_ckpt.saving.beside.stager import Stager
 from mbridge_fsdp_ckpt.saving.snapshot import Prepared
 from mbridge_fsdp_ckpt.settings import Settings
 
@@ -38,6 +39,7 @@ class Trainer:
     def __init__(self) -> None:
         self._writer: WriterProcess | None = None
         self._saving: Saving | None = None
+        self._stager: Stager | None = None
         self._saves = 0
         self._beginning = threading.Lock()  # a save, or the end: staging memory is given back before, or not at all
         self._served: dist.Store | None = None  # it serves for as long as somebody refers to it
@@ -47,7 +49,7 @@ class Trainer:
         _hook_optimizers()
         with self._beginning:
             self._saves += 1
-        self._served = served_store() if order.seat.name else None
+        self._served = served_store() if order.seat.world_size > 1 else None
         saving = Saving(order.directory, order.seat, order.add_files, order.after_commit, self._answer)
         still = order.held_still()
         on_device = still.message(lambda own: own.seen.tensors.is_on_device) is True
@@ -57,13 +59,11 @@ class Trainer:
             partial(self._writer_for, order.settings, order.seat), order.seat.rank, "starting the writer"
         )
         self._saving = saving
-        returning = threading.Event()  # else the call would wait for the interpreter's lock, which planning holds
-        stage = partial(self._stage, saving, order, writer, still, copies, returning)
         if order.add_files is not None or order.after_commit is not None:
             threading.Thread(target=saving.serve, name="asked by the writer", daemon=True).start()
-        threading.Thread(target=stage, name="staging", daemon=True).start()
+        stager = self._stager = self._stager if self._stager is not None and self._stager.is_alive() else Stager()
         saving.stalled += order.phases.elapsed
-        returning.set()
+        stager.tasks.put(partial(self._stage, saving, order, writer, still, copies))
         return saving
 
     def wait_until_taken(self) -> None:
@@ -146,10 +146,8 @@ class Trainer:
         writer: Outcome[WriterProcess],
         still: Outcome[Still],
         copies: Copies,
-        returning: threading.Event,
     ) -> None:
-        """The thread that plans and copies."""
-        returning.wait()
+        """Plan and copy.  Of the thread that does."""
         rank, doing = order.seat.rank, "beginning to save beside the training"
         try:
             with copies.reading():  # of state in 8 or 16 bits an optimizer makes what is saved
@@ -175,7 +173,9 @@ class Trainer:
             if self._writer is not None:
                 self._writer.drop_staging()
             self._writer = WriterProcess(self, settings.storage_limit, settings.time_limit)
-            threading.Thread(target=_vouch, args=(self._writer, seat), name="writer starts", daemon=True).start()
+            if self._served is not None:
+                vouching = partial(_vouch, self._writer, seat, self._served)
+                threading.Thread(target=vouching, name="writer starts", daemon=True).start()
         return self._writer
 
     def _announce(
@@ -247,12 +247,12 @@ class _Consumer:
         self.saving.wait_for_slot(portion, self.slots)
 
 
-def _vouch(writer: WriterProcess, seat: Seat) -> None:
+def _vouch(writer: WriterProcess, seat: Seat, store: dist.Store) -> None:
     """While a writer starts, give signs of life in its place: that may take long where files are slow."""
     while not writer.spoke.wait(seat.time_limit / _SIGNS):
         try:
-            seat.vouch()
-        except STORE_ERRORS as error:  # who meets there will say so
+            seat.vouch(store)
+        except (CheckpointError, *STORE_ERRORS) as error:  # who meets there will say so
             _log.info("no sign of life can be given for the writer: %s", error)
             return
 

@@ -21,6 +21,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,7 @@ class _Rank:
         future: Any = dcp.async_save(
             state, storage_writer=writer, process_group=self._group, async_checkpointer_type=kind
         )
-        return future.done, (lambda: 0.0)
+        return partial(_is_over, future), (lambda: 0.0)
 
     def _theirs(self, place: Path, *, background: bool) -> Begun:
         if background not in self._peers:
@@ -163,7 +164,7 @@ class _Rank:
                 raise RuntimeError("no step of the optimizer has looked whether the snapshot was taken")
             return manager.waited
 
-        return future.done, stalled
+        return partial(_is_over, future), stalled
 
     def close(self) -> None:
         """Let what has been started end."""
@@ -200,6 +201,14 @@ class _Rank:
             self._expected.check(self._folder / "saved")
             shutil.rmtree(self._folder / "saved")
         dist.barrier()
+
+
+def _is_over(future: Any) -> bool:
+    """Whether a save has ended; its error if it failed, for which the others would train on for ever."""
+    if not future.done():
+        return False
+    future.result()
+    return True
 
 
 def compare(ranks: list[tuple[Numbers, float]]) -> Compared:

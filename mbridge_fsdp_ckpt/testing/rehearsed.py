@@ -22,7 +22,7 @@ from mbridge_fsdp_ckpt.care.diff import differences
 from mbridge_fsdp_ckpt.convert.hugging_face import Sizes, arrange
 from mbridge_fsdp_ckpt.live.holdings import model_holdings, optimizer_holdings, optimizer_parts
 from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module, local_shard
-from mbridge_fsdp_ckpt.live.optimizer.adapters import adapters_for, grouped
+from mbridge_fsdp_ckpt.live.optimizer.adapters import grouped
 from mbridge_fsdp_ckpt.live.optimizer.base import STEP
 from mbridge_fsdp_ckpt.live.planned import plan_model
 from mbridge_fsdp_ckpt.recipes.tiny import shrink_model
@@ -94,8 +94,8 @@ def _build(asked: Asked, layout: JobLayout, seed: int) -> tuple[Any, Any]:
 def _fill(optimizer: Any, asked: Asked) -> None:
     """Give the optimizer a state that follows the weights: the same on all ranks that hold a copy."""
     specs = _described(asked).kept.slots()
-    for adapter in adapters_for(optimizer):
-        for group in adapter.groups():
+    for adapter, groups in grouped(optimizer):
+        for group in groups:
             for parameter in group.parameters:
                 weight = local_shard(parameter).reshape(-1)
                 slots = adapter.allocate(parameter, {n: s for n, s in specs.items() if n != STEP})

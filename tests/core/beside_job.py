@@ -34,16 +34,13 @@ def main(root: Path, how: str) -> None:
     dist.barrier()
     run.writer(signal.SIGSTOP)
     run.save()
-    if how == "leaves":
-        dist.destroy_process_group()
-    else:
-        dist.barrier()
+    together = dist.destroy_process_group if how == "leaves" else dist.barrier
+    together()
     print("saving", flush=True)
-    if how == "leaves":
-        return
     if how == "raises":
         raise RuntimeError("training diverged")
-    time.sleep(600)
+    if how == "waits":
+        time.sleep(600)
 
 
 if __name__ == "__main__":

@@ -140,10 +140,12 @@ _TOUCHED: dict[Need, dict[str, dict[str, str]]] = {
                 "append_to_progress_log maybe_save_dataloader_state(pg_collection) save_tokenizer_assets"
             ),
             f"{_TRAINING}.callbacks": "CallbackContext should_fire",
+            f"{_LM}.config.container": "ConfigContainerBase.to_dict",
             f"{_TRAINING}.utils.wandb_utils": "on_save_checkpoint_success(wandb_writer)",
             f"{_TRAINING}.utils.mlflow_utils": "on_save_checkpoint_success(mlflow_logger)",
             f"{_TRAINING}.utils.comet_utils": "on_save_checkpoint_success(comet_logger)",
             "megatron.bridge.utils.common_utils": "get_rank_safe is_last_rank print_rank_0",
+            "megatron.bridge.utils.yaml_utils": "safe_yaml_representers",
         },
         "bridge/conversion_seams.py": {
             f"{_TRAINING}.model_load_save": (
@@ -247,9 +249,7 @@ _TOUCHED: dict[Need, dict[str, dict[str, str]]] = {
             ),
         },
         "verl/config.py": {"verl.workers.config": "McoreCheckpointConfig"},
-        "verl/restoration.py": {
-            "megatron.core.process_groups_config": "ProcessGroupCollection.use_mpu_process_groups",
-        },
+        "verl/restoration.py": {"megatron.core.process_groups_config": "ProcessGroupCollection.use_mpu_process_groups"},
     },
 }
 """By need, file and module: the names, as `Probe` has them."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -15,17 +15,20 @@ from megatron.bridge.training.callbacks import CallbackContext, should_fire
 from megatron.bridge.training.utils import checkpoint_utils as names
 from megatron.bridge.training.utils import comet_utils, mlflow_utils, wandb_utils
 from megatron.bridge.utils.common_utils import get_rank_safe, is_last_rank, print_rank_0
+from megatron.bridge.utils.yaml_utils import safe_yaml_representers
 
 from mbridge_fsdp_ckpt.agree.outcome import Outcome
 from mbridge_fsdp_ckpt.bridge.differences import dataloader_directory
 from mbridge_fsdp_ckpt.bridge.locate import NON_PERSISTENT
-from mbridge_fsdp_ckpt.bridge.names import RUN_CONFIG
 from mbridge_fsdp_ckpt.bridge.scalars import log_scalars
 from mbridge_fsdp_ckpt.errors import CheckpointError
 from mbridge_fsdp_ckpt.saving.saved import Saved
 from mbridge_fsdp_ckpt.storage.commit.retention import prune_later
 from mbridge_fsdp_ckpt.storage.files import replace_file
 from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path
+
+_yaml: Any = import_module("yaml")  # it brings no types
+_DUMPER = _yaml.CSafeDumper if _yaml.__with_libyaml__ else _yaml.SafeDumper  # the first is eight times as fast
 
 
 def root_directory(checkpoint_config: Any, *, non_persistent: bool) -> AnyPath:
@@ -49,18 +52,19 @@ def save_dataloader_state(state: Any, model: list[Any], iterator: Any, pg_collec
 def run_files(cfg: Any, train_state: dict[str, torch.Tensor]) -> Callable[[Path], None]:
     """Rank 0: writes the files that Bridge expects in an iteration directory, part of the same commit.
 
-    They are as of now, whenever it is called: training changes its configuration, and what writes YAML is not made for
-    two threads.
+    They are as of now, whenever it is called: training changes its configuration, and Bridge's way to look at one is
+    not made for two threads.  Its text, most of the work, is made when it is written: training need not wait for that.
     """
-    text = Outcome.of(lambda: _yaml(cfg) if get_rank_safe() == 0 else b"", get_rank_safe(), "writing the run's files")
-    return lambda staging: _write_run_files(staging, cfg, train_state, text)
+    looked = Outcome.of(lambda: _looked_at(cfg) if get_rank_safe() == 0 else None, get_rank_safe(), "writing run files")
+    return lambda staging: _write_run_files(staging, cfg, train_state, looked)
 
 
-def _write_run_files(staging: Path, cfg: Any, train_state: dict[str, torch.Tensor], text: Outcome[bytes]) -> None:
-    if isinstance(text.brought, CheckpointError):
-        raise text.brought
+def _write_run_files(staging: Path, cfg: Any, train_state: dict[str, torch.Tensor], looked: Outcome[Any]) -> None:
+    if isinstance(looked.brought, CheckpointError):
+        raise looked.brought
+    config = _yaml.serialize(looked.brought, Dumper=_DUMPER, encoding="utf-8")
     (staging / Path(names.get_checkpoint_train_state_filename("")).name).write_bytes(_torch_bytes(train_state))
-    (staging / Path(names.get_checkpoint_run_config_filename("")).name).write_bytes(text.brought)
+    (staging / Path(names.get_checkpoint_run_config_filename("")).name).write_bytes(config)
     tokenizer = getattr(cfg.dataset, "tokenizer", None) if cfg.dataset else None
     if cfg.checkpoint.save_tokenizer_assets and tokenizer is not None:
         stock.save_tokenizer_assets(tokenizer, cfg.tokenizer, str(staging))
@@ -144,11 +148,10 @@ class Announcement:
             prune_later(self._root, max(1, keep), also_keep=self.step)
 
 
-def _yaml(cfg: Any) -> bytes:
-    with TemporaryDirectory(prefix="mbridge_fsdp_ckpt-") as place:
-        file = Path(place) / RUN_CONFIG
-        cfg.to_yaml(str(file))
-        return file.read_bytes()
+def _looked_at(cfg: Any) -> Any:
+    """YAML's nodes of what Bridge's `to_yaml` writes: `megatron/training/config/container.py`."""
+    with safe_yaml_representers():
+        return _yaml.SafeDumper(io.StringIO(), default_flow_style=False).represent_data(cfg.to_dict())
 
 
 def _torch_bytes(value: Any) -> bytes:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import errno
 import inspect
 import os
 import warnings
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 from mbridge_fsdp_ckpt.storage.commit import removal
 from mbridge_fsdp_ckpt.testing.ranks import RankFailed, RankPool, no_process_group
-from tests.bridge.training import Run, train
+from tests.bridge.training import Run, configuration, train
 from tests.patched import patched
 
 pytestmark = pytest.mark.bridge
@@ -68,6 +72,43 @@ def train_where(run: Run, call: str) -> list[int]:
         losses = train(run)["losses"]
         assert removal.wait(30.0)
     return sorted(losses)
+
+
+def look_and_write_later(directory: Path) -> tuple[bytes, bytes]:
+    """What Bridge writes of a configuration, and what we write of it after it changed, in a place of its own.
+
+    Between the two nothing may make text: training waits there.
+    """
+    from mbridge_fsdp_ckpt.bridge.after_save import run_files
+
+    yaml: Any = import_module("yaml")
+    config = configuration(Run(str(directory)))
+    config.to_yaml(str(directory / "expected.yaml"))
+    with patched("yaml:SafeDumper.emit", forbidden), patched("yaml:CSafeDumper.serialize", forbidden):
+        write = run_files(config, {"step": torch.tensor(1)})
+    config.train.train_iters = 12345
+    config.model.activation_func = F.gelu
+    with concurrent.futures.ThreadPoolExecutor(1) as beside:
+        beside.submit(write, directory).result()
+    written = (directory / "run_config.yaml").read_bytes()
+    assert yaml.safe_load(written)["train"]["train_iters"] == 4
+    return (directory / "expected.yaml").read_bytes(), written
+
+
+def forbidden(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What ends a job that makes text in the call."""
+
+    def fail(*_: Any) -> Any:
+        raise AssertionError(f"{function.__qualname__} while training waits")
+
+    return fail
+
+
+def test_the_run_configuration_is_as_of_the_call_but_its_text_is_made_later(
+    bridge_ranks: RankPool, tmp_path: Path
+) -> None:
+    [(expected, written)] = bridge_ranks.run(look_and_write_later, tmp_path, ranks=1)
+    assert written == expected
 
 
 def test_a_tracker_that_cannot_be_written_is_the_same_error_on_all_ranks(

@@ -12,7 +12,10 @@ copies verified weights once more, into live memory: "but for gather and copy" i
 stock's view" is a save without the file that stock reads it by (`Settings.dcp_metadata`), which none of the others has.
 
 "Another layout" is a load from a checkpoint that as many ranks saved under tensor parallelism of two: every rank reads
-parts of what others wrote.  That it brings every bit is checked before the first turn (see `benchmarks.layouts`).
+parts of what others wrote.  That it brings every bit is checked before the first turn (see `benchmarks.layouts`).  The
+others load DTensors of the same keys, saved as that tensor parallelism splits them, into FSDP2's layout: of some they
+have nothing to reshard (see `benchmarks.resharded`).
+
 Extra memory is that of the rank that took most, over its own before the call, at its peak in any turn; the allocator
 keeps none of what was freed before.
 """
@@ -38,6 +41,7 @@ from benchmarks import layouts, peers, plots
 from benchmarks.cache import prepare_cache
 from benchmarks.large import Benchmark, Compared, Expected, Numbers, slowest, untrained
 from benchmarks.memory import Beforehand, Reserve, trim
+from benchmarks.resharded import Resharded
 from mbridge_fsdp_ckpt.storage.blocks import new_block
 from mbridge_fsdp_ckpt.testing.gpu.state import tensors
 from mbridge_fsdp_ckpt.testing.models import Recipe, Trainable
@@ -60,7 +64,8 @@ KINDS = (
     "load, another layout",
     "load but for the gather, another layout",
     "load, DCP",
-    *(("load, torch_checkpointing",) if peers.IS_INSTALLED else ()),
+    "load, another layout, DCP",
+    *(("load, torch_checkpointing", "load, another layout, torch_checkpointing") if peers.IS_INSTALLED else ()),
     "memcpy",
 )
 PHASES = ("open", "read", "agree", "fill", "refresh")
@@ -99,6 +104,7 @@ def measure(folder: str, recipe: Recipe, runs: int) -> dict[str, Any]:
             if number:
                 found.seconds.setdefault(name, []).append(seconds)
                 found.extra.setdefault(name, []).append(one.extra)
+    one.close()
     return asdict(found)
 
 
@@ -116,6 +122,7 @@ class _Rank:
         self._own = dict(tensors(trainable))
         self.size = sum(tensor.nbytes for tensor in self._own.values())
         self._source = torch.cat([t.reshape(-1).view(torch.uint8)[:_BLOCK] for t in self._own.values()])[:_BLOCK]
+        self._resharded = Resharded(folder)
         self._expected, self._reserve = Expected(self.size), Reserve(2 * self.size)
         self.extra = 0.0
         """Bytes of this process's memory that the last kind took beyond what was there, at the most."""
@@ -146,9 +153,11 @@ class _Rank:
         self._clear()
         yield from self._plain()
         self._clear()
+        yield from self._from_another_layout("DCP")
         if peers.IS_INSTALLED:
             yield from self._torch_checkpointing()
             self._clear()
+            yield from self._from_another_layout("torch_checkpointing")
         yield "memcpy", self._timed(self._copy)
 
     def _load(self, saved: Path, whole: dict[str, Any], about: str) -> Iterator[tuple[str, float]]:
@@ -186,6 +195,16 @@ class _Rank:
         prepare_cache(place, cached=False)
         yield "load, torch_checkpointing", self._timed(lambda: manager.load(place, self._own))
         manager.close()
+
+    def _from_another_layout(self, library: str) -> Iterator[tuple[str, float]]:
+        targets = self._resharded.targets()
+        prepare_cache(self._resharded.place(library), cached=False)
+        yield f"load, another layout, {library}", self._timed(partial(self._resharded.load, library, targets))
+        self._resharded.check(targets)
+
+    def close(self) -> None:
+        """Let what has been started end."""
+        self._resharded.close()
 
     def _timed(self, action: Callable[[], object]) -> float:
         trim()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,29 +26,33 @@ class TorchCheckpointing:
 
     Args:
         background: Whether a process beside the training writes.
+        reshards: Whether it says where its DTensors lie, so that they can be loaded in another layout.
     """
 
-    def __init__(self, *, background: bool) -> None:
+    def __init__(self, *, background: bool, reshards: bool = False) -> None:
         from torch_checkpointing import AsyncCheckpointSaverConfig, CheckpointManager, SyncCheckpointSaverConfig
+        from torch_checkpointing.default_resharder import DefaultResharder
+        from torch_checkpointing.schema import ItemSpec
         from torch_checkpointing.staging import CheckpointStagerConfig
         from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
         memory = CheckpointStagerConfig(use_pinned_memory=False, use_non_blocking_copy=False)
         storage = LocalFileSystemStorageConfig(use_direct_io=False)
         save = AsyncCheckpointSaverConfig(staging_config=memory) if background else SyncCheckpointSaverConfig()
-        config = CheckpointManager.Config(save=save, storage_config=storage)
+        items = {"state": ItemSpec(resharder=DefaultResharder())} if reshards else {}
+        config = CheckpointManager.Config(items=items, save=save, storage_config=storage)
         with patch.object(torch.accelerator, "is_available", _no), patch.object(torch.cuda, "is_available", _no):
             self._manager: Any = CheckpointManager(config)
         self.waited = 0.0
         """Seconds that steps of optimizers have waited for a snapshot."""
 
-    def save(self, place: Path, state: dict[str, torch.Tensor]) -> Future[Any] | None:
+    def save(self, place: Path, state: Mapping[str, torch.Tensor]) -> Future[Any] | None:
         """What is done once it is there; None where it is there."""
         self.waited = 0.0
         future: Future[Any] | None = self._manager.save(str(place), {"state": state})
         return future
 
-    def load(self, place: Path, state: dict[str, torch.Tensor]) -> None:
+    def load(self, place: Path, state: Mapping[str, torch.Tensor]) -> None:
         """Into these tensors."""
         self._manager.load(str(place), into={"state": state})
 

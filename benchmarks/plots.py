@@ -25,7 +25,9 @@ _DISK = {
     "load, another layout": ("load: ours, resharded", OURS),
     "load but for the gather, another layout": ("but for the gather", OURS_LIGHT),
     "load, DCP": ("load: DCP", DCP),
+    "load, another layout, DCP": ("load: DCP, resharded", DCP),
     "load, torch_checkpointing": ("load: torch_checkp.", OTHER),
+    "load, another layout, torch_checkpointing": ("load: torch_checkp., resharded", OTHER),
 }
 _BESIDE = {
     "ours": ("ours, waiting", OURS_LIGHT),

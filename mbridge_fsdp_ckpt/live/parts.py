@@ -8,9 +8,10 @@ tensors are found without it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import is_
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -35,11 +36,15 @@ class PartMarks(NamedTuple):
 
     Args:
         parts: Which ones.
+        children: The places of what is below each, one after the other; -1 for nothing.
+        attributes: How many each has: only where that changes can another one have become numbered.
         numbered: The places of those that have something of `_NAMED_BY`.
         columns: See `_columns`.
     """
 
     parts: list[ref[Any]]
+    children: list[int]
+    attributes: list[int]
     numbered: list[int]
     columns: list[list[Any]]
 
@@ -60,8 +65,10 @@ def parts_of(module: Any) -> list[Any]:
 def marks_of_parts(parts: Iterable[Any]) -> PartMarks:
     """What names, and the choice of tensors, depend on, as values to compare.  Nothing is kept alive."""
     parts = list(parts)
-    numbered = [number for number, part in enumerate(parts) if not vars(part).keys().isdisjoint(_NAMED_BY)]
-    return PartMarks(list(map(ref, parts)), numbered, _columns(parts, numbered))
+    own = list(map(vars, parts))
+    places, numbered = {id(part): place for place, part in enumerate(parts)}, _numbered(own)
+    children = [places.get(id(child), -1) for child in _children(own)]
+    return PartMarks(list(map(ref, parts)), children, list(map(len, own)), numbered, _columns(own, numbered))
 
 
 def parts_as_marked(first: Any, marks: PartMarks) -> list[Any] | None:
@@ -74,17 +81,33 @@ def parts_as_marked(first: Any, marks: PartMarks) -> list[Any] | None:
     parts = [part() for part in marks.parts]
     if parts[0] is not first or any(part is None for part in parts):
         return None
-    return parts if _columns(parts, marks.numbered) == marks.columns else None
+    own = list(map(vars, parts))
+    if list(map(len, own)) != marks.attributes and _numbered(own) != marks.numbered:
+        return None
+    if not all(map(is_, _children(own), map([*parts, None].__getitem__, marks.children))):
+        return None
+    return parts if _columns(own, marks.numbered) == marks.columns else None
 
 
-def _columns(parts: Sequence[Any], numbered: Iterable[int]) -> list[list[Any]]:
-    """What is asked of each, a list an attribute: to make a thing for each part takes several times as long."""
-    own: list[dict[str, Any]] = list(map(vars, parts))
+def _children(own: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
+    return chain.from_iterable(of["_modules"].values() for of in own if of.get("_modules"))
+
+
+def _numbered(own: Iterable[Mapping[str, Any]]) -> list[int]:
+    return [number for number, of in enumerate(own) if not of.keys().isdisjoint(_NAMED_BY)]
+
+
+def _columns(own: Sequence[Mapping[str, Any]], numbered: Iterable[int]) -> list[list[Any]]:
+    """What is asked of each, a list an attribute: to make a thing for each part takes several times as long.
+
+    Args:
+        own: The attributes of each.
+        numbered: See `PartMarks`.
+    """
     columns = [[own[number].get(name) for number in numbered] for name in _NAMED_BY]
     below, within, parameters = ([of.get(kind, _NONE) for of in own] for kind in _KINDS)
     for held in (below, within, parameters):
-        columns += [list(map(len, held)), list(chain.from_iterable(held))]
-    columns.append([id(part) for children in below if children for part in children.values()])
+        columns += [list(map(len, held)), list(chain.from_iterable(filter(None, held)))]
     columns.append([frozenset(of[_LEFT_OUT]) for of, buffers in zip(own, within, strict=True) if buffers])
     return columns
 

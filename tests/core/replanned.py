@@ -138,6 +138,7 @@ def changed() -> dict[str, tuple[int, str]]:
         "a buffer's shape": lambda: setattr(router, "seen", torch.zeros(3)),
         "a buffer's name": lambda: router._buffers.update(found=router._buffers.pop("seen")),
         "a layer's number": lambda: setattr(layer, "layer_number", 5),
+        "a module's first number": lambda: setattr(saves.part("final_layernorm"), "layer_number", 1),
         "a number of experts": lambda: setattr(experts, "num_local_experts", 3),
         "a module": lambda: setattr(layer, "mlp", copy.copy(layer.mlp)),
         "an expert-parallel rank": lambda: parallel_state.set_expert_model_parallel_rank(1),

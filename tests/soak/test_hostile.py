@@ -22,8 +22,6 @@ from tests.soak.hostile import CANARY, CPU_SECONDS, Seen, forked, watch
 
 pytestmark = pytest.mark.timeout(3000)
 PROCESSES = 2
-SECONDS = 5.0
-"""Of processor time that one attack may take."""
 
 UNTOUCHED = [name for name, attack in ATTACKS.items() if attack.kind == "untouched"]
 UNREAD = "JSON: a gigabyte manifest"
@@ -48,12 +46,6 @@ def attempted(names: list[str], folder: Path) -> dict[str, Seen]:
     return found
 
 
-def verdict(seen: Seen) -> str:
-    """The outcome; "missed: ..." where the attack achieved something."""
-    said = seen.verdict(ATTACKS[seen.name])
-    return "missed: time" if seen.seconds > SECONDS and not said.startswith("missed") else said
-
-
 def test_no_attack_achieves_anything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     drawn = sampling.drawn("hostile", list(ATTACKS))
     names = list(dict.fromkeys([*UNTOUCHED, UNREAD, *drawn]))
@@ -62,7 +54,7 @@ def test_no_attack_achieves_anything(tmp_path: Path, capsys: pytest.CaptureFixtu
     with capsys.disabled():
         print(f"\n{len(found)} attacks; {sampling.how_to_repeat()}")
     assert list(found.keys() ^ set(names)) == []
-    verdicts = {name: verdict(seen) for name, seen in found.items()}
+    verdicts = {name: seen.verdict(ATTACKS[name]) for name, seen in found.items()}
     sampling.record("hostile", _result(verdicts, found.values(), time.monotonic() - began))
     missed = {name: (said, found[name]) for name, said in verdicts.items() if said.startswith("missed")}
     assert missed == {}, sampling.how_to_repeat()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +55,25 @@ def check(folder: str | Path, trainable: Trainable) -> None:
         raise RuntimeError(f"{elsewhere(folder)} was saved in the layout that it is loaded in: {loaded.topology}")
     mbridge_fsdp_ckpt.save(again, **whole)
     if dist.get_rank() == 0:
-        first, second = _digests(elsewhere(folder)), _digests(again)
-        wrong = [key for key in first.keys() | second.keys() if first.get(key) != second.get(key)]
-        if wrong or not first:
-            raise RuntimeError(f"{len(wrong)} of {len(first)} tensors are not what was saved: {sorted(wrong)[:5]}")
+        require_same(_digests(again), _digests(elsewhere(folder)))
         shutil.rmtree(again)
     dist.barrier()
+
+
+def require_same(found: Mapping[str, str], saved: Mapping[str, str]) -> None:
+    """Compare digests by key.
+
+    Raises:
+        RuntimeError: Some differ, or there are none.
+    """
+    wrong = [key for key in saved.keys() | found.keys() if saved.get(key) != found.get(key)]
+    if wrong or not saved:
+        raise RuntimeError(f"{len(wrong)} of {len(saved)} tensors are not what was saved: {sorted(wrong)[:5]}")
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """A hash of its elements."""
+    return xxhash.xxh3_128_hexdigest(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def _save(folder: str, recipe: Recipe) -> None:
@@ -79,6 +93,4 @@ def _digests(checkpoint: Path) -> dict[str, str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that this rank reads alone
         dcp.load(state, storage_reader=reader, no_dist=True)
-    return {
-        key: xxhash.xxh3_128_hexdigest(tensor.reshape(-1).view(torch.uint8).numpy()) for key, tensor in state.items()
-    }
+    return {key: digest(tensor) for key, tensor in state.items()}

@@ -15,12 +15,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import xxhash
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, ones
 
 from benchmarks import peers
-from benchmarks.layouts import LAYOUT, elsewhere
+from benchmarks.layouts import LAYOUT, digest, elsewhere, require_same
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
 from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
 
@@ -63,7 +62,7 @@ class Resharded:
         for seed, (key, tensor) in enumerate(self._tensors.items()):
             whole = tensor.whole(seed)
             saved[key] = _part(whole, saved_on, (0, tensor.dimension))
-            self._expected[key] = _digest(_part(whole, self._mesh, (0,)))
+            self._expected[key] = digest(_part(whole, self._mesh, (0,)).to_local())
         dcp.save(saved, storage_writer=dcp.FileSystemWriter(self._places["DCP"], sync_files=True))
         self._manager = peers.TorchCheckpointing(background=False, reshards=True) if peers.IS_INSTALLED else None
         if self._manager is not None:
@@ -93,9 +92,7 @@ class Resharded:
         Raises:
             RuntimeError: Of some it brought something else.
         """
-        wrong = [key for key, tensor in targets.items() if _digest(tensor) != self._expected[key]]
-        if wrong or not targets:
-            raise RuntimeError(f"{len(wrong)} of {len(targets)} tensors are not what was saved: {sorted(wrong)[:5]}")
+        require_same({key: digest(tensor.to_local()) for key, tensor in targets.items()}, self._expected)
 
     def close(self) -> None:
         """Let what has been started end."""
@@ -118,7 +115,3 @@ def _part(whole: torch.Tensor, mesh: DeviceMesh, dimensions: Sequence[int]) -> D
     placements = [Shard(dimension) for dimension in dimensions]
     local = distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local().clone()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
-
-
-def _digest(tensor: DTensor) -> str:
-    return xxhash.xxh3_128_hexdigest(tensor.to_local().contiguous().reshape(-1).view(torch.uint8).numpy())

@@ -90,7 +90,7 @@ def parts_as_marked(first: Any, marks: PartMarks) -> list[Any] | None:
 
 
 def _children(own: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
-    return chain.from_iterable(of["_modules"].values() for of in own if of.get("_modules"))
+    return chain.from_iterable(below.values() for of in own if (below := of.get("_modules")))
 
 
 def _numbered(own: Iterable[Mapping[str, Any]]) -> list[int]:

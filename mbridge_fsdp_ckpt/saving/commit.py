@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -26,7 +27,6 @@ from mbridge_fsdp_ckpt.storage.finishing import finish, head
 from mbridge_fsdp_ckpt.storage.format.names import Files, token
 from mbridge_fsdp_ckpt.storage.format.told import Told, count_keys, together
 from mbridge_fsdp_ckpt.storage.format.values import encode
-from mbridge_fsdp_ckpt.storage.stock.writer import say_view_left_out
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 from mbridge_fsdp_ckpt.versions import writer_versions
 
@@ -45,6 +45,17 @@ class WrittenJudged(TypedDict):
 
     differing: list[int]
     bytes: int
+
+
+@cache
+def say_view_left_out(chunks: int) -> None:
+    """Say once that stock cannot read what a job saves."""
+    _log.warning(
+        "stock's view (.metadata) is left out of saves of %d chunks: it would cost rank 0 some %d seconds each. "
+        'Say dcp_metadata="always" if stock is to read them, or make it later: mbridge_fsdp_ckpt repair --stock-view',
+        chunks,
+        chunks // 20_000,
+    )
 
 
 @dataclass(slots=True)

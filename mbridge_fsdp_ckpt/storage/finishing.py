@@ -15,7 +15,6 @@ from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, Files
 from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
 from mbridge_fsdp_ckpt.storage.format.schema import VERSION, IndexEntry, Manifest
 from mbridge_fsdp_ckpt.storage.format.told import Told
-from mbridge_fsdp_ckpt.storage.stock.writer import write_dcp_view
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 
@@ -78,6 +77,9 @@ def finish(
         return manifest_bytes(manifest.model_copy(update={"files": files}))
 
     def write_view(place: AnyPath) -> None:
+        # Not at the top: torch.distributed.checkpoint costs a process beside each trainer a second, and one needs it.
+        from mbridge_fsdp_ckpt.storage.stock.writer import write_dcp_view
+
         write_dcp_view(place, SafeSource(place, manifest=manifest), view_of or {}, progress)
 
     view, files = None if view_of is None else write_view, Files(manifest.save, manifest.suffix)

@@ -138,7 +138,7 @@ def test_a_save_that_fails_leaves_the_older_one(
     assert names(root) == ["iter_0000001"]
 
 
-@pytest.mark.parametrize("call", ["storage.finishing:write_dcp_view", "storage.commit.marker:_objects"])
+@pytest.mark.parametrize("call", ["storage.stock.writer:write_dcp_view", "storage.commit.marker:_objects"])
 def test_a_save_that_cannot_tidy_up_is_a_save(call: str, environment: dict[str, str], megatron_ranks: RankPool) -> None:
     directory = f"s3://{BUCKET}/untidy-{call.rpartition(':')[2]}/iter_0000001"
     megatron_ranks.run(train_and_save, directory, environment, 1, ranks=2)

@@ -65,7 +65,7 @@ STEPS = (
     Step("storage.format.told:write_file", times=2),
     Step("storage.growing:os.fsync", EVERYBODY, times=2),
     Step("saving.commit:Job.judge_written"),
-    Step("storage.finishing:write_dcp_view"),
+    Step("storage.stock.writer:write_dcp_view"),
     Step("storage.commit.rename:write_file"),
     Step("agree.agreement:Agreement.seal"),
     Step("storage.commit.rename:put_in_place"),

@@ -21,6 +21,7 @@ from mbridge_fsdp_ckpt.settings import DEFAULT_STORAGE_LIMIT
 from mbridge_fsdp_ckpt.storage.commit.lease import STALE_S
 from mbridge_fsdp_ckpt.testing.modules import MEGATRON_MODULES
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from mbridge_fsdp_ckpt.testing.templates import Templates
 from tests.patience import patient_ranks
 from tests.soak import disk, sampling
 from tests.soak.disk import Fault, ToldBy
@@ -41,7 +42,7 @@ CALLS: tuple[tuple[str, tuple[int, ...], int], ...] = (
     (f"{PACKAGE}.growing:os.fsync", EVERYBODY, 2),
     (f"{PACKAGE}.format.told:write_file", EVERYBODY, 1),
     (f"{PACKAGE}.format.told:write_file", (0,), 2),
-    ("mbridge_fsdp_ckpt.storage.finishing:write_dcp_view", (0,), 1),
+    ("mbridge_fsdp_ckpt.storage.stock.writer:write_dcp_view", (0,), 1),
     (f"{PACKAGE}.stock.writer:replace_file", (0,), 1),
     (f"{PACKAGE}.commit.rename:write_file", (0,), 1),
     (f"{PACKAGE}.commit.rename:sync_directory", (0,), 1),
@@ -55,8 +56,8 @@ ERRORS = (errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT)
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    yield from patient_ranks(("megatron.core",), MEGATRON_MODULES, RANKS)
+def pool(templates: Templates) -> Iterator[RankPool]:
+    yield from patient_ranks(templates, ("megatron.core",), MEGATRON_MODULES, RANKS)
 
 
 @pytest.fixture(scope="module")

@@ -37,6 +37,14 @@ print(json.dumps(found))
     assert json.loads(done.stdout) == [[words, 0, True, []] for words in asked]
 
 
+def test_a_writer_beside_a_trainer_loads_no_more_than_it_needs() -> None:
+    """There is one beside each trainer of a node, and rank 0's alone writes stock's view."""
+    unneeded = ("torch.distributed.checkpoint", "torch.distributed.tensor", "megatron", "transformer_engine")
+    program = f"import sys, mbridge_fsdp_ckpt.saving.beside.writing; print([n for n in {unneeded} if n in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"
+
+
 def test_names_are_found_where_they_live() -> None:
     import mbridge_fsdp_ckpt
     from mbridge_fsdp_ckpt import bridge, checkpoint

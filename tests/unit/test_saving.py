@@ -15,14 +15,13 @@ from mbridge_fsdp_ckpt.live.holdings import Holding
 from mbridge_fsdp_ckpt.plan.keys import Section
 from mbridge_fsdp_ckpt.plan.pieces import owner
 from mbridge_fsdp_ckpt.saving import outgoing, replicas, writer
-from mbridge_fsdp_ckpt.saving.commit import Job
+from mbridge_fsdp_ckpt.saving.commit import Job, say_view_left_out
 from mbridge_fsdp_ckpt.saving.snapshot import Prepared, outgoing_of
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.commit import removal
 from mbridge_fsdp_ckpt.storage.format.head import has_head
 from mbridge_fsdp_ckpt.storage.format.own_index import RankIndex
 from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
-from mbridge_fsdp_ckpt.storage.stock.writer import say_view_left_out
 from tests.unit.holdings import holdings, scalar
 
 

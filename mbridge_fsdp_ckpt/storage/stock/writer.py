@@ -8,10 +8,9 @@ are used, not copied (torch 2.13, `checkpoint/metadata.py`).
 from __future__ import annotations
 
 import io
-import logging
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -36,8 +35,6 @@ from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, payload_name
 from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter
 from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
 from mbridge_fsdp_ckpt.storage.store import AnyPath
-
-_log = logging.getLogger(__name__)
 
 
 def write_dcp_view(
@@ -73,17 +70,6 @@ def write_dcp_view(
         merged["optimizer"] = {"param_to_group_meta": groups}
     view.add_values(directory / payload_name(0, source.files.suffix, file=1), merged)
     replace_file(directory / DCP_METADATA, pickle.dumps(view.metadata()))
-
-
-@cache
-def say_view_left_out(chunks: int) -> None:
-    """Say once that stock cannot read what a job saves."""
-    _log.warning(
-        "stock's view (.metadata) is left out of saves of %d chunks: it would cost rank 0 some %d seconds each. "
-        'Say dcp_metadata="always" if stock is to read them, or make it later: mbridge_fsdp_ckpt repair --stock-view',
-        chunks,
-        chunks // 20_000,
-    )
 
 
 class _View:

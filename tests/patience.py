@@ -19,6 +19,7 @@ from mbridge_fsdp_ckpt.testing.modules import installed, is_installed
 from mbridge_fsdp_ckpt.testing.outcomes import RankFailed, RanksHung
 from mbridge_fsdp_ckpt.testing.pytest_plugin import RANKS
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from mbridge_fsdp_ckpt.testing.templates import Templates
 
 HANG_S = 100.0
 KILLED = "the process ended with return code -"
@@ -38,12 +39,14 @@ class PatientPool(RankPool):
         )
 
 
-def patient_ranks(needed: Sequence[str], preload: Sequence[str], ranks: int = RANKS) -> Iterator[RankPool]:
+def patient_ranks(
+    templates: Templates, needed: Sequence[str], preload: Sequence[str], ranks: int = RANKS
+) -> Iterator[RankPool]:
     """A fixture's body: a pool with `preload` imported; skips the tests where a needed package is missing."""
     for package in needed:
         if not is_installed(package):
             pytest.skip(f"needs {package}, which is not installed")
-    with PatientPool(ranks, preload=installed(preload)) as pool:
+    with PatientPool(ranks, preload=installed(preload), templates=templates) as pool:
         yield pool
 
 

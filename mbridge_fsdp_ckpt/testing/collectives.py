@@ -75,6 +75,32 @@ class CollectiveCounts:
         return self.collectives.total()
 
 
+_counting: list[CollectiveCounts] = []
+_watched = False
+
+
+def watch_collectives() -> None:
+    """Put what counts in place, for good.  A second call does nothing.
+
+    It looks through all names of all loaded modules.  Done before ranks are forked, it is done once: modules that are
+    imported later bind what counts.
+    """
+    global _watched
+    if _watched:
+        return
+    _watched = True
+    depth = threading.local()
+    replacements = []
+    for owner, names, kind in (
+        (distributed_c10d, COLLECTIVES, "collectives"),
+        (functional, FUNCTIONAL_COLLECTIVES, "collectives"),
+        (distributed_c10d, POINT_TO_POINT, "point_to_point"),
+    ):
+        found = [(getattr(owner, name, None), name) for name in names]  # the names span versions of torch
+        replacements += [(call, _counted(call, name, kind, depth)) for call, name in found if call is not None]
+    rebind_everywhere(Patches(), replacements)
+
+
 @contextmanager
 def count_collectives() -> Iterator[CollectiveCounts]:
     """Count, by name, every collective that this process issues until the block ends, in any thread.
@@ -82,27 +108,21 @@ def count_collectives() -> Iterator[CollectiveCounts]:
     Functional collectives count under the names of their functions.  Calls of methods of a ProcessGroup and of
     torch.ops, which name no function of torch.distributed, are not seen.  Creating groups is not a collective.
     """
-    counts, depth = CollectiveCounts(), threading.local()
-    replacements = []
-    for owner, names, counter in (
-        (distributed_c10d, COLLECTIVES, counts.collectives),
-        (functional, FUNCTIONAL_COLLECTIVES, counts.collectives),
-        (distributed_c10d, POINT_TO_POINT, counts.point_to_point),
-    ):
-        found = [(getattr(owner, name, None), name) for name in names]  # the names span versions of torch
-        replacements += [(call, _counted(call, name, counter, depth)) for call, name in found if call is not None]
-    with Patches() as patches:
-        rebind_everywhere(patches, replacements)
+    watch_collectives()
+    counts = CollectiveCounts()
+    _counting.append(counts)
+    try:
         yield counts
+    finally:
+        _counting[:] = [other for other in _counting if other is not counts]
 
 
-def _counted(
-    original: Callable[..., Any], name: str, counter: Counter[str], depth: threading.local
-) -> Callable[..., Any]:
+def _counted(original: Callable[..., Any], name: str, kind: str, depth: threading.local) -> Callable[..., Any]:
     @functools.wraps(original)
     def counted(*args: Any, **kwargs: Any) -> Any:
         if getattr(depth, "value", 0) == 0:
-            counter[name] += 1
+            for counts in _counting:
+                getattr(counts, kind)[name] += 1
         depth.value = getattr(depth, "value", 0) + 1
         try:
             return original(*args, **kwargs)

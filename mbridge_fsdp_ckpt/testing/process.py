@@ -64,19 +64,18 @@ def _joined(entries: Sequence[str]) -> str:
 class TemplateProcess:
     """The process that imports what the workers need; it ends with the thread that started it, and they with it."""
 
-    def __init__(self, folder: Path, preload: Sequence[str], start_limit: float) -> None:
-        self._folder = folder
-        self._log = folder / "template.log"
+    def __init__(self, log: Path, preload: Sequence[str], environment: dict[str, str], start_limit: float) -> None:
+        self._log = log
         self._connection, theirs = Pipe()
         command = [sys.executable, "-m", "mbridge_fsdp_ckpt.testing.template"]
         command += ["--pipe", str(theirs.fileno()), "--parent", str(os.getpid()), "--preload", *preload]
-        with self._log.open("wb") as log, theirs:
+        with log.open("wb") as output, theirs:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
-                stdout=log,
+                stdout=output,
                 stderr=subprocess.STDOUT,
-                env=rank_environment(),
+                env=environment,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # an interrupt from the keyboard is for the pool alone
             )
@@ -100,9 +99,9 @@ class TemplateProcess:
         """Whether the process still runs."""
         return self._process.poll() is None
 
-    def fork(self, rank: int) -> WorkerProcess:
-        """A new worker for `rank`."""
-        log, stacks = self._folder / f"rank{rank}.log", self._folder / f"rank{rank}.stacks"
+    def fork(self, rank: int, folder: Path) -> WorkerProcess:
+        """A new worker for `rank`, which prints to files in `folder`."""
+        log, stacks = folder / f"rank{rank}.log", folder / f"rank{rank}.stacks"
         log.touch()
         stacks.write_bytes(b"")
         ours, theirs = Pipe()
@@ -142,7 +141,7 @@ class WorkerProcess:
     @property
     def is_alive(self) -> bool:
         """Whether the process still runs."""
-        return self._returncode is None and not self._ends_within(0.0)
+        return self._returncode is None and self._template.is_alive and not self._ends_within(0.0)
 
     @property
     def threads(self) -> int:

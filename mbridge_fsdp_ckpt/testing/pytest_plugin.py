@@ -1,4 +1,4 @@
-"""Pytest fixtures: rank pools that live as long as the test session.
+"""Pytest fixtures: rank pools, and what they are forked from, that live as long as the test session.
 
 Activate with `pytest_plugins = ["mbridge_fsdp_ckpt.testing.pytest_plugin"]` in the top conftest.py.
 """
@@ -11,30 +11,39 @@ import pytest
 
 from mbridge_fsdp_ckpt.testing.modules import BRIDGE_MODULES, MEGATRON_MODULES, installed, is_installed
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from mbridge_fsdp_ckpt.testing.templates import Templates
 
 RANKS = 4
 
 
 @pytest.fixture(scope="session")
-def rank_pool() -> Iterator[RankPool]:
+def templates() -> Iterator[Templates]:
+    """What all pools are forked from."""
+    processes = Templates()
+    yield processes
+    processes.close()
+
+
+@pytest.fixture(scope="session")
+def rank_pool(templates: Templates) -> Iterator[RankPool]:
     """Up to four ranks that have imported torch alone: they start in two seconds."""
-    with RankPool(RANKS) as pool:
+    with RankPool(RANKS, templates=templates) as pool:
         yield pool
 
 
 @pytest.fixture(scope="session")
-def megatron_ranks() -> Iterator[RankPool]:
+def megatron_ranks(templates: Templates) -> Iterator[RankPool]:
     """Up to four ranks that have imported Megatron-Core, and Transformer Engine where that is installed."""
-    with RankPool(RANKS, preload=_needed("megatron.core", MEGATRON_MODULES)) as pool:
+    with RankPool(RANKS, preload=_needed("megatron.core", MEGATRON_MODULES), templates=templates) as pool:
         yield pool
 
 
 @pytest.fixture(scope="session")
-def bridge_ranks() -> Iterator[RankPool]:
+def bridge_ranks(templates: Templates) -> Iterator[RankPool]:
     """Up to four ranks that have imported Transformer Engine and Megatron-Bridge."""
     if not is_installed("transformer_engine"):
         pytest.skip("needs transformer_engine, which is not installed")
-    with RankPool(RANKS, preload=_needed("megatron.bridge", BRIDGE_MODULES)) as pool:
+    with RankPool(RANKS, preload=_needed("megatron.bridge", BRIDGE_MODULES), templates=templates) as pool:
         yield pool
 
 

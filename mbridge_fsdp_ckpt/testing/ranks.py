@@ -22,11 +22,9 @@ from mbridge_fsdp_ckpt.testing.messages import Case, FunctionName, no_process_gr
 from mbridge_fsdp_ckpt.testing.outcomes import Died, RankFailed, RanksHung
 from mbridge_fsdp_ckpt.testing.process import TemplateProcess, WorkerProcess
 from mbridge_fsdp_ckpt.testing.running_case import GRACE_S, RunningCase
+from mbridge_fsdp_ckpt.testing.templates import Templates
 
 __all__ = ["Died", "RankFailed", "RankPool", "RanksHung", "no_process_group"]
-
-START_LIMIT_S = 300.0
-"""How long the imports may take: on a busy machine, those of Megatron-Bridge take a minute."""
 
 WORN_OUT_THREADS = 48
 """Threads from which a worker ends after its case.  gloo's groups keep theirs after they were destroyed, and they poll:
@@ -40,21 +38,31 @@ class RankPool:
         size: the largest world size.
         time_limit: seconds that a case may take, unless `run` says otherwise.
         preload: modules to import before CUDA is replaced.
+        templates: processes that other pools fork from, too; else this pool has its own.
 
     The first case starts a process that does all the imports, and the workers are forked from it; one that has to be
     replaced costs nothing.  Not for concurrent use.  All processes end with the thread that started them.
     """
 
-    def __init__(self, size: int, *, time_limit: float = 120.0, preload: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        size: int,
+        *,
+        time_limit: float = 120.0,
+        preload: Sequence[str] = (),
+        templates: Templates | None = None,
+    ) -> None:
         if size < 1:
             raise ValueError(f"a pool needs at least one rank, got size={size}")
         self.size = size
         self.time_limit = time_limit
         self.preload = tuple(preload)
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
-        self._templates: list[TemplateProcess] = []  # at most one: the workers are forked from it
+        self._templates = templates or Templates()
+        self._template: TemplateProcess | None = None
         self._workers: dict[int, WorkerProcess] = {}
-        self._finalizer = weakref.finalize(self, _end, self._templates, self._workers, self._folder)
+        own = self._templates if templates is None else None
+        self._finalizer = weakref.finalize(self, _end, own, self._workers, self._folder)
 
     def __enter__(self) -> RankPool:
         return self
@@ -129,16 +137,14 @@ class RankPool:
             if rank in self._workers and not self._workers[rank].is_alive:
                 self._discard([rank])
             if rank not in self._workers:
-                self._workers[rank] = template.fork(rank)
+                self._workers[rank] = template.fork(rank, Path(self._folder.name))
 
     def _living_template(self) -> TemplateProcess:
         """The process to fork workers from; its end was the end of its workers."""
-        if self._templates and not self._templates[0].is_alive:
+        if self._template is None or not self._template.is_alive:
             self._discard(self._workers)
-            self._templates.pop().kill()
-        if not self._templates:
-            self._templates.append(TemplateProcess(Path(self._folder.name), self.preload, START_LIMIT_S))
-        return self._templates[0]
+            self._template = self._templates.living(self.preload)
+        return self._template
 
     def _check(self, world: range, may_die: Collection[int]) -> None:
         if not self._finalizer.alive:
@@ -161,10 +167,10 @@ def _start_store() -> Any:
 
 
 def _end(
-    templates: list[TemplateProcess], workers: dict[int, WorkerProcess], folder: tempfile.TemporaryDirectory[str]
+    templates: Templates | None, workers: dict[int, WorkerProcess], folder: tempfile.TemporaryDirectory[str]
 ) -> None:
     while workers:
         workers.popitem()[1].kill()
-    while templates:
-        templates.pop().kill()
+    if templates is not None:
+        templates.close()
     folder.cleanup()

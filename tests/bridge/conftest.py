@@ -8,10 +8,11 @@ import pytest
 
 from mbridge_fsdp_ckpt.testing.modules import BRIDGE_MODULES
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from mbridge_fsdp_ckpt.testing.templates import Templates
 from tests.patience import patient_ranks
 
 
 @pytest.fixture(scope="package")
-def bridge_ranks() -> Iterator[RankPool]:
+def bridge_ranks(templates: Templates) -> Iterator[RankPool]:
     """Up to four ranks that have imported Transformer Engine and Megatron-Bridge."""
-    yield from patient_ranks(("transformer_engine", "megatron.bridge"), BRIDGE_MODULES)
+    yield from patient_ranks(templates, ("transformer_engine", "megatron.bridge"), BRIDGE_MODULES)

@@ -16,6 +16,7 @@ from mbridge_fsdp_ckpt.testing.kernels import CpuNorm, replace_cuda_only_kernels
 from mbridge_fsdp_ckpt.testing.models import Recipe, Trainable, torch_adam
 from mbridge_fsdp_ckpt.testing.ranks import no_process_group
 from tests.core import oracle
+from tests.mock_data import fewer_documents
 
 _LOSS = re.compile(r"lm loss: ([0-9.E+-]+)")
 
@@ -55,6 +56,7 @@ def train(run: Run, callbacks: Any = None) -> dict[str, Any]:
     from megatron.bridge.training.gpt_step import forward_step
 
     replace_cuda_only_kernels()
+    fewer_documents()
     if run.format == "fsdp_dtensor_safe" or run.takeover:
         mbridge_fsdp_ckpt.register(takeover=run.takeover)
     else:

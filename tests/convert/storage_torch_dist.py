@@ -22,6 +22,7 @@ from mbridge_fsdp_ckpt.testing.ranks import no_process_group
 from tests.bridge.training import Run, _qwen35_shaped, configuration
 from tests.convert.hugging_face_runs import begun_anew, without_cuda, write_model
 from tests.convert.storage_cli import data
+from tests.mock_data import fewer_documents
 from tests.models.imported import is_supported, let_mamba_be_built
 
 NORMS = {"linear_qkv.layer_norm_": "input_layernorm.", "linear_fc1.layer_norm_": "pre_mlp_layernorm."}
@@ -47,6 +48,7 @@ def train(run: Run, *, stacked: bool = False) -> None:
     from megatron.bridge.training.gpt_step import forward_step
 
     replace_cuda_only_kernels()
+    fewer_documents()
     os.environ["MASTER_ADDR"] = os.environ.get("MASTER_ADDR", "127.0.0.1")
     config = configuration(run)
     config.model.transformer_layer_spec = alike if stacked else mixed

@@ -18,6 +18,7 @@ from mbridge_fsdp_ckpt.storage.format.names import MANIFEST_NAME
 from mbridge_fsdp_ckpt.testing.process import rank_environment
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
 from tests.convert import hugging_face_runs as runs
+from tests.soak import sampling
 
 PAGE = Path(__file__).parents[2] / "docs" / "conversion.md"
 HANG_S = 280
@@ -50,15 +51,16 @@ def called(*arguments: str) -> tuple[int, str]:
 def test_the_documented_commands_do_what_the_page_says(bridge_ranks: RankPool, tmp_path: Path) -> None:
     assert bridge_ranks.run(runs.write_model, "Qwen3-MoE", str(tmp_path / "Qwen3-30B-A3B"), ranks=1) == [True]
     (tmp_path / "convert_checkpoints_fsdp.py").write_text(runs.SCRIPT.read_text())
-    lines = [line for line in documented() if " convert " in line]
-    assert len(lines) == 3
-    for line in lines:
+    first, *exports = [line for line in documented() if " convert " in line]
+    assert len(exports) == 2
+    exported = sampling.drawn("documented exports", ["exported", "exported-tp2"], share=2)
+    for line in [first, *(line for line in exports if line.split()[-1] in exported)]:
         done = typed(line, tmp_path)
         assert done.returncode == 0, (line, done.stdout + done.stderr[-3000:])
         assert "Traceback" not in done.stderr
     original = str(tmp_path / "Qwen3-30B-A3B")
-    for exported in ("exported", "exported-tp2"):
-        assert runs.differences(original, str(tmp_path / exported), exact=True) == []
+    for name in exported:
+        assert runs.differences(original, str(tmp_path / name), exact=True) == []
     assert CliRunner().invoke(app, ["verify", str(tmp_path / "checkpoint")]).exit_code == 0
 
 

@@ -8,10 +8,11 @@ import pytest
 
 from mbridge_fsdp_ckpt.testing.modules import MEGATRON_MODULES
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from mbridge_fsdp_ckpt.testing.templates import Templates
 from tests.patience import patient_ranks
 
 
 @pytest.fixture(scope="package")
-def megatron_ranks() -> Iterator[RankPool]:
+def megatron_ranks(templates: Templates) -> Iterator[RankPool]:
     """Up to four ranks that have imported Megatron-Core, and Transformer Engine where that is installed."""
-    yield from patient_ranks(("megatron.core",), MEGATRON_MODULES)
+    yield from patient_ranks(templates, ("megatron.core",), MEGATRON_MODULES)

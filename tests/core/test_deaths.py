@@ -12,6 +12,7 @@ import pytest
 
 from mbridge_fsdp_ckpt.testing.modules import MEGATRON_MODULES
 from mbridge_fsdp_ckpt.testing.ranks import Died, RankPool
+from mbridge_fsdp_ckpt.testing.templates import Templates
 from tests.core import cases, deaths
 from tests.patience import patient_ranks
 from tests.soak import sampling
@@ -45,9 +46,9 @@ def sampled(name: str, steps: Iterable[str], share: int = 4) -> list[tuple[str, 
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
+def pool(templates: Templates) -> Iterator[RankPool]:
     """Ranks that may die."""
-    yield from patient_ranks(("megatron.core",), MEGATRON_MODULES)
+    yield from patient_ranks(templates, ("megatron.core",), MEGATRON_MODULES)
 
 
 @pytest.fixture(scope="module")

@@ -10,13 +10,14 @@ import pytest
 
 from mbridge_fsdp_ckpt.testing.modules import MEGATRON_MODULES
 from mbridge_fsdp_ckpt.testing.ranks import Died, RankPool
+from mbridge_fsdp_ckpt.testing.templates import Templates
 from tests.core import leaving
 from tests.patience import patient_ranks
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    yield from patient_ranks(("megatron.core",), MEGATRON_MODULES, ranks=2)
+def pool(templates: Templates) -> Iterator[RankPool]:
+    yield from patient_ranks(templates, ("megatron.core",), MEGATRON_MODULES, ranks=2)
 
 
 @pytest.mark.parametrize("what", ["save", "load", "failed save"])

@@ -54,17 +54,16 @@ LAUNCHES = [(page, text) for page, text in COMMANDS if "torchrun " in text]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(megatron_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where a reader might stand: a run's checkpoints, two more, two scripts."""
     place = tmp_path_factory.mktemp("reader")
-    with RankPool(2) as pool:
-        for name, number, layers in (
-            ("checkpoints", 10, 1),
-            ("checkpoints", 20, 1),
-            ("before", 10, 1),
-            ("after", 11, 2),
-        ):
-            pool.run(saving.save, str(place / name / f"iter_{number:07d}"), number, layers, ranks=2)
+    for name, number, layers in (
+        ("checkpoints", 10, 1),
+        ("checkpoints", 20, 1),
+        ("before", 10, 1),
+        ("after", 11, 2),
+    ):
+        megatron_ranks.run(saving.save, str(place / name / f"iter_{number:07d}"), number, layers, ranks=2)
     (place / "before" / "latest_checkpointed_iteration.txt").write_text("10")
     made = in_shell("mbridge_fsdp_ckpt convert to-stock before stock/iter_0000010", place)
     assert made.returncode == 0, made.stderr

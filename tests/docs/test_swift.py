@@ -10,6 +10,7 @@ import pytest
 
 from mbridge_fsdp_ckpt.testing.modules import MEGATRON_MODULES
 from mbridge_fsdp_ckpt.testing.ranks import Died, RankPool
+from mbridge_fsdp_ckpt.testing.templates import Templates
 from tests.docs import swift_ranks
 from tests.patience import patient_ranks
 
@@ -17,9 +18,9 @@ GENERATORS = ("python", "numpy", "torch", "cuda", "tracked")
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
+def pool(templates: Templates) -> Iterator[RankPool]:
     """Two ranks that may die."""
-    yield from patient_ranks(("megatron.core",), MEGATRON_MODULES, ranks=2)
+    yield from patient_ranks(templates, ("megatron.core",), MEGATRON_MODULES, ranks=2)
 
 
 def test_a_run_that_is_killed_in_a_save_resumes_bit_for_bit(pool: RankPool, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from mbridge_fsdp_ckpt.testing.modules import BRIDGE_MODULES, MEGATRON_MODULES
+from mbridge_fsdp_ckpt.testing.templates import Templates
 from tests.families.shelf import Shelf
 from tests.patience import patient_ranks
 
@@ -16,17 +17,17 @@ NEEDED = ("megatron.core", "transformer_engine", "fla")
 
 
 @pytest.fixture(scope="package")
-def shelf(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shelf]:
+def shelf(templates: Templates, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shelf]:
     """References and checkpoints of Megatron-Core's models."""
-    yield from _shelf(tmp_path_factory.mktemp("shelf"), MEGATRON_MODULES, NEEDED)
+    yield from _shelf(templates, tmp_path_factory.mktemp("shelf"), MEGATRON_MODULES, NEEDED)
 
 
 @pytest.fixture(scope="package")
-def bridge_shelf(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shelf]:
+def bridge_shelf(templates: Templates, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shelf]:
     """References and checkpoints of models that Bridge changed."""
-    yield from _shelf(tmp_path_factory.mktemp("bridge-shelf"), BRIDGE_MODULES, (*NEEDED, "megatron.bridge"))
+    yield from _shelf(templates, tmp_path_factory.mktemp("bridge-shelf"), BRIDGE_MODULES, (*NEEDED, "megatron.bridge"))
 
 
-def _shelf(folder: Path, modules: tuple[str, ...], needed: tuple[str, ...]) -> Iterator[Shelf]:
-    for pool in patient_ranks(needed, modules):
+def _shelf(templates: Templates, folder: Path, modules: tuple[str, ...], needed: tuple[str, ...]) -> Iterator[Shelf]:
+    for pool in patient_ranks(templates, needed, modules):
         yield Shelf(pool, folder)

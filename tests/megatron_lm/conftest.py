@@ -8,12 +8,13 @@ import pytest
 
 from mbridge_fsdp_ckpt.testing.modules import MEGATRON_MODULES
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from mbridge_fsdp_ckpt.testing.templates import Templates
 from tests.patience import patient_ranks
 
 
 @pytest.fixture(scope="package")
-def training_ranks() -> Iterator[RankPool]:
+def training_ranks(templates: Templates) -> Iterator[RankPool]:
     """Up to four ranks."""
     yield from patient_ranks(
-        ("transformer_engine", "megatron.training"), (*MEGATRON_MODULES, "tests.megatron_lm.preloaded")
+        templates, ("transformer_engine", "megatron.training"), (*MEGATRON_MODULES, "tests.megatron_lm.preloaded")
     )

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
 from mbridge_fsdp_ckpt.testing.ranks import no_process_group
+from tests.mock_data import fewer_documents
 
 SCRIPT = Path(__file__).parent / "pretrain_gpt.py"
 _MODEL = shlex.split("""
@@ -40,6 +41,7 @@ def pretrain(
 ) -> dict[str, Any]:
     """Train; how the command ended."""
     replace_cuda_only_kernels()
+    fewer_documents()
     where = ["--ckpt-format", ckpt_format, "--save", directory, *(["--load", directory] if load else [])]
     how_long = ["--train-iters", str(iterations), "--save-interval", str(save_every)]
     container: Any = argparse._ActionsContainer

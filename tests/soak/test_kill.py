@@ -19,6 +19,7 @@ import pytest
 
 from mbridge_fsdp_ckpt.testing.modules import MEGATRON_MODULES, installed
 from mbridge_fsdp_ckpt.testing.ranks import Died, RankFailed, RankPool, RanksHung
+from mbridge_fsdp_ckpt.testing.templates import Templates
 from tests.soak import kill, sampling
 from tests.soak.kill import NEW, OLD, Death
 
@@ -57,8 +58,8 @@ class Prepared:
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(RANKS, preload=installed(MEGATRON_MODULES)) as pool:
+def pool(templates: Templates) -> Iterator[RankPool]:
+    with RankPool(RANKS, preload=installed(MEGATRON_MODULES), templates=templates) as pool:
         yield pool
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from mbridge_fsdp_ckpt.testing.modules import MEGATRON_MODULES, installed
 from mbridge_fsdp_ckpt.testing.ranks import Died, RankPool
+from mbridge_fsdp_ckpt.testing.templates import Templates
 from tests.soak import kill, kill_beside, sampling
 from tests.soak.kill import NEW, OLD
 from tests.soak.kill_beside import Who
@@ -56,8 +57,8 @@ def trials() -> list[Trial]:
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(RANKS, preload=installed(MEGATRON_MODULES)) as pool:
+def pool(templates: Templates) -> Iterator[RankPool]:
+    with RankPool(RANKS, preload=installed(MEGATRON_MODULES), templates=templates) as pool:
         yield pool
 
 

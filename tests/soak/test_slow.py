@@ -11,6 +11,7 @@ import pytest
 
 from mbridge_fsdp_ckpt.testing.modules import MEGATRON_MODULES
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from mbridge_fsdp_ckpt.testing.templates import Templates
 from tests.patience import patient_ranks
 from tests.soak import sampling, slow
 from tests.soak.slow import Trial
@@ -21,8 +22,8 @@ AT_ONCE = 8  # trials of one world
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    yield from patient_ranks(("megatron.core",), MEGATRON_MODULES, RANKS)
+def pool(templates: Templates) -> Iterator[RankPool]:
+    yield from patient_ranks(templates, ("megatron.core",), MEGATRON_MODULES, RANKS)
 
 
 def test_a_slow_call_fails_nobody(pool: RankPool, tmp_path: Path) -> None:

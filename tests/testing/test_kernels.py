@@ -71,6 +71,7 @@ def use_and_restore_kernels() -> tuple[torch.Tensor, float, list[float], bool]:
 
     transformer_engine_torch = importlib.import_module("transformer_engine_torch")  # loaded by the import above
 
+    kernels.restore_kernels()  # ranks are forked with the stand-ins in place
     before = (transformer_engine_torch.multi_tensor_adam, clip_grads.l2_norm_impl)
     kernels.replace_cuda_only_kernels()
     kernels.replace_cuda_only_kernels()

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.testing.ranks import Died, RankFailed, RankPool, RanksHung, no_process_group
+from mbridge_fsdp_ckpt.testing.templates import Templates
 
 
 def sum_of_ranks(offset: int = 0) -> tuple[int, int, float]:
@@ -272,10 +273,14 @@ def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     assert result.returncode == -signal.SIGKILL, result.stderr
     worker, expected = (int(word) for word in result.stdout.split())
     assert worker == expected
+    _wait_for_the_end_of(worker)
+
+
+def _wait_for_the_end_of(process: int) -> None:
     deadline = time.monotonic() + 10
-    while _is_running(worker) and time.monotonic() < deadline:
+    while _is_running(process) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not _is_running(worker)
+    assert not _is_running(process)
 
 
 def _is_running(process: int) -> bool:
@@ -283,3 +288,33 @@ def _is_running(process: int) -> bool:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except FileNotFoundError:
         return False
+
+
+def forked_from() -> int:
+    return os.getppid()
+
+
+def test_pools_share_what_they_are_forked_from_and_nothing_else() -> None:
+    templates = Templates()
+    with RankPool(1, templates=templates) as first, RankPool(1, templates=templates) as second:
+        (template,) = first.run(forked_from)
+        assert second.run(forked_from) == [template]
+        assert first.run(process_id) != second.run(process_id)
+        first.close()
+        assert second.run(forked_from) == [template], "a pool that is closed takes nothing from the others"
+        os.kill(template, signal.SIGKILL)
+        _wait_for_the_end_of(template)
+        (another,) = second.run(forked_from)
+        assert another != template
+    templates.close()
+    assert not _is_running(another)
+
+
+def test_another_environment_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    templates = Templates()
+    with RankPool(1, templates=templates) as first, RankPool(1, templates=templates) as second:
+        (template,) = first.run(forked_from)
+        monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
+        assert second.run(forked_from) != [template]
+        assert first.run(forked_from) == [template], "what a pool has, it keeps"
+    templates.close()

@@ -8,17 +8,19 @@ import pytest
 
 from mbridge_fsdp_ckpt.testing.modules import BRIDGE_MODULES
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from mbridge_fsdp_ckpt.testing.templates import Templates
 from tests.patience import patient_ranks
 from tests.verl import tiny
+from tests.verl.fresh import Fresh
 
 RANKS = 2
 
 
 @pytest.fixture(scope="package")
-def verl_ranks() -> Iterator[RankPool]:
+def verl_ranks(templates: Templates) -> Iterator[RankPool]:
     """Two ranks."""
     modules = (*BRIDGE_MODULES, "verl.workers.engine.megatron.transformer_impl")
-    yield from patient_ranks(("transformer_engine", "megatron.bridge", "verl"), modules, RANKS)
+    yield from patient_ranks(templates, ("transformer_engine", "megatron.bridge", "verl"), modules, RANKS)
 
 
 @pytest.fixture(scope="package")
@@ -27,3 +29,10 @@ def source(verl_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> st
     directory = str(tmp_path_factory.mktemp("model") / "tiny")
     verl_ranks.run(tiny.write_model, directory, ranks=1)
     return directory
+
+
+@pytest.fixture(scope="package")
+def fresh() -> Iterator[Fresh]:
+    """Processes that have imported neither VeRL nor this package."""
+    with Fresh() as process:
+        yield process

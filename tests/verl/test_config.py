@@ -8,7 +8,6 @@ import re
 import shlex
 import stat
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import pytest
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.testing.modules import is_installed
 from mbridge_fsdp_ckpt.verl.choice import VARIABLE, choice_of
+from tests.verl.fresh import Fresh
 
 pytestmark = pytest.mark.skipif(not is_installed("verl"), reason="needs verl, which is not installed")
 
@@ -89,7 +89,7 @@ def test_the_class_says_the_format_by_itself(trainer: str, overrides: list[str],
     assert choice_of(as_dataclass(OmegaConf.select(composed(trainer, [*overrides, other]), path))) is None
 
 
-def made(override: str, before: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+def made(fresh: Fresh, override: str, before: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
     """A process of VeRL's that makes the actor's checkpoint configuration; it prints whether the plug-in is there."""
     program = f"""{before}
 import sys, verl
@@ -100,30 +100,23 @@ with initialize_config_module("verl.trainer.config", version_base=None):
 omega_conf_to_dataclass(config.actor_rollout_ref.actor.checkpoint)
 print(any(type(finder).__name__ == "AfterImport" for finder in sys.meta_path))
 """
-    return subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, **environment},
-        check=False,
-    )
+    return fresh.run(program, environment)
 
 
 BY_CLASS, BY_KEY = f"actor_rollout_ref.actor.{OURS}", f"+actor_rollout_ref.actor.checkpoint.{SAFE}"
 
 
-def test_where_plug_ins_are_off_the_class_brings_it_and_the_key_says_nothing() -> None:
+def test_where_plug_ins_are_off_the_class_brings_it_and_the_key_says_nothing(fresh: Fresh) -> None:
     off = {"VERL_USE_EXTERNAL_PLUGINS": "none"}
-    by_class, by_key = made(BY_CLASS, **off), made(BY_KEY, **off)
+    by_class, by_key = made(fresh, BY_CLASS, **off), made(fresh, BY_KEY, **off)
     assert (by_class.returncode, by_class.stdout.split()[-1:]) == (0, ["True"]), by_class.stderr
     assert (by_key.returncode, by_key.stdout.split()[-1:]) == (0, ["False"]), by_key.stderr
 
 
 @pytest.mark.parametrize("gone", ["mbridge_fsdp_ckpt", "mbridge_fsdp_ckpt.hosts.patching"])
-def test_where_it_cannot_be_imported_the_class_stops_the_run_and_the_key_says_nothing(gone: str) -> None:
+def test_where_it_cannot_be_imported_the_class_stops_the_run_and_the_key_says_nothing(gone: str, fresh: Fresh) -> None:
     before = f"import sys; sys.modules[{gone!r}] = None"
-    by_class, by_key = (made(way, before) for way in (BY_CLASS, BY_KEY))
+    by_class, by_key = (made(fresh, way, before) for way in (BY_CLASS, BY_KEY))
     assert by_class.returncode != 0
     assert "SafeCheckpointConfig" in by_class.stderr
     assert gone in by_class.stderr

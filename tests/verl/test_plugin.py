@@ -19,6 +19,7 @@ from mbridge_fsdp_ckpt.verl.choice import VARIABLE, choice_of
 from tests.patched import unnamed
 from tests.verl import plugin_cases
 from tests.verl.conftest import RANKS
+from tests.verl.fresh import Fresh
 from tests.verl.tiny import SAFE, Setup
 
 PLUGIN = "mbridge_fsdp_ckpt.verl"
@@ -52,7 +53,7 @@ def test_importing_it_loads_no_framework_and_not_verl() -> None:
         ({"VERL_USE_EXTERNAL_PLUGINS": "none", "VERL_USE_EXTERNAL_MODULES": PLUGIN}, True),
     ],
 )
-def test_verl_loads_it_before_the_checkpoint_manager(environment: dict[str, str], loaded: bool) -> None:
+def test_verl_loads_it_before_the_checkpoint_manager(environment: dict[str, str], loaded: bool, fresh: Fresh) -> None:
     assert [entry.value for entry in entry_points(group="verl.plugins") if entry.name == "mbridge_fsdp_ckpt"] == [
         PLUGIN
     ]
@@ -60,7 +61,8 @@ def test_verl_loads_it_before_the_checkpoint_manager(environment: dict[str, str]
     program = (
         f"import sys, verl; print({PLUGIN!r} in sys.modules, {manager!r} in sys.modules, 'megatron' in sys.modules)"
     )
-    assert printed(program, **environment) == f"{loaded} False False"
+    done = fresh.run(program, environment)
+    assert (done.returncode, done.stdout.strip()) == (0, f"{loaded} False False"), done.stderr
 
 
 class Config:

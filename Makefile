@@ -20,8 +20,11 @@ demo: core ## Show the package at work on CPU ranks (a minute or two, set-up inc
 	@$(RUN) python -m mbridge_fsdp_ckpt.testing.demo $(ARGS)
 
 test: full $(IF_CURRENT) ## Linters, then tests on the real stack: half an hour (its first set-up compiles for about 10 minutes)
+ifneq ($(STACK)$(ARGS),current)
 	$(RUN) python -m pytest $(ARGS)
-ifeq ($(STACK)$(ARGS),current)
+else
+	$(RUN) python -m pytest --numprocesses 2 tests/unit
+	$(RUN) python -m pytest --ignore tests/unit
 	for stack in verl newest-torch; do $(MAKE) test-portable STACK=$$stack; done
 endif
 

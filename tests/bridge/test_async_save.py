@@ -16,6 +16,7 @@ from tests.bridge import async_saves
 from tests.bridge.training import Run, train
 from tests.core import oracle
 from tests.run_directories import as_it_was
+from tests.soak import sampling
 
 pytestmark = pytest.mark.bridge
 
@@ -50,9 +51,10 @@ def scalars(folder: Path) -> dict[str, list[int]]:
     return {tag: [event.step for event in events.Scalars(tag)] for tag in tags}
 
 
-@pytest.mark.parametrize(
-    "workers", [{}, {"checkpoint.use_persistent_ckpt_worker": False, "checkpoint.async_strategy": "mcore"}], ids=str
-)
+WORKERS = [{}, {"checkpoint.use_persistent_ckpt_worker": False, "checkpoint.async_strategy": "mcore"}]
+
+
+@pytest.mark.parametrize("workers", sampling.drawn("asynchronous twins", WORKERS, share=2), ids=str)
 def test_an_asynchronous_run_saves_what_its_twin_does(
     workers: dict[str, Any], bridge_ranks: RankPool, tmp_path: Path
 ) -> None:
@@ -114,7 +116,10 @@ def test_the_next_save_waits_and_most_recent_k_is_obeyed(bridge_ranks: RankPool,
     assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000003", "iter_0000004"]
 
 
-@pytest.mark.parametrize(("iterations", "where"), [(2, "finalize_async_saves"), (3, "save_checkpoint")])
+HEARD = [(2, "finalize_async_saves"), (3, "save_checkpoint")]
+
+
+@pytest.mark.parametrize(("iterations", "where"), sampling.drawn("heard of later", HEARD, share=2))
 def test_a_save_that_fails_is_the_same_error_on_all_ranks_later(
     iterations: int, where: str, bridge_ranks: RankPool, tmp_path: Path
 ) -> None:
@@ -140,7 +145,7 @@ EXITS: dict[str, tuple[dict[str, Any], int | None, int]] = {
 }
 
 
-@pytest.mark.parametrize("name", EXITS)
+@pytest.mark.parametrize("name", sampling.drawn("exits", list(EXITS), share=3))
 def test_a_run_that_exits_has_its_last_save_first(name: str, bridge_ranks: RankPool, tmp_path: Path) -> None:
     config, sent, last = EXITS[name]
     run = Run(str(tmp_path), save_every=3, config={**ASYNC, **config})

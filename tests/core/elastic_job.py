@@ -27,7 +27,13 @@ def main(root: Path, steps: int, deadly: int) -> None:
 
     cpu_cuda.install()
     dist.init_process_group("gloo")
+    end = train(root, steps, deadly)
+    if dist.get_rank() == 0:
+        (root / "end.json").write_text(json.dumps(end, sort_keys=True))
 
+
+def train(root: Path, steps: int, deadly: int = -1) -> dict[str, Any]:
+    """Resume, and train: what is live at the end."""
     import mbridge_fsdp_ckpt
     from mbridge_fsdp_ckpt.hosts.root import TRACKER, find_checkpoint
     from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter
@@ -45,9 +51,7 @@ def main(root: Path, steps: int, deadly: int) -> None:
         dies = number == deadly and first_try and dist.get_rank() == 1
         with patch.object(PayloadWriter, "add_pieces", _die if dies else PayloadWriter.add_pieces):
             save_and_publish(root, number, trainable)
-    end = oracle.live(trainable)
-    if dist.get_rank() == 0:
-        (root / "end.json").write_text(json.dumps(end, sort_keys=True))
+    return oracle.live(trainable)
 
 
 def _die(*arguments: Any) -> Any:

@@ -14,6 +14,7 @@ from mbridge_fsdp_ckpt.testing.models import Recipe
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
 from tests.core import cases, oracle
 from tests.core.test_rehearsal import check
+from tests.soak import sampling
 
 RANKS = 4
 MODEL = Recipe(layers=3, hidden=96, ffn=256, experts=4, gated_delta_net=True)
@@ -30,7 +31,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", list(LAYOUTS))
+@pytest.mark.parametrize("name", sampling.drawn("even bytes", list(LAYOUTS), share=2))
 def test_bytes_are_even(name: str, megatron_ranks: RankPool, tmp_path: Path) -> None:
     first = tmp_path / "first"
     check(MODEL.on(**LAYOUTS[name]), RANKS, megatron_ranks, first)

@@ -17,6 +17,7 @@ import pytest
 from mbridge_fsdp_ckpt.care.verify import verify
 from mbridge_fsdp_ckpt.storage.progress import Unwatched
 from mbridge_fsdp_ckpt.testing.modules import is_installed
+from tests.soak import sampling
 from tests.soak.kill import iteration
 
 REPOSITORY = Path(__file__).parents[2]
@@ -55,7 +56,10 @@ def children(process_id: int) -> list[int]:
     return [int(child) for task in tasks for child in task.read_text().split()]
 
 
-@pytest.mark.parametrize(("how", "code"), [("raises", 1), ("waits", -signal.SIGINT), ("leaves", 0)])
+ENDS = [("raises", 1), ("waits", -signal.SIGINT), ("leaves", 0)]
+
+
+@pytest.mark.parametrize(("how", "code"), sampling.drawn("ends of a trainer", ENDS, share=3))
 def test_the_save_is_complete(how: str, code: int, tmp_path: Path) -> None:
     if not is_installed("megatron.core"):
         pytest.skip("needs megatron.core, which is not installed")

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from mbridge_fsdp_ckpt.testing.modules import is_installed
+from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from tests.core import elastic_job
 
 REPOSITORY = Path(__file__).parents[2]
 LIMIT_S = 240
@@ -35,13 +36,12 @@ def torchrun(root: Path, *arguments: str) -> tuple[str, str]:
 
 
 @pytest.mark.timeout(2 * LIMIT_S)
-def test_a_restarted_job_goes_on_from_the_last_commit(tmp_path: Path) -> None:
-    if not is_installed("megatron.core"):
-        pytest.skip("needs megatron.core, which is not installed")
-    _, undisturbed = torchrun(tmp_path / "undisturbed")
+def test_a_restarted_job_goes_on_from_the_last_commit(megatron_ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "undisturbed").mkdir()
+    (undisturbed, _) = megatron_ranks.run(elastic_job.train, tmp_path / "undisturbed", 4, ranks=2)
     output, end = torchrun(tmp_path / "killed", "3")
     assert output.count("attempt 0 begins after step 0") == 2
     assert output.count("attempt 1 begins after step 2") == 2
-    assert end == undisturbed
+    assert end == json.loads(json.dumps(undisturbed))
     names = sorted(path.name for path in (tmp_path / "killed").iterdir())
     assert names == ["end.json", "iter_0000003", "iter_0000004", "latest_checkpointed_iteration.txt"]

@@ -122,7 +122,10 @@ def test_every_sharding_strategy(name: str, megatron_ranks: RankPool, tmp_path: 
     assert oracle.on_disk(tmp_path / "second") == oracle.on_disk(first)
 
 
-@pytest.mark.parametrize("layout", [{}, {"expert": 2, "offload": 0.5}, {"tensor": 2}, {"instances": 2}], ids=str)
+SAME: list[dict[str, Any]] = [{}, {"expert": 2, "offload": 0.5}, {"tensor": 2}, {"instances": 2}]
+
+
+@pytest.mark.parametrize("layout", sampling.drawn("same layouts", SAME, share=2), ids=str)
 def test_the_same_layout_reads_what_its_ranks_wrote(
     layout: dict[str, Any], megatron_ranks: RankPool, tmp_path: Path
 ) -> None:

@@ -20,6 +20,7 @@ from mbridge_fsdp_ckpt.storage.store import as_path
 from mbridge_fsdp_ckpt.testing.models import Recipe
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
 from tests.core import cases, oracle
+from tests.soak import sampling
 from tests.soak.disk import Fault, holding
 
 RECIPE = Recipe(layers=1)
@@ -97,7 +98,10 @@ def names(directory: str) -> list[str]:
     return sorted(path.name for path in as_path(directory).iterdir())
 
 
-@pytest.mark.parametrize("root", [f"s3://{BUCKET}/plain", "msc://run/through-msc", "msc://disk/through-msc"])
+ROOTS = [f"s3://{BUCKET}/plain", "msc://run/through-msc", "msc://disk/through-msc"]
+
+
+@pytest.mark.parametrize("root", sampling.drawn("object stores", ROOTS, share=2))
 def test_save_overwrite_and_load(root: str, environment: dict[str, str], megatron_ranks: RankPool) -> None:
     directory = f"{root}/iter_0000001"
     first = megatron_ranks.run(train_and_save, directory, environment, 1, ranks=2)[0]
@@ -113,14 +117,14 @@ def test_save_overwrite_and_load(root: str, environment: dict[str, str], megatro
     assert (as_path(directory) / "assets" / "vocabulary.txt").read_text() == "a b c"
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        "storage.format.told:write_file",
-        "storage.commit.marker:replace_file",
-        "storage.format.payload:PayloadWriter.close",
-    ],
-)
+FAILING = [
+    "storage.format.told:write_file",
+    "storage.commit.marker:replace_file",
+    "storage.format.payload:PayloadWriter.close",
+]
+
+
+@pytest.mark.parametrize("call", sampling.drawn("failing objects", FAILING, share=3))
 def test_a_save_that_fails_leaves_the_older_one(
     call: str, environment: dict[str, str], megatron_ranks: RankPool
 ) -> None:

@@ -21,7 +21,7 @@ from tools.circumstances import today
 
 RESULTS = Path(__file__).parents[2] / "docs" / "soak"
 FULL = os.environ.get("MBRIDGE_SOAK") == "1"
-SHARE = 10  # one in so many cases runs by default
+SHARE = 15  # one in so many cases runs by default
 
 Outcomes = dict[str, dict[str, int]]
 """For each kind of case, how many ended in which way."""
@@ -39,7 +39,7 @@ def rng(name: str) -> random.Random:
 
 
 def drawn[T](name: str, matrix: Sequence[T], share: int = SHARE) -> list[T]:
-    """The cases of a matrix that run now, in the matrix's order: all, or a fresh tenth, or one in `share`."""
+    """The cases of a matrix that run now, in the matrix's order: all, or afresh one in `share`."""
     if FULL:
         return list(matrix)
     count = max(1, len(matrix) // share)

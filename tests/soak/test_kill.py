@@ -93,7 +93,7 @@ def steps() -> list[Trial]:
 
 def test_what_resumes_is_complete_whenever_a_rank_is_killed(pool: RankPool, prepared: Prepared, tmp_path: Path) -> None:
     draw = sampling.rng("kill moments")
-    count = MOMENTS if sampling.FULL else MOMENTS // 20
+    count = MOMENTS if sampling.FULL else MOMENTS // 30
     run_all("kill_moments", moments(count, draw), pool, prepared, tmp_path)
 
 

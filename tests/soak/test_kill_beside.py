@@ -19,7 +19,7 @@ from tests.soak.kill import NEW, OLD
 from tests.soak.kill_beside import Who
 
 RANKS = 2
-SHARE = 40  # of the cases one in so many runs by default: each starts writers
+SHARE = 60  # of the cases one in so many runs by default: each starts writers
 LIMIT_S = 90.0
 RAISED = {"SaveAbandonedError", "RankMissingError", "saved"}
 

@@ -17,7 +17,7 @@ from tests.soak import sampling, slow
 from tests.soak.slow import Trial
 
 RANKS = 2
-SHARE = 40  # one in so many cases runs by default: each waits for a slow call
+SHARE = 60  # one in so many cases runs by default: each waits for a slow call
 AT_ONCE = 8  # trials of one world
 
 

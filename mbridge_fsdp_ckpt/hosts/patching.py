@@ -30,6 +30,11 @@ class Patches:
         self._replaced.append((owner, name, vars(owner).get(name, _ABSENT)))
         setattr(owner, name, value)
 
+    def before(self, owner: Any, name: str) -> Any:
+        """What the owner itself held under that name when it was first replaced here, or holds, if it was not."""
+        replaced = [value for other, its_name, value in self._replaced if other is owner and its_name == name]
+        return replaced[0] if replaced else vars(owner)[name]
+
     def undo(self) -> None:
         """Put everything back, last replaced first.  Calling it again does nothing."""
         while self._replaced:

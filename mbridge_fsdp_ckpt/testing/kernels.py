@@ -129,6 +129,16 @@ def replace_cuda_only_kernels() -> None:
         _active.set(te_norm, "__new__", CpuNorm.__new__)
 
 
+def real_norm() -> Any:
+    """What builds Transformer Engine's own norms (`TENorm.__new__`), also while `CpuNorm` stands in for it.
+
+    Raises:
+        ImportError: There is no Transformer Engine.
+    """
+    norm = importlib.import_module(_MEGATRON_TE).TENorm
+    return (_active or Patches()).before(norm, "__new__")
+
+
 def restore_kernels() -> None:
     """Undo `replace_cuda_only_kernels`.  Calling it again does nothing."""
     global _active

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, Self
 
 _ABSENT: Final = object()
@@ -30,11 +30,6 @@ class Patches:
         self._replaced.append((owner, name, vars(owner).get(name, _ABSENT)))
         setattr(owner, name, value)
 
-    def before(self, owner: Any, name: str) -> Any:
-        """What the owner itself held under that name when it was first replaced here, or holds, if it was not."""
-        replaced = [value for other, its_name, value in self._replaced if other is owner and its_name == name]
-        return replaced[0] if replaced else vars(owner)[name]
-
     def undo(self) -> None:
         """Put everything back, last replaced first.  Calling it again does nothing."""
         while self._replaced:
@@ -52,8 +47,16 @@ def rebind_everywhere(patches: Patches, replacements: Sequence[tuple[Any, Any]])
     in modules that were imported before.
     """
     replacement_of = {id(original): replacement for original, replacement in replacements}
-    for module in list(sys.modules.values()):
+    for module, name, original in bindings([original for original, _ in replacements], sys.modules.values()):
+        patches.set(module, name, replacement_of[id(original)])
+
+
+def bindings(objects: Iterable[Any], modules: Iterable[Any]) -> list[tuple[Any, str, Any]]:
+    """(module, name, object) wherever a module binds one of the objects."""
+    by_id = {id(one): one for one in objects}
+    found = []
+    for module in list(modules):
         names = getattr(module, "__dict__", None)
         if isinstance(names, dict):
-            for name, value in [(name, value) for name, value in list(names.items()) if id(value) in replacement_of]:
-                patches.set(module, name, replacement_of[id(value)])
+            found += [(module, name, value) for name, value in list(names.items()) if id(value) in by_id]
+    return found

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from mbridge_fsdp_ckpt.testing.kernels import restore_kernels
+
 SEED = 1234
 
 # Per module, if it was imported: what it offers to destroy its global state.  Order matters: Megatron's groups go
@@ -29,6 +31,7 @@ _MEGATRON_GLOBALS: tuple[tuple[str, str], ...] = (
 def forget_case(environment: Mapping[str, str], directory: Path) -> str | None:
     """Undo what a case did to the process; return the tracebacks of what could not be undone, if anything."""
     steps: list[Callable[[], None]] = [
+        restore_kernels,
         _end_saves,
         _leave_megatron,
         _leave_process_group,

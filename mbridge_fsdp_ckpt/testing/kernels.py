@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import copy
 import importlib
+import sys
 from typing import Any
 
 import torch
 
-from mbridge_fsdp_ckpt.hosts.patching import Patches, rebind_everywhere
+from mbridge_fsdp_ckpt.hosts.patching import Patches, bindings
 
 
 def adam_stand_in(
@@ -112,7 +113,26 @@ _STAND_INS: tuple[tuple[str, str, Any], ...] = (
     (_MEGATRON_TE, "te_general_gemm", None),
 )
 
+_kernels: dict[tuple[str, str], Any] = {}
+"""What the stand-ins stand in for: what was found, and so long nothing replaces it."""
+_bindings: list[tuple[Any, str, Any]] = []
+_looked_through: dict[int, Any] = {}
 _active: Patches | None = None
+
+
+def look_for_kernels() -> None:
+    """Find the kernels in all modules that were not looked through before.
+
+    All names of Megatron-Bridge's modules take a third of a second, and in a process that was forked from another most
+    of the memory that they lie in is copied.  So templates of ranks look, and ranks replace what was found.
+    """
+    _find(_TE, "")
+    for module, name, _ in _STAND_INS:
+        if (module, name) not in _kernels and (kernel := _find(module, name)) is not None:
+            _kernels[module, name] = kernel
+    new = [module for module in list(sys.modules.values()) if id(module) not in _looked_through]
+    _bindings.extend(bindings(_kernels.values(), new))
+    _looked_through.update((id(module), module) for module in new)
 
 
 def replace_cuda_only_kernels() -> None:
@@ -120,23 +140,16 @@ def replace_cuda_only_kernels() -> None:
     global _active
     if _active is not None:
         return
+    look_for_kernels()
     _active = Patches()
-    _find(_TE, "")
-    found = [(_find(module, name), stand_in) for module, name, stand_in in _STAND_INS]
-    rebind_everywhere(_active, [(kernel, stand_in) for kernel, stand_in in found if kernel is not None])
+    stand_ins = {
+        id(_kernels[module, name]): stand_in for module, name, stand_in in _STAND_INS if (module, name) in _kernels
+    }
+    for module, name, kernel in _bindings:
+        _active.set(module, name, stand_ins[id(kernel)])
     te_norm = _find(_MEGATRON_TE, "TENorm")
     if te_norm is not None:
         _active.set(te_norm, "__new__", CpuNorm.__new__)
-
-
-def real_norm() -> Any:
-    """What builds Transformer Engine's own norms (`TENorm.__new__`), also while `CpuNorm` stands in for it.
-
-    Raises:
-        ImportError: There is no Transformer Engine.
-    """
-    norm = importlib.import_module(_MEGATRON_TE).TENorm
-    return (_active or Patches()).before(norm, "__new__")
 
 
 def restore_kernels() -> None:

@@ -61,10 +61,9 @@ def _prepare(preload: list[str]) -> None:
     from mbridge_fsdp_ckpt.testing import collectives, cpu_cuda, kernels, worker  # noqa: F401
 
     cpu_cuda.install()
-    # Both look through every name of every module.  A worker would copy the memory that they touch, and need a second.
     collectives.watch_collectives()
     if "megatron.core" in sys.modules:
-        kernels.replace_cuda_only_kernels()
+        kernels.look_for_kernels()
     gc.collect()
     gc.freeze()  # the collection after each case then skips what the imports made, and leaves its memory shared
 

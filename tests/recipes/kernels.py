@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch.distributed import ProcessGroup
 
 from mbridge_fsdp_ckpt.hosts.patching import Patches
-from mbridge_fsdp_ckpt.testing.kernels import real_norm, replace_cuda_only_kernels
+from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
 
 _MAMBA = "megatron.core.ssm.mamba_mixer"
 _DELTA_NET = "megatron.core.ssm.gated_delta_net"
@@ -28,10 +28,11 @@ def torch_kernels() -> Iterator[None]:
     from megatron.core.extensions import transformer_engine as megatron_te
     from transformer_engine import pytorch as te
 
+    norm = megatron_te.TENorm.__new__
     replace_cuda_only_kernels()
     patches = Patches()
     try:
-        patches.set(megatron_te.TENorm, "__new__", real_norm())  # its forward pass is below
+        patches.set(megatron_te.TENorm, "__new__", norm)  # the real norm; its forward pass is below
         patches.set(te.RMSNorm, "forward", _rms_norm)
         patches.set(te.Linear, "forward", _linear)
         patches.set(te.LayerNormLinear, "forward", _norm_and_linear)

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from mbridge_fsdp_ckpt.hosts.patching import Patches
 from mbridge_fsdp_ckpt.testing import kernels
 from mbridge_fsdp_ckpt.testing.modules import is_installed
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
@@ -72,7 +71,6 @@ def use_and_restore_kernels() -> tuple[torch.Tensor, float, list[float], bool]:
 
     transformer_engine_torch = importlib.import_module("transformer_engine_torch")  # loaded by the import above
 
-    kernels.restore_kernels()  # ranks are forked with the stand-ins in place
     before = (transformer_engine_torch.multi_tensor_adam, clip_grads.l2_norm_impl)
     kernels.replace_cuda_only_kernels()
     kernels.replace_cuda_only_kernels()
@@ -84,24 +82,6 @@ def use_and_restore_kernels() -> tuple[torch.Tensor, float, list[float], bool]:
     kernels.restore_kernels()
     restored = before == (transformer_engine_torch.multi_tensor_adam, clip_grads.l2_norm_impl)
     return weight, float(norm), clipped.grad.tolist(), restored
-
-
-def norms_by(real: bool) -> str:
-    from megatron.core.extensions.transformer_engine import TENorm
-    from megatron.core.transformer import TransformerConfig
-
-    kernels.replace_cuda_only_kernels()
-    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, normalization="RMSNorm")
-    with Patches() as patches:
-        if real:
-            patches.set(TENorm, "__new__", kernels.real_norm())
-        return type(TENorm(config, 8)).__module__.partition(".")[0]
-
-
-@pytest.mark.skipif(not is_installed("transformer_engine"), reason="needs transformer_engine, which is not installed")
-@pytest.mark.parametrize(("real", "package"), [(False, "torch"), (True, "transformer_engine")])
-def test_transformer_engines_own_norms_can_be_built(real: bool, package: str, megatron_ranks: RankPool) -> None:
-    assert megatron_ranks.run(norms_by, real, ranks=1) == [package]
 
 
 @pytest.mark.skipif(not is_installed("transformer_engine"), reason="needs transformer_engine, which is not installed")

@@ -91,12 +91,14 @@ def _ended(victim: int, step: str, ending: Ending) -> Iterator[None]:
 
 
 def _ending(function: Callable[..., Any], ending: Ending) -> Callable[..., Any]:
+    stalls = iter([STALL_S])  # once: some steps have many calls
+
     def last(*arguments: Any, **named: Any) -> Any:
         if ending == "raises":
             raise RuntimeError("this rank cannot go on")
         if ending == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(STALL_S)
+        time.sleep(next(stalls, 0.0))
         return function(*arguments, **named)
 
     return last

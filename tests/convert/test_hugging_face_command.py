@@ -52,9 +52,10 @@ def test_the_documented_commands_do_what_the_page_says(bridge_ranks: RankPool, t
     assert bridge_ranks.run(runs.write_model, "Qwen3-MoE", str(tmp_path / "Qwen3-30B-A3B"), ranks=1) == [True]
     (tmp_path / "convert_checkpoints_fsdp.py").write_text(runs.SCRIPT.read_text())
     first, *exports = [line for line in documented() if " convert " in line]
-    assert len(exports) == 2
-    exported = sampling.drawn("documented exports", ["exported", "exported-tp2"], share=2)
-    for line in [first, *(line for line in exports if line.split()[-1] in exported)]:
+    by_folder = {line.partition("--hf-path ")[2].split()[0]: line for line in exports}
+    assert list(by_folder) == ["exported", "exported-tp2"]
+    exported = sampling.drawn("documented exports", list(by_folder), share=2)
+    for line in (first, *(by_folder[name] for name in exported)):
         done = typed(line, tmp_path)
         assert done.returncode == 0, (line, done.stdout + done.stderr[-3000:])
         assert "Traceback" not in done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 import weakref
 from pathlib import Path
@@ -25,6 +26,7 @@ class Templates:
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="templates-")
         self._started: dict[_Key, TemplateProcess] = {}
+        self._numbers = itertools.count()
         self._finalizer = weakref.finalize(self, _end, self._started, self._folder)
 
     def living(self, preload: tuple[str, ...]) -> TemplateProcess:
@@ -38,7 +40,7 @@ class Templates:
         if key in self._started and not self._started[key].is_alive:
             self._started.pop(key).kill()
         if key not in self._started:
-            log = Path(self._folder.name) / f"{len(self._started)}.log"
+            log = Path(self._folder.name) / f"{next(self._numbers)}.log"
             self._started[key] = TemplateProcess(log, preload, environment, START_LIMIT_S)
         return self._started[key]
 

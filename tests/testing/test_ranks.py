@@ -5,6 +5,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -317,4 +318,20 @@ def test_another_environment_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
         assert second.run(forked_from) != [template]
         assert first.run(forked_from) == [template], "what a pool has, it keeps"
+    templates.close()
+
+
+def test_one_that_follows_writes_over_no_others_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    templates = Templates()
+    with (
+        RankPool(1, preload=["json"], templates=templates) as first,
+        RankPool(1, preload=["csv"], templates=templates) as second,
+    ):
+        (template,) = first.run(forked_from)
+        second.run(forked_from)
+        os.kill(template, signal.SIGKILL)
+        _wait_for_the_end_of(template)
+        first.run(forked_from)
+        assert len(list(tmp_path.glob("templates-*/*.log"))) == 3
     templates.close()

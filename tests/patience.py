@@ -40,9 +40,9 @@ class PatientPool(RankPool):
 
 
 def patient_ranks(
-    templates: Templates, needed: Sequence[str], preload: Sequence[str], ranks: int = RANKS
+    templates: Templates | None, needed: Sequence[str], preload: Sequence[str], ranks: int = RANKS
 ) -> Iterator[RankPool]:
-    """A fixture's body: a pool with `preload` imported; skips the tests where a needed package is missing."""
+    """A fixture's body: a `RankPool` with `preload` imported; skips the tests where a needed package is missing."""
     for package in needed:
         if not is_installed(package):
             pytest.skip(f"needs {package}, which is not installed")

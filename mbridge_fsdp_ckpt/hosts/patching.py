@@ -46,17 +46,17 @@ def rebind_everywhere(patches: Patches, replacements: Sequence[tuple[Any, Any]])
     Patching the defining module alone would miss `from module import original` and `alias = module.original`
     in modules that were imported before.
     """
+    for rebinding in rebindings(replacements, sys.modules.values()):
+        patches.set(*rebinding)
+
+
+def rebindings(replacements: Iterable[tuple[Any, Any]], modules: Iterable[Any]) -> list[tuple[Any, str, Any]]:
+    """(module, name, replacement) wherever a module binds the first of a pair."""
     replacement_of = {id(original): replacement for original, replacement in replacements}
-    for module, name, original in bindings([original for original, _ in replacements], sys.modules.values()):
-        patches.set(module, name, replacement_of[id(original)])
-
-
-def bindings(objects: Iterable[Any], modules: Iterable[Any]) -> list[tuple[Any, str, Any]]:
-    """(module, name, object) wherever a module binds one of the objects."""
-    by_id = {id(one): one for one in objects}
     found = []
     for module in list(modules):
         names = getattr(module, "__dict__", None)
         if isinstance(names, dict):
-            found += [(module, name, value) for name, value in list(names.items()) if id(value) in by_id]
+            bound = [(name, value) for name, value in list(names.items()) if id(value) in replacement_of]
+            found += [(module, name, replacement_of[id(value)]) for name, value in bound]
     return found

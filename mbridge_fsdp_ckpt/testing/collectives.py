@@ -76,19 +76,15 @@ class CollectiveCounts:
 
 
 _counting: list[CollectiveCounts] = []
-_watched = False
 
 
+@functools.cache
 def watch_collectives() -> None:
     """Put what counts in place, for good.  A second call does nothing.
 
     It looks through all names of all loaded modules.  Done before ranks are forked, it is done once: modules that are
     imported later bind what counts.
     """
-    global _watched
-    if _watched:
-        return
-    _watched = True
     depth = threading.local()
     replacements = []
     for owner, names, kind in (

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mbridge_fsdp_ckpt.hosts.patching import Patches, bindings
+from mbridge_fsdp_ckpt.hosts.patching import Patches, rebindings
 
 
 def adam_stand_in(
@@ -113,9 +113,9 @@ _STAND_INS: tuple[tuple[str, str, Any], ...] = (
     (_MEGATRON_TE, "te_general_gemm", None),
 )
 
-_kernels: dict[tuple[str, str], Any] = {}
-"""What the stand-ins stand in for: what was found, and so long nothing replaces it."""
-_bindings: list[tuple[Any, str, Any]] = []
+_replacements: dict[tuple[str, str], tuple[Any, Any]] = {}
+"""Each kernel that was found, and its stand-in."""
+_rebindings: list[tuple[Any, str, Any]] = []
 _looked_through: dict[int, Any] = {}
 _active: Patches | None = None
 
@@ -127,11 +127,11 @@ def look_for_kernels() -> None:
     of the memory that they lie in is copied.  So templates of ranks look, and ranks replace what was found.
     """
     _find(_TE, "")
-    for module, name, _ in _STAND_INS:
-        if (module, name) not in _kernels and (kernel := _find(module, name)) is not None:
-            _kernels[module, name] = kernel
+    for module, name, stand_in in _STAND_INS:
+        if (module, name) not in _replacements and (kernel := _find(module, name)) is not None:
+            _replacements[module, name] = kernel, stand_in
     new = [module for module in list(sys.modules.values()) if id(module) not in _looked_through]
-    _bindings.extend(bindings(_kernels.values(), new))
+    _rebindings.extend(rebindings(_replacements.values(), new))
     _looked_through.update((id(module), module) for module in new)
 
 
@@ -142,11 +142,8 @@ def replace_cuda_only_kernels() -> None:
         return
     look_for_kernels()
     _active = Patches()
-    stand_ins = {
-        id(_kernels[module, name]): stand_in for module, name, stand_in in _STAND_INS if (module, name) in _kernels
-    }
-    for module, name, kernel in _bindings:
-        _active.set(module, name, stand_ins[id(kernel)])
+    for rebinding in _rebindings:
+        _active.set(*rebinding)
     te_norm = _find(_MEGATRON_TE, "TENorm")
     if te_norm is not None:
         _active.set(te_norm, "__new__", CpuNorm.__new__)

@@ -141,7 +141,7 @@ class WorkerProcess:
     @property
     def is_alive(self) -> bool:
         """Whether the process still runs."""
-        return self._returncode is None and self._template.is_alive and not self._ends_within(0.0)
+        return self._returncode is None and not self._ends_within(0.0)
 
     @property
     def threads(self) -> int:

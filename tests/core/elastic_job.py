@@ -1,6 +1,6 @@
-"""A training job for torchrun: it resumes from the tracker, saves after every step, and may lose a rank in a save.
+"""A training job for torchrun: it resumes from the tracker, saves after every step, and loses a rank in a save.
 
-torchrun ... tests/core/elastic_job.py ROOT STEPS [STEP]     rank 1 is killed in STEP's save, the first time
+torchrun ... tests/core/elastic_job.py ROOT STEPS STEP     rank 1 is killed in STEP's save, the first time
 """
 
 from __future__ import annotations
@@ -59,4 +59,4 @@ def _die(*arguments: Any) -> Any:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else -1)
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -17,12 +17,12 @@ REPOSITORY = Path(__file__).parents[2]
 LIMIT_S = 240
 
 
-def torchrun(root: Path, *arguments: str) -> tuple[str, str]:
-    """Train for four steps on two ranks; the output, and what was live at the end."""
+def torchrun(root: Path, deadly: int) -> tuple[str, str]:
+    """Train for four steps on two ranks, of which one dies in a save; the output, and what was live at the end."""
     root.mkdir()
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
     done = subprocess.run(
-        [sys.executable, *command, "-m", "tests.core.elastic_job", str(root), "4", *arguments],
+        [sys.executable, *command, "-m", "tests.core.elastic_job", str(root), "4", str(deadly)],
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
@@ -39,7 +39,7 @@ def torchrun(root: Path, *arguments: str) -> tuple[str, str]:
 def test_a_restarted_job_goes_on_from_the_last_commit(megatron_ranks: RankPool, tmp_path: Path) -> None:
     (tmp_path / "undisturbed").mkdir()
     (undisturbed, _) = megatron_ranks.run(elastic_job.train, tmp_path / "undisturbed", 4, ranks=2)
-    output, end = torchrun(tmp_path / "killed", "3")
+    output, end = torchrun(tmp_path / "killed", 3)
     assert output.count("attempt 0 begins after step 0") == 2
     assert output.count("attempt 1 begins after step 2") == 2
     assert end == json.loads(json.dumps(undisturbed))

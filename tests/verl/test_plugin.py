@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -26,21 +25,11 @@ PLUGIN = "mbridge_fsdp_ckpt.verl"
 needs_verl = pytest.mark.skipif(not is_installed("verl"), reason="needs verl, which is not installed")
 
 
-def printed(program: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-        env={**os.environ, **environment},
-    )
-    return done.stdout.strip()
-
-
 def test_importing_it_loads_no_framework_and_not_verl() -> None:
     heavy = ("torch", "numpy", "megatron", "transformer_engine", "verl", "ray", "omegaconf")
-    assert printed(f"import sys, {PLUGIN}; print([name for name in {heavy} if name in sys.modules])") == "[]"
+    program = f"import sys, {PLUGIN}; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.strip() == "[]"
 
 
 @needs_verl

@@ -140,7 +140,7 @@ _TOUCHED: dict[Need, dict[str, dict[str, str]]] = {
                 "append_to_progress_log maybe_save_dataloader_state(pg_collection) save_tokenizer_assets"
             ),
             f"{_TRAINING}.callbacks": "CallbackContext should_fire",
-            f"{_LM}.config.container": "ConfigContainerBase.to_dict",
+            f"{_LM}.config.container": "ConfigContainerBase.to_dict ConfigContainerBase._convert_value_to_dict",
             f"{_TRAINING}.utils.wandb_utils": "on_save_checkpoint_success(wandb_writer)",
             f"{_TRAINING}.utils.mlflow_utils": "on_save_checkpoint_success(mlflow_logger)",
             f"{_TRAINING}.utils.comet_utils": "on_save_checkpoint_success(comet_logger)",

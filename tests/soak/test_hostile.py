@@ -18,16 +18,28 @@ from mbridge_fsdp_ckpt.storage.format.schema import IndexHeader, Manifest
 from tests.soak import attacks_types, sampling
 from tests.soak.attacks import ATTACKS
 from tests.soak.attacks_stock import CALLS, OPCODES
-from tests.soak.hostile import CANARY, CPU_SECONDS, Seen, forked, watch
+from tests.soak.hostile import CANARY, Seen, forked, watch
 
 pytestmark = pytest.mark.timeout(3000)
 PROCESSES = 2
-SECONDS = 5.0
-"""Of processor time that one attack may take."""
+ADDITIONS = 120_000_000
+"""An attack may take the processor time of so many additions in Python: 6 seconds of a machine that is not slow.
+
+In seconds alone it would be a bound for the machine: signed index files of 50,000 entries are read in 4 of them on one
+and in 5.5 on another."""
+PART = 20
 LATE = "missed: time"
 
 UNTOUCHED = [name for name, attack in ATTACKS.items() if attack.kind == "untouched"]
 UNREAD = "JSON: a gigabyte manifest"
+
+
+def allowed() -> float:
+    """Processor time that one attack may take on this machine now, in seconds."""
+    begin, total = time.process_time(), 0
+    for number in range(ADDITIONS // PART):
+        total += number
+    return (time.process_time() - begin) * PART
 
 
 def attempted(names: list[str], folder: Path) -> dict[str, Seen]:
@@ -49,40 +61,42 @@ def attempted(names: list[str], folder: Path) -> dict[str, Seen]:
     return found
 
 
-def verdict(seen: Seen) -> str:
-    """The outcome; "missed: ..." where the attack achieved something."""
+def verdict(seen: Seen, seconds: float) -> str:
+    """The outcome; "missed: ..." where the attack achieved something, or took more than so much processor time."""
     said = seen.verdict(ATTACKS[seen.name])
-    return LATE if seen.seconds > SECONDS and not said.startswith("missed") else said
+    return LATE if seen.seconds > seconds and not said.startswith("missed") else said
 
 
 def test_no_attack_achieves_anything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     drawn = sampling.drawn("hostile", list(ATTACKS))
     names = list(dict.fromkeys([*UNTOUCHED, UNREAD, *drawn]))
     began = time.monotonic()
+    limit = allowed()
     found = attempted(names, tmp_path)
     with capsys.disabled():
         print(f"\n{len(found)} attacks; {sampling.how_to_repeat()}")
     assert list(found.keys() ^ set(names)) == []
-    late = [name for name, seen in found.items() if verdict(seen) == LATE]
+    late = [name for name, seen in found.items() if verdict(seen, limit) == LATE]
     for number, name in enumerate(late):  # alone: processes beside each other take more processor time
         found |= attempted([name], tmp_path / f"again {number}")
-    verdicts = {name: verdict(seen) for name, seen in found.items()}
-    sampling.record("hostile", _result(verdicts, found.values(), time.monotonic() - began))
+        limit = max(limit, allowed())  # the machine may be slower than it was
+    verdicts = {name: verdict(seen, limit) for name, seen in found.items()}
+    sampling.record("hostile", _result(verdicts, found.values(), limit, time.monotonic() - began))
     missed = {name: (said, found[name]) for name, said in verdicts.items() if said.startswith("missed")}
     assert missed == {}, sampling.how_to_repeat()
     assert {name: verdicts[name] for name in UNTOUCHED} == dict.fromkeys(UNTOUCHED, "accepted")
     unread = found[UNREAD]
     assert set(unread.outcomes.values()) == {"ManifestError", "found by verify"}
-    assert (unread.memory < 1 << 25, unread.seconds < 0.5) == (True, True), unread
+    assert (unread.memory < 1 << 25, unread.seconds < limit / 10) == (True, True), unread
 
 
-def _result(verdicts: dict[str, str], found: Iterable[Seen], seconds: float) -> sampling.Result:
+def _result(verdicts: dict[str, str], found: Iterable[Seen], limit: float, seconds: float) -> sampling.Result:
     ended = list(found)
     reasons = {ATTACKS[name].harmless for name, said in verdicts.items() if said == "accepted"}
     facts: dict[str, str | int | float] = {
         "largest resident memory of one attack, MiB": max(seen.memory for seen in ended) >> 20,
         "most processor time of one attack, s": round(max(seen.seconds for seen in ended), 1),
-        "limit of processor time, s": CPU_SECONDS,
+        "limit of processor time, that of 120 million additions in Python, s": round(limit, 1),
         "accepted because": "; ".join(sorted(reasons)),
     }
     outcomes = sampling.tally((ATTACKS[name].kind, said) for name, said in verdicts.items())

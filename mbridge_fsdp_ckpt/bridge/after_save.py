@@ -158,28 +158,42 @@ class Announcement:
 def _looked_at(cfg: Any) -> Any:
     """A configuration of which Bridge's `to_dict` gives what its `to_yaml` would write now.
 
-    See `megatron/training/config/container.py`: a look at a copy of the fields is a sixth of the work of `to_dict`.
+    See `megatron/training/config/container.py`: a copy of the fields is a sixth of the work of `to_dict`.
     """
     with safe_yaml_representers():
-        dumper = _yaml.SafeDumper(io.StringIO(), default_flow_style=False)
-        return _copied(cfg, lambda value: dumper.represent_data(cfg._convert_value_to_dict(value)))
+        node = _yaml.SafeDumper(io.StringIO(), default_flow_style=False).represent_data
+
+        def other(value: Any) -> Any:
+            if _is_read_field_by_field(value):
+                return _with_fields(value, other)
+            return _copied(cfg._convert_value_to_dict(value), node)
+
+        return other(cfg)
 
 
-def _copied(value: Any, represent: Callable[[Any], Any]) -> Any:
-    """Containers and dataclasses, copied; other values that may change are YAML's nodes, which only Bridge can make."""
+def _copied(value: Any, other: Callable[[Any], Any]) -> Any:
+    """Containers, copied, of values that do not change; of all others, what `other` makes of them."""
     kind = type(value)
     if kind in _UNCHANGING:
         return value
     if kind is dict:
-        return {name: _copied(part, represent) for name, part in value.items()}
+        return {name: _copied(part, other) for name, part in value.items()}
     if kind in (list, tuple):
-        return [_copied(part, represent) for part in value]
-    if not isinstance(value, ConfigContainerBase) and (
-        not is_dataclass(kind) or any(hasattr(kind, way) for way in _OWN_WAYS)
-    ):
-        return represent(value)
-    copied = object.__new__(kind)
-    parts = {field.name: _copied(getattr(value, field.name), represent) for field in fields(kind)}
+        return [_copied(part, other) for part in value]
+    return other(value)
+
+
+def _is_read_field_by_field(value: Any) -> bool:
+    kind = type(value)
+    return isinstance(value, ConfigContainerBase) or (
+        is_dataclass(kind) and not any(hasattr(kind, way) for way in _OWN_WAYS)
+    )
+
+
+def _with_fields(value: Any, other: Callable[[Any], Any]) -> Any:
+    """A dataclass with its fields copied."""
+    copied = object.__new__(type(value))
+    parts = {field.name: _copied(getattr(value, field.name), other) for field in fields(value)}
     copied.__dict__.update(vars(value) | parts)
     return copied
 

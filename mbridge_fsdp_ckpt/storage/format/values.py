@@ -13,7 +13,7 @@ import base64
 import binascii
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from mbridge_fsdp_ckpt.storage.files import Json
 
 _MAX_DEPTH = 64
 _MAX_INLINE_BYTES = 1 << 20  # a tensor inside a value: RNG states, counters
+_AS_THEY_ARE = frozenset({type(None), bool, int, str})
 
 
 def encode(value: Any, path: str = "") -> Json:
@@ -62,9 +63,9 @@ def _encode(value: Any, path: str, depth: int) -> Json:
         case bytes():
             return {"$bytes": base64.b64encode(value).decode()}
         case list():
-            return [_encode(item, f"{path}.{i}", depth + 1) for i, item in enumerate(value)]
+            return _encode_items(value, path, depth)
         case tuple():
-            return {"$tuple": [_encode(item, f"{path}.{i}", depth + 1) for i, item in enumerate(value)]}
+            return {"$tuple": _encode_items(value, path, depth)}
         case Mapping():
             return _encode_mapping(value, path, depth)
         case torch.Tensor():
@@ -74,6 +75,15 @@ def _encode(value: Any, path: str, depth: int) -> Json:
         case torch.dtype():
             return {"$dtype": dtype_name(value)}
     raise _unsupported("a number, string, bytes, tensor, dtype, or a container of these", type(value).__name__, path)
+
+
+def _encode_items(items: Sequence[Any], path: str, depth: int) -> list[Json]:
+    """Each; training waits for the 600 numbers of a generator's state."""
+    known = _AS_THEY_ARE if depth < _MAX_DEPTH else frozenset()
+    return [
+        item if type(item) in known else _encode(item, f"{path}.{number}", depth + 1)
+        for number, item in enumerate(items)
+    ]
 
 
 def _encode_mapping(value: Mapping[Any, Any], path: str, depth: int) -> Json:

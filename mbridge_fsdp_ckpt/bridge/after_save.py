@@ -158,7 +158,7 @@ class Announcement:
 def _looked_at(cfg: Any) -> Any:
     """A configuration of which Bridge's `to_dict` gives what its `to_yaml` would write now.
 
-    See `megatron/training/config/container.py`: a copy of the fields is a sixth of the work of `to_dict`.
+    See `megatron/training/config/container.py`: copying the fields takes a fraction of the time of `to_dict`.
     """
     with safe_yaml_representers():
         node = _yaml.SafeDumper(io.StringIO(), default_flow_style=False).represent_data
@@ -184,10 +184,11 @@ def _copied(value: Any, other: Callable[[Any], Any]) -> Any:
 
 
 def _is_read_field_by_field(value: Any) -> bool:
+    """Whether Bridge reads a value's fields and nothing else of it, from a copy as well."""
     kind = type(value)
-    return isinstance(value, ConfigContainerBase) or (
-        is_dataclass(kind) and not any(hasattr(kind, way) for way in _OWN_WAYS)
-    )
+    if isinstance(value, ConfigContainerBase):
+        return True
+    return is_dataclass(kind) and hasattr(value, "__dict__") and not any(hasattr(kind, way) for way in _OWN_WAYS)
 
 
 def _with_fields(value: Any, other: Callable[[Any], Any]) -> Any:

@@ -8,6 +8,7 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,13 @@ def train_where(run: Run, call: str) -> list[int]:
     return sorted(losses)
 
 
+@dataclass(slots=True)
+class Slotted:
+    """A value of a configuration that has no dictionary."""
+
+    names: list[str]
+
+
 def look_and_write_later(directory: Path) -> tuple[bytes, bytes]:
     """What Bridge writes of a configuration, and what we write of it after it changed, in a place of its own.
 
@@ -84,11 +92,13 @@ def look_and_write_later(directory: Path) -> tuple[bytes, bytes]:
     yaml: Any = import_module("yaml")
     config = configuration(Run(str(directory)))
     config.logger.modules_to_filter = filtered = {"one"}  # of a kind that only YAML's own dumper knows
+    config.logger.wandb_exp_name = slotted = Slotted(["one"])
     config.to_yaml(str(directory / "expected.yaml"))
     texts = patched("yaml:SafeDumper.emit", forbidden), patched("yaml:CSafeDumper.serialize", forbidden)
     with texts[0], texts[1], patched("megatron.training.config.container:ConfigContainerBase.to_dict", forbidden):
         write = run_files(config, {"step": torch.tensor(1)})
     filtered.add("two")
+    slotted.names.append("two")
     config.train.train_iters = 12345
     config.model.activation_func = F.gelu
     with concurrent.futures.ThreadPoolExecutor(1) as beside:

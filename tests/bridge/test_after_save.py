@@ -94,8 +94,11 @@ def look_and_write_later(directory: Path) -> tuple[bytes, bytes]:
     config.logger.modules_to_filter = filtered = {"one"}  # of a kind that only YAML's own dumper knows
     config.logger.wandb_exp_name = slotted = Slotted(["one"])
     config.to_yaml(str(directory / "expected.yaml"))
-    texts = patched("yaml:SafeDumper.emit", forbidden), patched("yaml:CSafeDumper.serialize", forbidden)
-    with texts[0], texts[1], patched("megatron.training.config.container:ConfigContainerBase.to_dict", forbidden):
+    with (
+        patched("yaml:SafeDumper.emit", forbidden),
+        patched("yaml:CSafeDumper.serialize", forbidden),
+        patched("megatron.training.config.container:ConfigContainerBase.to_dict", forbidden),
+    ):
         write = run_files(config, {"step": torch.tensor(1)})
     filtered.add("two")
     slotted.names.append("two")

@@ -55,10 +55,8 @@ _TOUCHED: dict[Need, dict[str, dict[str, str]]] = {
             "torch.distributed.distributed_c10d": "ProcessGroupGloo._Options ProcessGroupGloo.create_default_device",
         },
         "storage/format/payload.py": {"torch.serialization": "get_crc32_options set_crc32_options"},
-        "storage/stock/writer.py": {
-            f"{_DCP}._nested_dict": "flatten_state_dict",
-            f"{_DCP}.filesystem": "_StorageInfo CURRENT_DCP_VERSION",
-        },
+        "storage/stock/writer.py": {f"{_DCP}._nested_dict": "flatten_state_dict"},
+        "storage/stock/view.py": {f"{_DCP}.filesystem": "_StorageInfo CURRENT_DCP_VERSION"},
         "live/optimizer/base.py": {
             "torch.distributed.tensor": "DTensor.from_local(device_mesh,placements,shape,stride)",
         },

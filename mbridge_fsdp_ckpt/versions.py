@@ -181,6 +181,11 @@ def writer_versions(*, training: bool) -> dict[str, str]:
 
     They stand in the head for a person to read; nothing depends on them.
     """
-    packages = ("mbridge-fsdp-ckpt", "torch", *(_TRAINERS if training else ()))
+    return dict(_versions_of("mbridge-fsdp-ckpt", "torch", *(_TRAINERS if training else ())))
+
+
+@cache
+def _versions_of(*packages: str) -> dict[str, str]:
+    """Looked up once: each look reads a file, in every commit."""
     found = {package: _installed(package) for package in packages}
     return {package: installed for package, installed in found.items() if installed is not None}

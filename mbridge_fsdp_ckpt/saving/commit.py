@@ -54,7 +54,7 @@ def say_view_left_out(chunks: int) -> None:
         "stock's view (.metadata) is left out of saves of %d chunks: it would cost rank 0 some %d seconds each. "
         'Say dcp_metadata="always" if stock is to read them, or make it later: mbridge_fsdp_ckpt repair --stock-view',
         chunks,
-        chunks // 20_000,
+        chunks // 50_000,
     )
 
 

@@ -1,6 +1,7 @@
 """What stock reads: torch's own checkpoint reader finds in the added view what the index holds."""
 
 import json
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
 from mbridge_fsdp_ckpt.storage.format.schema import IndexEntry
 from mbridge_fsdp_ckpt.storage.format.told import write_own_index
 from mbridge_fsdp_ckpt.storage.format.values import encode
+from mbridge_fsdp_ckpt.storage.stock import view
 from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
 from mbridge_fsdp_ckpt.storage.stock.writer import write_dcp_view
 from tests.unit import handmade
@@ -28,6 +30,15 @@ from tests.unit.handmade import HYPERPARAMETERS, KEYS, NAME, TENSORS, VALUES, WE
 
 _DTYPES = (torch.float32, torch.int64, torch.bool, torch.bfloat16)
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
+
+
+def _read_by_torch(directory: Path) -> dict[str, Any]:
+    """All of a checkpoint, nested as it was."""
+    found: dict[str, Any] = {}
+    _load_state_dict(
+        found, storage_reader=FileSystemReader(directory), planner=_EmptyStateDictLoadPlanner(), no_dist=True
+    )
+    return found
 
 
 @pytest.fixture
@@ -46,10 +57,7 @@ def test_torch_assembles_every_tensor(directory: Path) -> None:
 
 
 def test_torch_nests_all_state_as_stock_does(directory: Path) -> None:
-    found: dict[str, Any] = {}
-    _load_state_dict(
-        found, storage_reader=FileSystemReader(directory), planner=_EmptyStateDictLoadPlanner(), no_dist=True
-    )
+    found = _read_by_torch(directory)
     assert torch.equal(found.pop("scaler"), torch.tensor([3, 4]))
     assert found["optimizer"]["param_to_group_meta"] == {NAME: HYPERPARAMETERS}
     assert {name: found[name] for name in VALUES} == VALUES
@@ -77,6 +85,32 @@ def test_the_view_reads_like_stock_through_the_safe_reader(directory: Path) -> N
     }
     assert source.hyperparameters([NAME]) == {NAME: HYPERPARAMETERS}
     assert source.head.values == VALUES
+
+
+def test_metadata_is_made_anew_only_where_it_says_something_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a training changes from save to save is in the payload and in the values file, not in `.metadata`."""
+    made = lru_cache(maxsize=1)(view._made)
+    monkeypatch.setattr(view, "_kept", made)
+    steps: tuple[dict[str, Any], ...] = {"iteration": 7, "lr": 0.5}, {"iteration": 8, "lr": 0.25}, {"iteration": 8}
+    times = []
+    for number, values in enumerate(steps):
+        directory = handmade.make(tmp_path / f"iter_{number}")
+        if number:  # another payload of the same size
+            handmade.edit_group(directory, lambda part: handmade.rows_of(part, WEIGHT)[0].update(checksum=1))
+        write_dcp_view(directory, SafeSource(directory), values)
+        found = _read_by_torch(directory)
+        assert {name: found[name] for name in ("iteration", "lr") if name in found} == values
+        times.append(made.cache_info().misses)
+    assert times == [1, 1, 2]
+
+
+def test_two_values_of_one_key_are_refused(tmp_path: Path) -> None:
+    directory = handmade.make(tmp_path / "iter_0000010")
+    with pytest.raises(ValueError, match="two values"):
+        write_dcp_view(directory, SafeSource(directory), {"model": {"weight": 1}})
+    assert not (directory / ".metadata").exists()
 
 
 def test_a_callers_own_random_number_state_is_no_hindrance(tmp_path: Path) -> None:
@@ -113,10 +147,7 @@ def test_a_value_that_many_parameters_share_is_pickled_once(tmp_path: Path, monk
     directory = handmade.make(tmp_path / "iter_0000010")
     write_dcp_view(directory, SafeSource(directory), {"groups": groups})
     assert [value for value in pickled if isinstance(value, float) and value == 1e-4] == [1e-4, 1e-4]
-    found: dict[str, Any] = {}
-    _load_state_dict(
-        found, storage_reader=FileSystemReader(directory), planner=_EmptyStateDictLoadPlanner(), no_dist=True
-    )
+    found = _read_by_torch(directory)
     assert found["groups"] == groups
 
 

@@ -45,6 +45,7 @@ class IndexFile:
 
     def __init__(self, path: AnyPath, size: int, files: Files, opened: OpenFiles, head: Bytes | None = None) -> None:
         self.path, self._opened = path, opened
+        self._found: dict[str, int | None] = {}
         self.head = _read_head(path, size, opened) if head is None else head[: columns.head_bytes(head)]
         header, directory = self._parsed(size)
         self.header = header
@@ -94,7 +95,12 @@ class IndexFile:
         return self.header.entries[int(self.keys["entry"][place])]
 
     def find(self, key: str) -> int | None:
-        """A key's place among the keys, if it is one of them."""
+        """A key's place among the keys, if it is one of them; a load asks for each several times."""
+        if key not in self._found:
+            self._found[key] = self._find(key)
+        return self._found[key]
+
+    def _find(self, key: str) -> int | None:
         hashed = np.uint64(key_hash(key.encode(errors="surrogatepass")))
         place = int(np.searchsorted(self.keys["hash"], hashed))
         if place == len(self.keys) or self.keys["hash"][place] != hashed:
@@ -135,14 +141,15 @@ class IndexFile:
             block = first // columns.BLOCK_ROWS
             rows = self._read_rows(block, -(-last // columns.BLOCK_ROWS))[first - block * columns.BLOCK_ROWS :]
             keys = self.keys[run]
-            begins = (keys["first"] - keys["first"][0]).tolist()
-            found = [rows[begin : begin + count] for begin, count in zip(begins, keys["count"].tolist(), strict=True)]
-            defect = rows_defect(np.concatenate(found), keys, self._shapes, self.ranks["size"])
+            begins, counts = (keys["first"] - keys["first"][0]).astype(np.intp), keys["count"].astype(np.intp)
+            theirs = np.repeat(begins - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
+            defect = rows_defect(rows[theirs], keys, self._shapes, self.ranks["size"])
             if defect is not None:
                 place = run[defect[0]]
                 expected = defect[1].format(self.entry(place), self.keys["origins"][place])
                 raise malformed(self.path, f"{self.text_of_key(place)}: {expected}"[:500], "another row")
-            yield from zip(run, found, strict=True)
+            for place, begin, count in zip(run, begins.tolist(), counts.tolist(), strict=True):
+                yield place, rows[begin : begin + count]
 
     def sharded_rows(self) -> Iterator[tuple[int, Array]]:
         """The rows of all sharded keys, a few blocks at a time; see `rows`."""

@@ -26,6 +26,7 @@ from mbridge_fsdp_ckpt.storage.ranges import ByteRange
 from mbridge_fsdp_ckpt.storage.store import AnyPath, store_of
 
 _PIECE = 1 << 22  # bytes that are fetched from a device at once; the allocator keeps several such
+_SMALL = 1 << 14  # bytes that take longer to hash and to hand on, one by one, than to copy once more
 
 
 class PayloadWriter:
@@ -44,14 +45,28 @@ class PayloadWriter:
         self._file = store_of(path).create()
         self._hasher, self._record_hasher = Hasher(), Hasher()
         self._position = 0
+        self._small = bytearray()
         self._frames: dict[tuple[torch.dtype, Shape], tuple[bytes, bytes]] = {}
 
     def append(self, data: bytes) -> None:
         """Append bytes that are no chunk."""
         self._append(data)
+        self._append_small()
 
     def _append(self, data: Buffer) -> None:
+        """Append a part of a record; small ones are hashed and written together, at its end at the latest."""
         view = memoryview(data).cast("B")
+        if view.nbytes < _SMALL:
+            self._small += view
+            return
+        self._append_small()
+        self._append_at_once(view)
+
+    def _append_small(self) -> None:
+        data, self._small = self._small, bytearray()
+        self._append_at_once(memoryview(data))
+
+    def _append_at_once(self, view: memoryview) -> None:
         for start in range(0, view.nbytes, HASHED_AT_ONCE):
             block = view[start : start + HASHED_AT_ONCE]
             self._file.write(block)
@@ -62,8 +77,8 @@ class PayloadWriter:
 
     @property
     def position(self) -> int:
-        """Bytes written so far."""
-        return self._position
+        """Bytes appended so far."""
+        return self._position + len(self._small)
 
     def add(self, key: str, elements: torch.Tensor, box: Box) -> Chunk:
         """Append a chunk of a tensor's elements, row-major, one-dimensional, on any device; see `add_pieces`."""
@@ -88,12 +103,12 @@ class PayloadWriter:
         if form not in self._frames:
             self._frames[form] = _frame(*form)
         before, after = self._frames[form]
-        start, self._record_hasher = self._position, Hasher()
+        start, self._record_hasher = self.position, Hasher()
         self._append(before)
-        first = self._position
+        first = self.position
         for piece in pieces:
             self._append(piece)
-        expected, found = box.volume * dtype.itemsize, self._position - first
+        expected, found = box.volume * dtype.itemsize, self.position - first
         if found != expected:
             raise InternalError(
                 expected=f"{expected} bytes of elements",
@@ -102,7 +117,8 @@ class PayloadWriter:
                 key=key,
             )
         self._append(after)
-        record = ByteRange(start, self._position - start)
+        self._append_small()
+        record = ByteRange(start, self.position - start)
         return Chunk(key, box, record, len(before) if box.volume else 0, self._record_hasher.number())
 
     def close(self) -> FileEntry:

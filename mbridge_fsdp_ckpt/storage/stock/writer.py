@@ -1,40 +1,30 @@
 """What stock needs to read a checkpoint of this format: `.metadata`, and its non-tensor values as stock pickles.
 
 Made from the index in the directory, at commit or at any time later; this package never reads either.
-Numbers that stand in the index get their records among the values.  Torch Distributed Checkpoint's on-disk classes
-are used, not copied (torch 2.13, `checkpoint/metadata.py`).
+Numbers that stand in the index get their records among the values.
 """
 
 from __future__ import annotations
 
 import io
-import pickle
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import _nested_dict, filesystem
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import _nested_dict
 
-from mbridge_fsdp_ckpt.plan.boxes import Box, whole
+from mbridge_fsdp_ckpt.plan.boxes import whole
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
-from mbridge_fsdp_ckpt.plan.keys import KeyEntry, name_and_slot
-from mbridge_fsdp_ckpt.storage.entries import FileEntry
 from mbridge_fsdp_ckpt.storage.files import replace_file
-from mbridge_fsdp_ckpt.storage.format.columns import Array, box_of
 from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, payload_name
 from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter
 from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
+from mbridge_fsdp_ckpt.storage.stock.view import Leaf, Path, Place, Sharded, Values, metadata_bytes, path_of
 from mbridge_fsdp_ckpt.storage.store import AnyPath
+
+_HYPERPARAMETERS = "optimizer", "param_to_group_meta"
+"""Where stock nests them, by parameter."""
 
 
 def write_dcp_view(
@@ -50,120 +40,92 @@ def write_dcp_view(
         source: The checkpoint.
         values: Non-tensor state of all ranks, nested as stock nests it.
         progress: Called after each index file.
+
+    Raises:
+        ManifestError: The index contradicts itself; nothing was written.
+        OSError: The storage refused.
     """
-    view = _View()
+    sharded: list[Sharded] = []
+    numbers: dict[tuple[str, bytes], list[str]] = defaultdict(list)
     merged: dict[str, Any] = dict(values)
     for group in source.index.groups:
         payload = [source.files.payload(rank) for rank in group.ranks["rank"].tolist()]
-        for place, rows in group.sharded_rows():
-            view.add_rows(group.text_of_key(place), group.entry(place), rows, payload)
+        sharded.append(Sharded.of(group, payload))
         for place, _ in group.ranks_of_numbers():
-            view.add_number(group.text_of_key(place), group.entry(place), group.number(place))
+            numbers[group.entry(place).dtype, group.number(place)].append(group.text_of_key(place))
         progress()
     for record in source.ranks():
         states = (record.values or {}).get("rng_state")
         if isinstance(states, Mapping):  # by place, as stock has it; a caller of `save` may have another
             merged["rng_state"] = {**states, **merged.get("rng_state", {})}
         progress()
-    groups = source.hyperparameters()
+    groups = list(_hyperparameters(source))
     if groups:
-        merged["optimizer"] = {"param_to_group_meta": groups}
-    view.add_values(directory / payload_name(0, source.files.suffix, file=1), merged)
-    replace_file(directory / DCP_METADATA, pickle.dumps(view.metadata()))
+        merged.pop(_HYPERPARAMETERS[0], None)
+    file = _ValuesFile(directory / payload_name(0, source.files.suffix, file=1))
+    found = [file.number(dtype, data, keys) for (dtype, data), keys in numbers.items()]
+    found += [Values(((),), file.leaves(merged)), *(Values(parents, file.leaves(own)) for parents, own in groups)]
+    file.close()
+    replace_file(directory / DCP_METADATA, metadata_bytes(sharded, found))
 
 
-class _View:
-    def __init__(self) -> None:
-        self._state: dict[str, Any] = {}
-        self._storage: dict[MetadataIndex, filesystem._StorageInfo] = {}
-        self._paths: dict[str, tuple[Any, ...]] = {}
-        self._numbers: dict[tuple[str, bytes], list[str]] = {}
-        self._properties: dict[torch.dtype, TensorProperties] = {}  # a pickle says once what many refer to
-
-    def add_rows(self, key: str, entry: KeyEntry, rows: Array, files: Sequence[str]) -> None:
-        self._paths[key] = _path_of(key)
-        dtype, dimensions = dtype_from_name(entry.dtype), len(entry.shape)
-        for row in rows:
-            place = files[row["rank"]], int(row["offset"]), int(row["length"])
-            self._add(key, dtype, entry.shape, box_of(row, dimensions), place)
-
-    def add_number(self, key: str, entry: KeyEntry, data: bytes) -> None:
-        """Equal numbers share a record in the values file, which `add_values` writes."""
-        self._paths[key] = _path_of(key)
-        self._numbers.setdefault((entry.dtype, data), []).append(key)
-
-    def _add(self, key: str, dtype: torch.dtype, shape: tuple[int, ...], box: Box, place: tuple[str, int, int]) -> None:
-        if dtype not in self._properties:
-            self._properties[dtype] = TensorProperties(dtype=dtype)
-        tensor = self._state.setdefault(key, TensorStorageMetadata(self._properties[dtype], _size(shape), []))
-        tensor.chunks.append(ChunkStorageMetadata(_size(box.offset), _size(box.size)))
-        self._storage[MetadataIndex(key, box.offset)] = filesystem._StorageInfo(*place)
-
-    def add_values(self, path: AnyPath, values: Mapping[str, Any]) -> FileEntry:
-        """Tensors become chunks, the rest pickles; equal numbers and equal pickles are written once."""
-        flat, paths = _nested_dict.flatten_state_dict(dict(values))
-        self._paths |= paths
-        writer = PayloadWriter(path)
-        for (name, data), keys in self._numbers.items():
-            dtype = dtype_from_name(name)
-            chunk = writer.add(keys[0], torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype), whole(()))
-            for key in keys:
-                self._add(key, dtype, (), chunk.box, (path.name, *chunk.record))
-        pickles, value_is_bytes = _Pickles(writer, path.name), BytesStorageMetadata()
-        for key, value in flat.items():
-            if isinstance(value, torch.Tensor):
-                chunk = writer.add(key, value.reshape(-1), whole(tuple(value.shape)))
-                self._add(key, value.dtype, tuple(value.shape), chunk.box, (path.name, *chunk.record))
-                continue
-            self._state[key] = value_is_bytes
-            self._storage[MetadataIndex(key)] = pickles.place_of(value)
-        return writer.close()
-
-    def metadata(self) -> Metadata:
-        return Metadata(
-            state_dict_metadata=self._state,
-            planner_data=self._paths,
-            storage_data=self._storage,
-            storage_meta=StorageMeta(),
-            version=filesystem.CURRENT_DCP_VERSION,
-        )
+def _hyperparameters(source: SafeSource) -> Iterator[tuple[tuple[Path, ...], dict[str, Any]]]:
+    """Hyperparameters, each once, with where stock nests them: below every parameter that has them."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, hashed in source.parameters().items():
+        names[hashed].append(name)
+    for alike in names.values():
+        own = source.hyperparameters(alike[:1])[alike[0]]
+        yield tuple((*_HYPERPARAMETERS, name) for name in alike), own
 
 
-class _Pickles:
-    """Pickles in the values file: equal ones are written once, and a value that many have is pickled once.
+class _ValuesFile:
+    """The file of what is not sharded: equal numbers and equal pickles are written once.
 
     Args:
-        writer: Of the file.
-        name: Its name.
+        path: The file.
     """
 
-    def __init__(self, writer: PayloadWriter, name: str) -> None:
-        self._writer, self._name = writer, name
-        self._by_value: dict[int, tuple[Any, filesystem._StorageInfo]] = {}  # with the value: nobody else gets its id
-        self._by_pickle: dict[bytes, filesystem._StorageInfo] = {}
+    def __init__(self, path: AnyPath) -> None:
+        self._writer, self._name = PayloadWriter(path), path.name
+        self._by_value: dict[int, tuple[Any, Place]] = {}  # with the value: nobody else gets its id
+        self._by_pickle: dict[bytes, Place] = {}
 
-    def place_of(self, value: Any) -> filesystem._StorageInfo:
-        """Where a value's pickle lies."""
+    def number(self, name: str, data: bytes, keys: list[str]) -> Values:
+        """Keys of equal numbers of a dtype."""
+        dtype = dtype_from_name(name)
+        chunk = self._writer.add(keys[0], torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype), whole(()))
+        return Values(tuple(map(path_of, keys)), (Leaf((), Place(self._name, *chunk.record), dtype),))
+
+    def leaves(self, values: Mapping[str, Any]) -> tuple[Leaf, ...]:
+        """Nested values, flat as stock has them: tensors become chunks, the rest pickles."""
+        flat, paths = _nested_dict.flatten_state_dict(dict(values))
+        return tuple(self._leaf(key, paths[key], value) for key, value in flat.items())
+
+    def _leaf(self, key: str, path: Path, value: Any) -> Leaf:
+        if not isinstance(value, torch.Tensor):
+            return Leaf(path, self._place_of(value))
+        shape = tuple(value.shape)
+        chunk = self._writer.add(key, value.reshape(-1), whole(shape))
+        return Leaf(path, Place(self._name, *chunk.record), value.dtype, shape)
+
+    def _place_of(self, value: Any) -> Place:
+        """Where a value's pickle lies; a value that many have is pickled once."""
         if id(value) in self._by_value:
             return self._by_value[id(value)][1]
         buffer = io.BytesIO()
         torch.save(value, buffer)
         data = buffer.getvalue()
         if data not in self._by_pickle:
-            self._by_pickle[data] = filesystem._StorageInfo(self._name, self._writer.position, len(data))
+            self._by_pickle[data] = Place(self._name, self._writer.position, len(data))
             self._writer.append(data)
         self._by_value[id(value)] = value, self._by_pickle[data]
         return self._by_pickle[data]
 
+    def close(self) -> None:
+        """Flush it to disk.
 
-@lru_cache(maxsize=1 << 16)
-def _size(numbers: tuple[int, ...]) -> torch.Size:
-    return torch.Size(numbers)
-
-
-def _path_of(key: str) -> tuple[str, ...]:
-    """Where stock nests a tensor: ("model", name) or ("optimizer", "state", name, slot)."""
-    if slot_key := name_and_slot(key):
-        name, slot = slot_key
-        return "optimizer", "state", name, slot
-    return tuple(key.split(".", 1))
+        Raises:
+            OSError: The storage refused.
+        """
+        self._writer.close()

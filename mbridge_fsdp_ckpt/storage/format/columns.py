@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Buffer, Iterable
+from collections.abc import Buffer, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -43,6 +43,8 @@ NUMBER = np.dtype([("rank", "<u4"), ("bytes", "<u4"), ("data", "u1", (NUMBER_BYT
 CHECK = np.dtype("<u8")
 COORDINATE = np.dtype("<i8")
 
+_MANY = 8  # rows of a key, of which an array finds those that are wanted sooner
+
 PARAMETER, STATELESS, STATE, PARAM_GROUP = range(4)
 """Kinds of names: an optimizer parameter with its hyperparameters, one without state, FP8 state of a module, and a
 param group of a rank's optimizer, see `param_group_name`."""
@@ -64,6 +66,34 @@ def chunk_of(key: str, row: np.void, dimensions: int) -> Chunk:
     """The chunk of a row."""
     record = ByteRange(int(row["offset"]), int(row["length"]))
     return Chunk(key, box_of(row, dimensions), record, int(row["lead"]), int(row["checksum"]))
+
+
+def chunks_of(
+    key: str, rows: Array, dimensions: int, boxes: Sequence[Box] | None = None
+) -> Iterator[tuple[int, Chunk]]:
+    """The chunks of a key that have elements of some boxes, or all, each with the index of the rank that its row names.
+
+    Args:
+        key: The key.
+        rows: Its rows.
+        dimensions: Its own.
+        boxes: These; None for all.
+    """
+    touching = rows if boxes is None or len(rows) < _MANY else rows[_touching(rows, boxes, dimensions)]
+    for rank, lead, offset, length, checksum, start, extent in touching.tolist():
+        box = Box(tuple(start[:dimensions].tolist()), tuple(extent[:dimensions].tolist()))
+        if boxes is None or any(map(box.intersect, boxes)):
+            yield rank, Chunk(key, box, ByteRange(offset, length), lead, checksum)
+
+
+def _touching(rows: Array, boxes: Sequence[Box], dimensions: int) -> npt.NDArray[np.bool_]:
+    """The rows that have elements of one of the boxes."""
+    begin, extent = rows["start"][:, :dimensions], rows["extent"][:, :dimensions]
+    found = np.zeros(len(rows), dtype=bool)
+    for box in boxes:
+        low, high = np.array(box.offset, dtype=np.uint64), np.array(box.end, dtype=np.uint64)
+        found |= np.all((begin < high) & (low < begin + extent), axis=1)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError
@@ -24,15 +23,16 @@ from mbridge_fsdp_ckpt.storage.checksums import Hasher, as_text
 from mbridge_fsdp_ckpt.storage.entries import FileEntry
 from mbridge_fsdp_ckpt.storage.files import check_file, hold, malformed
 from mbridge_fsdp_ckpt.storage.format import columns
-from mbridge_fsdp_ckpt.storage.format.columns import Array, box_of
+from mbridge_fsdp_ckpt.storage.format.columns import chunks_of
 from mbridge_fsdp_ckpt.storage.format.directory import Directory, IndexedKeys
 from mbridge_fsdp_ckpt.storage.format.index import IndexFile
 from mbridge_fsdp_ckpt.storage.format.indexes import Indexes
 from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
 from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, MANIFEST_NAME, Files
+from mbridge_fsdp_ckpt.storage.format.rows import Chunk
 from mbridge_fsdp_ckpt.storage.format.schema import Manifest
 from mbridge_fsdp_ckpt.storage.format.values import decode
-from mbridge_fsdp_ckpt.storage.ranges import ByteRange, Bytes, OpenFiles, Place, Scratch
+from mbridge_fsdp_ckpt.storage.ranges import Bytes, OpenFiles, Place, Scratch
 from mbridge_fsdp_ckpt.storage.source import AT_PLACE, Head, RankRecord, StoredChunk, slots_in
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
@@ -176,18 +176,17 @@ class SafeSource:
         for place, rows in file.rows(sharded):
             key = places[place]
             dimensions = len(file.entry(place).shape)
-            touching = rows if needed is None else rows[_touching(rows, needed.get(key, ()), dimensions)]
-            found[key] += [self._stored(file, key, row, dimensions) for row in touching]
+            boxes = None if needed is None else needed.get(key, ())
+            found[key] += [self._stored(file, chunk, rank) for rank, chunk in chunks_of(key, rows, dimensions, boxes)]
 
-    def _stored(self, file: IndexFile, key: str, row: np.void, dimensions: int) -> StoredChunk:
-        place = file.path.name, int(row["rank"])
+    def _stored(self, file: IndexFile, chunk: Chunk, rank_there: int) -> StoredChunk:
+        place = file.path.name, rank_there
         if place not in self._payload:
-            rank, size, _ = (int(number) for number in file.ranks[place[1]])
+            rank, size, _ = file.ranks[rank_there].tolist()
             entry = FileEntry(name=self.files.payload(rank), size=size, checksum="")
             self._payload[place] = check_file(self._directory, entry, file.path.name)
-        record = ByteRange(int(row["offset"]), int(row["length"]))
-        checksum, lead = as_text(int(row["checksum"])), int(row["lead"])
-        return StoredChunk(key, box_of(row, dimensions), self._payload[place], record, checksum, lead)
+        path, checksum = self._payload[place], as_text(chunk.checksum)
+        return StoredChunk(chunk.key, chunk.box, path, chunk.record, checksum, chunk.lead)
 
     def read(self, chunk: StoredChunk, *, verify: bool = True, scratch: Scratch | None = None) -> torch.Tensor:
         """See `CheckpointSource`."""
@@ -261,16 +260,6 @@ class SafeSource:
             own.text_of_name(place) for place in np.flatnonzero(own.names["kind"] == columns.STATELESS).tolist()
         )
         return RankRecord(own.coordinates_of(), decode(record.values), decode(record.extra_state), stateless)
-
-
-def _touching(rows: Array, boxes: Sequence[Box], dimensions: int) -> npt.NDArray[np.bool_]:
-    """The rows that have elements of one of the boxes."""
-    begin, extent = rows["start"][:, :dimensions], rows["extent"][:, :dimensions]
-    found = np.zeros(len(rows), dtype=bool)
-    for box in boxes:
-        low, high = np.array(box.offset, dtype=np.uint64), np.array(box.end, dtype=np.uint64)
-        found |= np.all((begin < high) & (low < begin + extent), axis=1)
-    return found
 
 
 def _covered(chunks: Sequence[StoredChunk], boxes: Sequence[Box]) -> bool:

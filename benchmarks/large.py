@@ -91,19 +91,25 @@ class Benchmark[R]:
     prepare: Callable[[RankPool, str, Recipe], None] | None = None
 
     def main(self) -> None:
-        """Read the command line, measure, print, write."""
+        """Read the command line, measure, print, write; what was measured before a model fails is written."""
         arguments = self._arguments()
-        ranks = {model: self._run(arguments, model) for model in arguments.models}
         about = circumstances(arguments.scratch, runs=str(arguments.runs))
-        found = {model: self.compare(measured) for model, measured in ranks.items()}
-        page = self.page(about, found)
-        Console(highlight=False).print(page)
-        if not arguments.dry:
-            arguments.results.mkdir(parents=True, exist_ok=True)
-            file = arguments.results / self.name
-            file.with_suffix(".md").write_text(page)
-            file.with_suffix(".json").write_text(json.dumps({"about": about, "ranks": ranks}, indent=1) + "\n")
-            self.draw(found, file.with_suffix(".png"))
+        ranks: dict[str, list[R]] = {}
+        for model in arguments.models:
+            ranks[model] = self._run(arguments, model)
+            if not arguments.dry:
+                self._write(arguments.results, about, ranks)
+        Console(highlight=False).print(self.page(about, self._compared(ranks)))
+
+    def _write(self, results: Path, about: Mapping[str, str], ranks: Mapping[str, list[R]]) -> None:
+        results.mkdir(parents=True, exist_ok=True)
+        file, found = results / self.name, self._compared(ranks)
+        file.with_suffix(".md").write_text(self.page(about, found))
+        file.with_suffix(".json").write_text(json.dumps({"about": about, "ranks": ranks}, indent=1) + "\n")
+        self.draw(found, file.with_suffix(".png"))
+
+    def _compared(self, ranks: Mapping[str, list[R]]) -> dict[str, Compared]:
+        return {model: self.compare(measured) for model, measured in ranks.items()}
 
     def _arguments(self) -> argparse.Namespace:
         parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{self.name}", description=self.about)

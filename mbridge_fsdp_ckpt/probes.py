@@ -1,7 +1,7 @@
 """What this package touches of others: names that nobody upstream promises, and who here needs them.
 
-`versions` looks them up before they are first needed.  What a version may lack, because we can do without, is no probe
-and has a seam of its own (`bridge.differences`).
+`versions` looks them up before they are first needed.  Attributes of objects are in `attributes`.  What a version may
+lack, because we can do without, is no probe and has a seam of its own (`bridge.differences`).
 """
 
 from __future__ import annotations
@@ -130,20 +130,23 @@ _TOUCHED: dict[Need, dict[str, dict[str, str]]] = {
                 "is_checkpoint_iteration_directory TRACKER_PREFIX TRAIN_STATE_FILE"
             ),
         },
-        "bridge/after_save.py": {
+        "bridge/run_files.py": {
             f"{_TRAINING}.utils.checkpoint_utils": (
-                "get_checkpoint_run_config_filename get_checkpoint_train_state_filename TRACKER_PREFIX"
+                "get_checkpoint_run_config_filename get_checkpoint_train_state_filename "
+                "get_checkpoint_tracker_filename TRACKER_PREFIX"
             ),
-            f"{_TRAINING}.checkpointing": (
-                "append_to_progress_log maybe_save_dataloader_state(pg_collection) save_tokenizer_assets"
-            ),
-            f"{_TRAINING}.callbacks": "CallbackContext should_fire",
+            f"{_TRAINING}.checkpointing": "save_tokenizer_assets",
             f"{_LM}.config.container": "ConfigContainerBase.to_dict ConfigContainerBase._convert_value_to_dict",
+            "megatron.bridge.utils.common_utils": "get_rank_safe",
+            "megatron.bridge.utils.yaml_utils": "safe_yaml_representers",
+        },
+        "bridge/after_save.py": {
+            f"{_TRAINING}.checkpointing": "append_to_progress_log maybe_save_dataloader_state(pg_collection)",
+            f"{_TRAINING}.callbacks": "CallbackContext should_fire",
             f"{_TRAINING}.utils.wandb_utils": "on_save_checkpoint_success(wandb_writer)",
             f"{_TRAINING}.utils.mlflow_utils": "on_save_checkpoint_success(mlflow_logger)",
             f"{_TRAINING}.utils.comet_utils": "on_save_checkpoint_success(comet_logger)",
             "megatron.bridge.utils.common_utils": "get_rank_safe is_last_rank print_rank_0",
-            "megatron.bridge.utils.yaml_utils": "safe_yaml_representers",
         },
         "bridge/conversion_seams.py": {
             f"{_TRAINING}.model_load_save": (
@@ -257,42 +260,3 @@ PROBES = {
     for need, files in _TOUCHED.items()
 }
 """In the order in which they are looked up."""
-
-LIVE: dict[str, dict[str, str]] = {
-    "a MegatronFSDP module": {
-        "live/megatron_fsdp.py": "get_distributed_index param_and_grad_buffer",
-        "live/topology.py": (
-            "ddp_config.data_parallel_sharding_strategy ddp_config.num_distributed_optimizer_instances"
-        ),
-        "loading/fill.py": "install_optimized_model_weights synchronize_param_gather start_param_sync",
-    },
-    "a parameter of Megatron-FSDP": {
-        "live/megatron_fsdp.py": "orig_param megatron_fsdp_dist_index.tp_dim",
-        "live/mesh.py": (
-            "megatron_fsdp_dist_index.dp_shard_dim megatron_fsdp_dist_index.dp_outer_dim megatron_fsdp_dist_index."
-            "use_hybrid_fsdp megatron_fsdp_dist_index.hsdp_outer_dp_shard megatron_fsdp_dist_index.get_root_mesh"
-        ),
-    },
-    "a HybridDeviceOptimizer": {
-        "live/optimizer/hybrid.py": (
-            "param_to_inner_param sub_optimizers _sync_hdo_param_groups_to_sub_optimizers "
-            "_sync_sub_optimizers_state_to_hdo"
-        ),
-    },
-    "a FusedAdam": {
-        "live/optimizer/fused_adam.py": (
-            "_dummy_overflow_buf _scales capturable get_unscaled_state initialize_state name_to_dtype_map "
-            "set_scaled_state store_param_remainders"
-        ),
-    },
-    "a MegatronCheckpointManager": {
-        "verl/plugin.py": "checkpoint_config use_megatron_fsdp role model _load_model_as_hf_via_bridge",
-        "verl/manager.py": (
-            "checkpoint_load_contents checkpoint_save_contents get_rng_state lr_scheduler optimizer "
-            "previous_global_step provider should_load_extra should_load_hf_model should_load_model "
-            "should_load_optimizer should_save_extra should_save_model should_save_optimizer"
-        ),
-        "verl/restoration.py": "use_checkpoint_opt_param_scheduler",
-    },
-}
-"""By what an object is, in words, and file: dotted attributes, with spaces between them."""

@@ -20,8 +20,8 @@ BUSY_CHOICES = ("wait", "skip")
 LEAST_STAGING = 1 << 24
 """Bytes of two portions of staging memory: one is filled while the other is written."""
 AUTO_DCP_CHUNKS = 64_000
-"""Largest number of chunks, over all ranks, for which "auto" writes stock's view: 3 seconds of rank 0 and 140 MB, both
-proportional to it (`benchmarks/results/stock_view.md`)."""
+"""Largest number of chunks, over all ranks, for which "auto" writes stock's view: a second of rank 0, in the first save
+of a training, and 80 MB, both proportional to it (`benchmarks/results/stock_view.md`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class Settings:
         storage_limit: Seconds that a rank may be inside one call of the storage, such as a flush, before its silence
             counts.
         dcp_metadata: Whether a save writes `.metadata` and the pickled values that stock needs to read it: "auto" does
-            up to 64,000 chunks over all ranks, some 3 seconds of rank 0; above, it says so once.  This package
-            reads neither.
+            up to 64,000 chunks over all ranks, a second of rank 0 in the first save; above, it says so once.  This
+            package reads neither.
         verify: What a load checks before it changes anything: "full" also hashes every byte that this rank reads,
             "header" checks structure and sizes, and reads once.
         read_buffer: Bytes of verified weights that each rank may keep on the host until all ranks agree to go on; what

@@ -17,8 +17,9 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from mbridge_fsdp_ckpt.attributes import ATTRIBUTES
 from mbridge_fsdp_ckpt.errors import UnsupportedVersionError
-from mbridge_fsdp_ckpt.probes import LIVE, PROBES, Need, Probe
+from mbridge_fsdp_ckpt.probes import PROBES, Need, Probe
 
 TESTED = {
     "torch": ">=2.11,<2.16",
@@ -67,13 +68,13 @@ def probe(subject: str, value: object) -> None:
     """Look up the attributes that are read of an object.
 
     Args:
-        subject: What it is: a key of `LIVE`.
+        subject: What it is: a key of `ATTRIBUTES`.
         value: The object.
 
     Raises:
         UnsupportedVersionError: It has not all of them.
     """
-    for file, names in LIVE[subject].items():
+    for file, names in ATTRIBUTES[subject].items():
         for name in names.split():
             if not _has(value, name):
                 raise lacking(f"{name} of {subject}", file, _MAKERS.get(subject, "megatron-core"))

@@ -156,5 +156,5 @@ def _held(event: threading.Event) -> Iterator[None]:
 
         return write
 
-    with patched("mbridge_fsdp_ckpt.bridge.after_save:_write_run_files", slow):
+    with patched("mbridge_fsdp_ckpt.bridge.run_files:_write_run_files", slow):
         yield

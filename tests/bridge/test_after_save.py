@@ -87,7 +87,7 @@ def look_and_write_later(directory: Path) -> tuple[bytes, bytes]:
 
     The call may make neither dictionaries nor text: training waits there.
     """
-    from mbridge_fsdp_ckpt.bridge.after_save import run_files
+    from mbridge_fsdp_ckpt.bridge.run_files import run_files
 
     yaml: Any = import_module("yaml")
     config = configuration(Run(str(directory)))
@@ -132,7 +132,7 @@ def test_a_tracker_that_cannot_be_written_is_the_same_error_on_all_ranks(
 ) -> None:
     run = Run(str(tmp_path), iterations=4)
     with pytest.raises(RankFailed) as caught:
-        bridge_ranks.run(train_where, run, "bridge.after_save:replace_file", ranks=2)
+        bridge_ranks.run(train_where, run, "bridge.run_files:replace_file", ranks=2)
     assert sorted(caught.value.tracebacks) == [0, 1]
     for text in caught.value.tracebacks.values():
         assert "StorageError: [rank 0 on " in text

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from mbridge_fsdp_ckpt.errors import ManifestError
+from mbridge_fsdp_ckpt.errors import ManifestError, UnsupportedStateError
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
 from mbridge_fsdp_ckpt.storage.format.names import Files
@@ -108,7 +108,7 @@ def test_metadata_is_made_anew_only_where_it_says_something_else(
 
 def test_two_values_of_one_key_are_refused(tmp_path: Path) -> None:
     directory = handmade.make(tmp_path / "iter_0000010")
-    with pytest.raises(ValueError, match="two values"):
+    with pytest.raises(UnsupportedStateError, match=r"model\.weight"):
         write_dcp_view(directory, SafeSource(directory), {"model": {"weight": 1}})
     assert not (directory / ".metadata").exists()
 

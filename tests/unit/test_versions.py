@@ -16,14 +16,15 @@ from packaging.requirements import Requirement
 
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt import versions
+from mbridge_fsdp_ckpt.attributes import ATTRIBUTES
 from mbridge_fsdp_ckpt.errors import UnsupportedVersionError
-from mbridge_fsdp_ckpt.probes import LIVE, PROBES, Need, Probe
+from mbridge_fsdp_ckpt.probes import PROBES, Need, Probe
 from mbridge_fsdp_ckpt.testing.modules import is_installed
 from tests.patched import errors_without_each_name, unnamed
 
 PACKAGE = Path(mbridge_fsdp_ckpt.__file__).parent
 ALL = [probe for probes in PROBES.values() for probe in probes]
-OF_OBJECTS = [Probe(file, subject, names) for subject, files in LIVE.items() for file, names in files.items()]
+OF_OBJECTS = [Probe(file, subject, names) for subject, files in ATTRIBUTES.items() for file, names in files.items()]
 UPSTREAM = ("megatron", "transformer_engine", "verl")
 
 
@@ -129,9 +130,9 @@ def shaped(paths: list[str]) -> SimpleNamespace:
     return SimpleNamespace(**{head: shaped(rests) if rests else None for head, rests in heads.items()})
 
 
-@pytest.mark.parametrize("subject", LIVE)
+@pytest.mark.parametrize("subject", ATTRIBUTES)
 def test_an_object_is_asked_for_each_of_its_attributes(subject: str) -> None:
-    owners = {path: file for file, names in LIVE[subject].items() for path in names.split()}
+    owners = {path: file for file, names in ATTRIBUTES[subject].items() for path in names.split()}
     versions.probe(subject, shaped(list(owners)))
     for gone, file in owners.items():
         with pytest.raises(UnsupportedVersionError) as caught:

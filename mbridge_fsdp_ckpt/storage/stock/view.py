@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from mbridge_fsdp_ckpt.errors import UnsupportedStateError
 from mbridge_fsdp_ckpt.plan.boxes import Shape
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry, name_and_slot
@@ -121,7 +122,7 @@ def metadata_bytes(sharded: Sequence[Sharded], values: Sequence[Values]) -> byte
     """The content of `.metadata`.
 
     Raises:
-        ValueError: Two values have one key.
+        UnsupportedStateError: Two values have one key.
     """
     make = _kept if sum(len(part.rows) for part in sharded) <= _KEPT else _made
     return make(tuple(sharded), tuple(values))
@@ -187,7 +188,12 @@ class _View:
 
     def _add(self, key: str, path: Path, entry: TensorStorageMetadata | BytesStorageMetadata) -> None:
         if key in self._state:
-            raise ValueError(f"two values are called {key!r}")
+            raise UnsupportedStateError(
+                expected="one value of each name, as stock's view has them",
+                found="two",
+                remedy='Give the value another name, or save with dcp_metadata="never". Nothing was committed.',
+                key=key,
+            )
         self._state[key], self._paths[key] = entry, path
 
     def _add_chunk(

@@ -43,6 +43,7 @@ def write_dcp_view(
 
     Raises:
         ManifestError: The index contradicts itself; nothing was written.
+        UnsupportedStateError: Two values have one key.
         OSError: The storage refused.
     """
     sharded: list[Sharded] = []

@@ -17,12 +17,13 @@ from megatron.bridge.utils.common_utils import print_rank_0
 from megatron.core.utils import unwrap_model
 
 from mbridge_fsdp_ckpt import checkpoint
-from mbridge_fsdp_ckpt.bridge import after_save, differences, run_files
+from mbridge_fsdp_ckpt.bridge import after_save, differences
 from mbridge_fsdp_ckpt.bridge.after_save import Announcement
 from mbridge_fsdp_ckpt.bridge.choice import check_settings, presented_as_stock, settings_of
 from mbridge_fsdp_ckpt.bridge.locate import locate
 from mbridge_fsdp_ckpt.bridge.names import PROGRESS
 from mbridge_fsdp_ckpt.bridge.restoration import Parts, restoration
+from mbridge_fsdp_ckpt.bridge.run_files import run_files, write_trackers
 from mbridge_fsdp_ckpt.bridge.scalars import log_scalars
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.hosts import pending
@@ -119,8 +120,8 @@ def save_checkpoint(
         "values": _values(state, optimizer, opt_param_scheduler, train_state),
         "rank_values": _rank_values(cfg, pg_collection),
         "include": cfg.peft.adapter_key_filter if cfg.peft is not None else None,
-        "add_files": run_files.run_files(cfg, train_state),
-        "after_commit": lambda: run_files.write_trackers(root, step, train_state),
+        "add_files": run_files(cfg, train_state),
+        "after_commit": lambda: write_trackers(root, step, train_state),
         "settings": settings_of(cfg),
     }
     announcement = Announcement(state, step, directory, cfg.checkpoint.save, callback_manager, model, optimizer)

@@ -25,7 +25,7 @@ from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.storage.checksums import Hasher, as_text, checksum
 from mbridge_fsdp_ckpt.storage.entries import FileEntry
 from mbridge_fsdp_ckpt.storage.files import blocks, check_file, hold, size_of
-from mbridge_fsdp_ckpt.storage.format.columns import box_of, chunk_of
+from mbridge_fsdp_ckpt.storage.format.columns import box_of, chunks_of
 from mbridge_fsdp_ckpt.storage.format.directory import Directory
 from mbridge_fsdp_ckpt.storage.format.index import IndexFile
 from mbridge_fsdp_ckpt.storage.format.indexes import written_by
@@ -280,7 +280,7 @@ def _chunks(file: IndexFile, rank: int = 0) -> list[Chunk]:
     found: list[Chunk] = []
     for place, rows in file.sharded_rows():
         key, dimensions = file.text_of_key(place), len(file.entry(place).shape)
-        found += [chunk_of(key, row, dimensions) for row in rows[rows["rank"] == rank]]
+        found += [chunk for _, chunk in chunks_of(key, rows[rows["rank"] == rank], dimensions)]
     return found
 
 

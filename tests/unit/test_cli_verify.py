@@ -13,7 +13,7 @@ from mbridge_fsdp_ckpt.storage import files
 from mbridge_fsdp_ckpt.storage.checksums import checksum
 from mbridge_fsdp_ckpt.storage.entries import ExtraEntry
 from mbridge_fsdp_ckpt.storage.files import file_checksum
-from mbridge_fsdp_ckpt.storage.format.columns import chunk_of
+from mbridge_fsdp_ckpt.storage.format import columns
 from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
 from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
 from mbridge_fsdp_ckpt.storage.format.rows import Chunk
@@ -43,7 +43,8 @@ def chunks_of(directory: Path, rank: int) -> dict[str, Chunk]:
     """A rank's chunks by key, as its own index has them."""
     found = SafeSource(directory).own_index(rank)
     rows = {found.text_of_key(place): rows for place, rows in found.sharded_rows()}
-    return {key: chunk_of(key, row, len(KEYS[key].shape)) for key, [row] in rows.items()}
+    by_key = {key: columns.chunks_of(key, some, len(KEYS[key].shape)) for key, some in rows.items()}
+    return {key: chunk for key, [(_, chunk)] in by_key.items()}
 
 
 def named(findings: Any) -> Named:

@@ -518,7 +518,7 @@ def test_rows_are_read_key_by_key_from_blocks(opened: Opened, count: int) -> Non
         assert list(found) == [file.text_of_key(place) for place in places]
         for key, some in found.items():
             dimensions = len(said.keys[key].shape)
-            assert [columns.chunk_of(key, row, dimensions) for row in some] == by_key[key]
+            assert [chunk for _, chunk in columns.chunks_of(key, some, dimensions)] == by_key[key]
 
 
 def test_only_the_blocks_of_the_keys_are_read(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,12 +62,6 @@ def box_of(row: np.void, dimensions: int) -> Box:
     return Box(tuple(row["start"][:dimensions].tolist()), tuple(row["extent"][:dimensions].tolist()))
 
 
-def chunk_of(key: str, row: np.void, dimensions: int) -> Chunk:
-    """The chunk of a row."""
-    record = ByteRange(int(row["offset"]), int(row["length"]))
-    return Chunk(key, box_of(row, dimensions), record, int(row["lead"]), int(row["checksum"]))
-
-
 def chunks_of(
     key: str, rows: Array, dimensions: int, boxes: Sequence[Box] | None = None
 ) -> Iterator[tuple[int, Chunk]]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,14 +34,14 @@ from mbridge_fsdp_ckpt.plan.keys import KeyEntry, name_and_slot
 from mbridge_fsdp_ckpt.storage.format import columns
 from mbridge_fsdp_ckpt.storage.format.index import IndexFile
 
-Path = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 """Where stock nests a value; its key are the parts, with dots between them."""
 
 _KEPT = 1 << 23  # bytes of rows of which `.metadata` is kept, twice as many: 100,000 chunks, rank 0's memory alone
 
 
-class Place(NamedTuple):
-    """Where a record lies: its file, its first byte there, and how many it has."""
+class Record(NamedTuple):
+    """A record of a file: its first byte there, and how many it has."""
 
     file: str
     offset: int
@@ -53,13 +54,13 @@ class Leaf:
 
     Args:
         below: Its path, below its parents.
-        place: Its record.
+        record: Where it lies.
         dtype: Of a tensor; None of a pickle.
         shape: Of a tensor.
     """
 
-    below: Path
-    place: Place
+    below: KeyPath
+    record: Record
     dtype: torch.dtype | None = None
     shape: Shape = ()
 
@@ -73,7 +74,7 @@ class Values:
         leaves: These.
     """
 
-    parents: tuple[Path, ...]
+    parents: tuple[KeyPath, ...]
     leaves: tuple[Leaf, ...]
 
 
@@ -144,10 +145,9 @@ class _View:
     def __init__(self) -> None:
         self._state: dict[str, Any] = {}
         self._storage: dict[MetadataIndex, filesystem._StorageInfo] = {}
-        self._paths: dict[str, Path] = {}
-        self._properties: dict[torch.dtype, TensorProperties] = {}  # a pickle says once what many refer to
-        self._sizes: dict[tuple[int, ...], torch.Size] = {}
-        self._infos: dict[Place, filesystem._StorageInfo] = {}
+        self._paths: dict[str, KeyPath] = {}
+        # a pickle says once what many refer to
+        self._properties, self._size, self._info = cache(TensorProperties), cache(torch.Size), cache(_info)
         self._bytes = BytesStorageMetadata()
 
     def add_sharded(self, part: Sharded) -> None:
@@ -158,10 +158,9 @@ class _View:
             described = part.entries[entry]
             tensor = self._tensor(key, path_of(key), dtype_from_name(described.dtype), described.shape)
             dimensions = len(described.shape)
-            for _ in range(count):
-                rank, offset, length, start, extent = next(each)
-                place = part.files[rank], offset, length
-                self._add_chunk(key, tensor, start[:dimensions], extent[:dimensions], filesystem._StorageInfo(*place))
+            for rank, offset, length, start, extent in islice(each, count):
+                info = filesystem._StorageInfo(part.files[rank], offset, length)
+                self._add_chunk(key, tensor, tuple(start[:dimensions]), tuple(extent[:dimensions]), info)
 
     def add_values(self, values: Values) -> None:
         for parent in values.parents:
@@ -170,23 +169,21 @@ class _View:
                 key = ".".join(map(str, path))
                 if leaf.dtype is None:
                     self._add(key, path, self._bytes)
-                    self._storage[MetadataIndex(key)] = self._info(leaf.place)
+                    self._storage[MetadataIndex(key)] = self._info(leaf.record)
                 else:
                     tensor = self._tensor(key, path, leaf.dtype, leaf.shape)
-                    self._add_chunk(key, tensor, (0,) * len(leaf.shape), leaf.shape, self._info(leaf.place))
+                    self._add_chunk(key, tensor, (0,) * len(leaf.shape), leaf.shape, self._info(leaf.record))
 
-    def _tensor(self, key: str, path: Path, dtype: torch.dtype, shape: Shape) -> TensorStorageMetadata:
+    def _tensor(self, key: str, path: KeyPath, dtype: torch.dtype, shape: Shape) -> TensorStorageMetadata:
         """The entry of a tensor; several index files may have rows of one."""
         found = self._state.get(key)
         if isinstance(found, TensorStorageMetadata):
             return found
-        if dtype not in self._properties:
-            self._properties[dtype] = TensorProperties(dtype=dtype)
-        tensor = TensorStorageMetadata(self._properties[dtype], self._size(shape), [])
+        tensor = TensorStorageMetadata(self._properties(dtype), self._size(shape), [])
         self._add(key, path, tensor)
         return tensor
 
-    def _add(self, key: str, path: Path, entry: TensorStorageMetadata | BytesStorageMetadata) -> None:
+    def _add(self, key: str, path: KeyPath, entry: TensorStorageMetadata | BytesStorageMetadata) -> None:
         if key in self._state:
             raise UnsupportedStateError(
                 expected="one value of each name, as stock's view has them",
@@ -197,26 +194,11 @@ class _View:
         self._state[key], self._paths[key] = entry, path
 
     def _add_chunk(
-        self,
-        key: str,
-        tensor: TensorStorageMetadata,
-        start: Sequence[int],
-        extent: Sequence[int],
-        info: filesystem._StorageInfo,
+        self, key: str, tensor: TensorStorageMetadata, start: Shape, extent: Shape, info: filesystem._StorageInfo
     ) -> None:
-        offset = self._size(tuple(start))
-        tensor.chunks.append(ChunkStorageMetadata(offset, self._size(tuple(extent))))
+        offset = self._size(start)
+        tensor.chunks.append(ChunkStorageMetadata(offset, self._size(extent)))
         self._storage[MetadataIndex(key, offset)] = info
-
-    def _size(self, numbers: tuple[int, ...]) -> torch.Size:
-        if numbers not in self._sizes:
-            self._sizes[numbers] = torch.Size(numbers)
-        return self._sizes[numbers]
-
-    def _info(self, place: Place) -> filesystem._StorageInfo:
-        if place not in self._infos:
-            self._infos[place] = filesystem._StorageInfo(*place)
-        return self._infos[place]
 
     def metadata(self) -> Metadata:
         return Metadata(
@@ -228,7 +210,11 @@ class _View:
         )
 
 
-def path_of(key: str) -> Path:
+def _info(record: Record) -> filesystem._StorageInfo:
+    return filesystem._StorageInfo(*record)
+
+
+def path_of(key: str) -> KeyPath:
     """Where stock nests a tensor: ("model", name) or ("optimizer", "state", name, slot)."""
     if slot_key := name_and_slot(key):
         name, slot = slot_key

@@ -20,7 +20,7 @@ from mbridge_fsdp_ckpt.storage.files import replace_file
 from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, payload_name
 from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter
 from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
-from mbridge_fsdp_ckpt.storage.stock.view import Leaf, Path, Place, Sharded, Values, metadata_bytes, path_of
+from mbridge_fsdp_ckpt.storage.stock.view import KeyPath, Leaf, Record, Sharded, Values, metadata_bytes, path_of
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 _HYPERPARAMETERS = "optimizer", "param_to_group_meta"
@@ -70,7 +70,7 @@ def write_dcp_view(
     replace_file(directory / DCP_METADATA, metadata_bytes(sharded, found))
 
 
-def _hyperparameters(source: SafeSource) -> Iterator[tuple[tuple[Path, ...], dict[str, Any]]]:
+def _hyperparameters(source: SafeSource) -> Iterator[tuple[tuple[KeyPath, ...], dict[str, Any]]]:
     """Hyperparameters, each once, with where stock nests them: below every parameter that has them."""
     names: dict[int, list[str]] = defaultdict(list)
     for name, hashed in source.parameters().items():
@@ -89,36 +89,36 @@ class _ValuesFile:
 
     def __init__(self, path: AnyPath) -> None:
         self._writer, self._name = PayloadWriter(path), path.name
-        self._by_value: dict[int, tuple[Any, Place]] = {}  # with the value: nobody else gets its id
-        self._by_pickle: dict[bytes, Place] = {}
+        self._by_value: dict[int, tuple[Any, Record]] = {}  # with the value: nobody else gets its id
+        self._by_pickle: dict[bytes, Record] = {}
 
     def number(self, name: str, data: bytes, keys: list[str]) -> Values:
         """Keys of equal numbers of a dtype."""
         dtype = dtype_from_name(name)
         chunk = self._writer.add(keys[0], torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype), whole(()))
-        return Values(tuple(map(path_of, keys)), (Leaf((), Place(self._name, *chunk.record), dtype),))
+        return Values(tuple(map(path_of, keys)), (Leaf((), Record(self._name, *chunk.record), dtype),))
 
     def leaves(self, values: Mapping[str, Any]) -> tuple[Leaf, ...]:
         """Nested values, flat as stock has them: tensors become chunks, the rest pickles."""
         flat, paths = _nested_dict.flatten_state_dict(dict(values))
         return tuple(self._leaf(key, paths[key], value) for key, value in flat.items())
 
-    def _leaf(self, key: str, path: Path, value: Any) -> Leaf:
+    def _leaf(self, key: str, path: KeyPath, value: Any) -> Leaf:
         if not isinstance(value, torch.Tensor):
-            return Leaf(path, self._place_of(value))
+            return Leaf(path, self._pickled(value))
         shape = tuple(value.shape)
         chunk = self._writer.add(key, value.reshape(-1), whole(shape))
-        return Leaf(path, Place(self._name, *chunk.record), value.dtype, shape)
+        return Leaf(path, Record(self._name, *chunk.record), value.dtype, shape)
 
-    def _place_of(self, value: Any) -> Place:
-        """Where a value's pickle lies; a value that many have is pickled once."""
+    def _pickled(self, value: Any) -> Record:
+        """A value's pickle; a value that many have is pickled once."""
         if id(value) in self._by_value:
             return self._by_value[id(value)][1]
         buffer = io.BytesIO()
         torch.save(value, buffer)
         data = buffer.getvalue()
         if data not in self._by_pickle:
-            self._by_pickle[data] = Place(self._name, self._writer.position, len(data))
+            self._by_pickle[data] = Record(self._name, self._writer.position, len(data))
             self._writer.append(data)
         self._by_value[id(value)] = value, self._by_pickle[data]
         return self._by_pickle[data]

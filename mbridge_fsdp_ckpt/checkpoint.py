@@ -54,6 +54,7 @@ __all__ = [
 ]
 
 Directory = str | os.PathLike[str] | AnyPath
+_DEFAULTS = Settings()
 
 
 class _Options(TypedDict, total=False):
@@ -117,8 +118,8 @@ def save(
             error says that the checkpoint is in its place, because `after_commit` failed.  An error of a save in the
             background is raised by its handle, and if nobody has asked that, by the next save or `finish_saves`.
     """
-    settings, phases = settings or Settings(), Phases()
-    purpose, limits = f"save to {called(directory)}", (settings.time_limit, settings.storage_limit)
+    settings, phases, place = settings or _DEFAULTS, Phases(), called(directory)
+    purpose, limits = f"save to {place}", (settings.time_limit, settings.storage_limit)
     look = partial(snapshot.look, model, optimizer, include, rank_values, settings.vocabulary_size)
     if background:
         seat = Seat.next(purpose, *limits)
@@ -128,7 +129,7 @@ def save(
             trainer().settle()
         with phases("plan"):
             seen = Outcome.of(look, seat.rank, "planning the save")
-        what = Order(called(directory), seat, settings, values or {}, seen, phases, add_files, after_commit)
+        what = Order(place, seat, settings, values or {}, seen, phases, add_files, after_commit)
         return trainer().begin(what)
     trainer().settle()
     agreement = next_agreement(purpose, *limits)
@@ -139,7 +140,7 @@ def save(
     with job_bar(agreement.rank, wanted=settings.progress) as progress:
         saved = saving.run(job, outgoing, lambda: prepared.value.elements, Watching(phases, progress))
     if agreement.rank == 0:
-        tell("save", called(directory), saved)
+        tell("save", place, saved)
     return saved
 
 
@@ -223,4 +224,4 @@ def load_weights_only(
 def _load(directory: Directory, wanted: Wanted, accept: Accept | None, settings: Settings | None) -> Loaded:
     """Load; what a save in the background still copies is copied before anything changes."""
     trainer().wait_until_taken()
-    return loading.run(directory, wanted, accept, settings or Settings())
+    return loading.run(directory, wanted, accept, settings or _DEFAULTS)

@@ -79,11 +79,12 @@ class Seat:
         """
         global _last
         check_limits(time_limit, storage_limit)
-        if not dist.is_initialized() or dist.get_world_size() == 1:
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        if world_size == 1:
             return cls(purpose, 0, 1, time_limit, storage_limit)
         store, rank = served_store(), dist.get_rank()
         _last = _Name(store, rank, _last)
-        return cls(purpose, rank, dist.get_world_size(), time_limit, storage_limit, store.host, store.port, _last)
+        return cls(purpose, rank, world_size, time_limit, storage_limit, store.host, store.port, _last)
 
     @property
     def name(self) -> str:

@@ -92,7 +92,9 @@ class Seen:
         tensors: Its parameters and buffers.
         optimizers: With their param groups; none where none is saved.
         hyperparameters: Encoded, of each of their param groups.
-        said: What the index file says, but for what the optimizer tells.
+        place: This rank's, in the job.
+        values: Its own, encoded.
+        states: Its modules' FP8 state, encoded, and the names of these.
         shape: `Outgoing.topology`.
         include: See `checkpoint.save`.
         vocabulary_size: See `Settings`.
@@ -102,7 +104,9 @@ class Seen:
     tensors: PlannedTensors
     optimizers: list[Grouped]
     hyperparameters: list[dict[str, Json]]
-    said: RankIndex
+    place: dict[str, int]
+    values: Json
+    states: tuple[Json, list[str]]
     shape: dict[str, int | str]
     include: KeyFilter | None
     vocabulary_size: int | None
@@ -128,17 +132,19 @@ def look(
     module = find_fsdp_module(model)
     tensors, modules = plan_with_parts(module)
     optimizers = grouped(optimizer) if optimizer is not None else []
-    place, states = coordinates(), own_states(module, modules)
-    said = RankIndex(
-        rank=place["rank"],
-        coordinates=place,
-        payload=None,
-        keys={},
-        states=sorted({name for kind in (states or {}).values() for name in kind}),
-        own=RankOwn(values=encode(dict(rank_values or {}), "rank_values"), extra_state=encode(states, "extra_state")),
+    states = own_states(module, modules)
+    return Seen(
+        module=module,
+        tensors=tensors,
+        optimizers=optimizers,
+        hyperparameters=_encoded(optimizers),
+        place=coordinates(),
+        values=encode(dict(rank_values or {}), "rank_values"),
+        states=(encode(states, "extra_state"), sorted({name for kind in (states or {}).values() for name in kind})),
+        shape={**topology(), "strategy": sharding_strategy(module)},
+        include=include,
+        vocabulary_size=vocabulary_size,
     )
-    shape = {**topology(), "strategy": sharding_strategy(module)}
-    return Seen(module, tensors, optimizers, _encoded(optimizers), said, shape, include, vocabulary_size)
 
 
 def plan_save(seen: Seen) -> Prepared:
@@ -158,7 +164,18 @@ def plan_save(seen: Seen) -> Prepared:
     if known is None or known.held != held:
         known = _described[seen.module] = _describe(holdings, numbers, held)
     of_parameters, of_groups, encoded = _hyperparameters(parts, seen.hyperparameters)
-    said = replace(seen.said, stateless=stateless, parameters=of_parameters, param_groups=of_groups)
+    extra_state, names = seen.states
+    said = RankIndex(
+        rank=seen.place["rank"],
+        coordinates=seen.place,
+        payload=None,
+        keys={},
+        parameters=of_parameters,
+        stateless=stateless,
+        states=names,
+        own=RankOwn(values=seen.values, extra_state=extra_state),
+        param_groups=of_groups,
+    )
     return Prepared(_outgoing(known, said, encoded, sections, seen.shape), holdings, numbers)
 
 

@@ -114,5 +114,7 @@ def is_local(path: AnyPath) -> bool:
 
 def called(directory: str | os.PathLike[str] | AnyPath) -> str:
     """The directory as all ranks call it, before anything is asked of its storage."""
+    if isinstance(directory, Path):
+        return str(directory.absolute())
     text = str(directory)
     return text if "://" in text else str(Path(text).absolute())

@@ -79,16 +79,25 @@ def _encode(value: Any, path: str, depth: int) -> Json:
 
 def _encode_items(items: Sequence[Any], path: str, depth: int) -> list[Json]:
     """Each; training waits for the 600 numbers of a generator's state."""
-    known = _AS_THEY_ARE if depth < _MAX_DEPTH else frozenset()
+    known = _known(depth)
     return [
         item if type(item) in known else _encode(item, f"{path}.{number}", depth + 1)
         for number, item in enumerate(items)
     ]
 
 
+def _known(depth: int) -> frozenset[type]:
+    """Types of items in a container that stand for themselves: there is no name to be made of where they stand."""
+    return _AS_THEY_ARE if depth < _MAX_DEPTH else frozenset()
+
+
 def _encode_mapping(value: Mapping[Any, Any], path: str, depth: int) -> Json:
     if all(isinstance(key, str) and not key.startswith("$") for key in value):
-        return {key: _encode(item, f"{path}.{key}", depth + 1) for key, item in value.items()}
+        known = _known(depth)
+        return {
+            key: item if type(item) in known else _encode(item, f"{path}.{key}", depth + 1)
+            for key, item in value.items()
+        }
     pairs: list[Json] = [
         [_encode(key, path, depth + 1), _encode(item, f"{path}.{key}", depth + 1)] for key, item in value.items()
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
@@ -68,11 +69,23 @@ def _looked_at(cfg: Any) -> Any:
         node = _yaml.SafeDumper(io.StringIO(), default_flow_style=False).represent_data
 
         def other(value: Any) -> Any:
+            if type(value) is torch.dtype:
+                return _of_dtype(value, node)
             if _is_read_field_by_field(value):
                 return _with_fields(value, other)
             return _copied(cfg._convert_value_to_dict(value), node)
 
         return other(cfg)
+
+
+_dtypes: dict[torch.dtype, Any] = {}
+
+
+def _of_dtype(dtype: torch.dtype, node: Callable[[Any], Any]) -> Any:
+    """What Bridge writes of a dtype, as a mapping of its own: a configuration has dozens, and Bridge asks each much."""
+    if dtype not in _dtypes:
+        _dtypes[dtype] = _yaml.constructor.SafeConstructor().construct_document(node(dtype))
+    return copy.copy(_dtypes[dtype])
 
 
 def _copied(value: Any, other: Callable[[Any], Any]) -> Any:
@@ -96,9 +109,10 @@ def _is_read_field_by_field(value: Any) -> bool:
 
 
 def _with_fields(value: Any, other: Callable[[Any], Any]) -> Any:
-    """A dataclass with its fields copied."""
+    """A dataclass with its fields copied, but for private ones: Bridge leaves those out, process groups among them."""
     copied = object.__new__(type(value))
-    parts = {field.name: _copied(getattr(value, field.name), other) for field in fields(value)}
+    names = (field.name for field in fields(value) if not field.name.startswith("_"))
+    parts = {name: _copied(getattr(value, name), other) for name in names}
     copied.__dict__.update(vars(value) | parts)
     return copied
 

@@ -164,9 +164,9 @@ class Saving:
             self._end(Saved(0, total, {}, 0.0, self.stalled), None)
 
     def serve(self) -> None:
-        """Do what the writer asks, until the save has ended.
+        """Do what the writer asks, until the save has ended.  Only rank 0's asks.
 
-        Of a thread that begins with the save: none can begin once the interpreter ends, which waits for the save.
+        Of a thread that is there with the save: none can begin once the interpreter ends, which waits for the save.
         """
         while (message := self._asks.get()) is not None:
             answer = self._called(message)

@@ -25,7 +25,7 @@ from mbridge_fsdp_ckpt.saving.beside.handle import Saving
 from mbridge_fsdp_ckpt.saving.beside.memory import Staging, length_of, slots_for
 from mbridge_fsdp_ckpt.saving.beside.order import Order, Snapshot, Still
 from mbridge_fsdp_ckpt.saving.beside.process import WriterProcess
-from mbridge_fsdp_ckpt.saving.beside.stager import Stager
+from mbridge_fsdp_ckpt.saving.beside.worker import Worker
 from mbridge_fsdp_ckpt.saving.snapshot import Prepared
 from mbridge_fsdp_ckpt.settings import Settings
 
@@ -39,7 +39,8 @@ class Trainer:
     def __init__(self) -> None:
         self._writer: WriterProcess | None = None
         self._saving: Saving | None = None
-        self._stager: Stager | None = None
+        self._stager: Worker | None = None
+        self._asked: Worker | None = None
         self._saves = 0
         self._beginning = threading.Lock()  # a save, or the end: staging memory is given back before, or not at all
         self._served: dist.Store | None = None  # it serves for as long as somebody refers to it
@@ -59,11 +60,12 @@ class Trainer:
             partial(self._writer_for, order.settings, order.seat), order.seat.rank, "starting the writer"
         )
         self._saving = saving
-        if order.add_files is not None or order.after_commit is not None:
-            threading.Thread(target=saving.serve, name="asked by the writer", daemon=True).start()
-        stager = self._stager = self._stager if self._stager is not None and self._stager.is_alive() else Stager()
+        if order.seat.rank == 0 and (order.add_files is not None or order.after_commit is not None):
+            self._asked = Worker.after(self._asked, "asked by the writer")
+            self._asked.do(saving.serve)
+        self._stager = Worker.after(self._stager, "staging")
         saving.stalled += order.phases.elapsed
-        stager.tasks.put(partial(self._stage, saving, order, writer, still, copies))
+        self._stager.do(partial(self._stage, saving, order, writer, still, copies))
         return saving
 
     def wait_until_taken(self) -> None:

@@ -112,6 +112,7 @@ class _Rank:
 
     def _timed(self, begin: Callable[[Path], Begun], watched: Watched) -> tuple[float, float, float]:
         dist.barrier()
+        watched.put_off()
         start = time.perf_counter()
         is_there, stalled = begin(self._folder / "saved")
         called = time.perf_counter() - start

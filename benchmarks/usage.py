@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -27,10 +28,20 @@ class Watched:
     Args:
         peak: Bytes at the most, so far.
         steps: Whether steps are taken meanwhile.
+        next_look: When, by the monotonic clock.
     """
 
     peak: int = 0
     steps: bool = False
+    next_look: float = 0.0
+
+    def put_off(self) -> None:
+        """The next look is a whole interval from now: none holds up a short call that begins."""
+        self.next_look = time.monotonic() + _EVERY_S
+
+    def due_in(self) -> float:
+        """Seconds until the next look; none if it is due."""
+        return max(self.next_look - time.monotonic(), 0.0)
 
 
 class Usage:
@@ -59,6 +70,7 @@ class Usage:
     @contextmanager
     def _watched(self, kind: str) -> Iterator[Watched]:
         watched, over = Watched(), threading.Event()
+        watched.put_off()
         private, shared = _resident(os.getpid())
         shared -= self._kept[kind]
         self._find_children(kind)
@@ -74,9 +86,12 @@ class Usage:
 
         def look_on() -> None:
             number = 0
-            while not over.wait(_EVERY_S):
+            while not over.wait(watched.due_in()):
+                if watched.due_in():  # a call has begun meanwhile
+                    continue
                 look(number)
                 number += 1
+                watched.put_off()
 
         thread = threading.Thread(target=look_on, name="memory", daemon=True)
         thread.start()

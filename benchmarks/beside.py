@@ -229,15 +229,16 @@ def section(one: Compared) -> list[str]:
     seconds = one["seconds"]
     copy, alone = seconds["memcpy"], seconds["alone, a step"]
     lines = [
-        f"{one['bytes'] / 1e9:.2f} GB in all. One copy in memory: {copy:.3f} s. A step: {alone:.2f} s.\n",
-        "| | stall, s | of memcpy | committed, s | steps | extra memory, of the state | MiB a rank |",
+        f"{one['bytes'] / 1e9:.2f} GB in all. One copy in memory: {1e3 * copy:.1f} ms. A step: {alone:.2f} s.\n",
+        "| | stall, ms | of memcpy | committed, s | steps | extra memory, of the state | MiB a rank |",
         "| --- " * 7 + "|",
     ]
     for kind in KINDS:
         stall, committed, step = (seconds[f"{kind}: {measure}"] for measure in ("stall", "committed", "steps"))
         during = f"{step / alone:.2f}" if committed > stall else ""
         memory = f"{one['of the state'][kind]:.2f} | {one['extra memory'][kind] / 2**20:.0f}"
-        lines.append(f"| {kind} | {stall:.3f} | {stall / copy:.2f} | {committed:.2f} | {during} | {memory} |")
+        waited = f"{1e3 * stall:.2f} | {stall / copy:.2f}"
+        lines.append(f"| {kind} | {waited} | {committed:.2f} | {during} | {memory} |")
     return lines
 
 

@@ -131,4 +131,4 @@ def _say(axes: Axes, value: float, place: float, text: str) -> None:
 
 
 def _short(seconds: float) -> str:
-    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.3g} s"
+    return f"{seconds * 1000:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"

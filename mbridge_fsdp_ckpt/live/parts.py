@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, repeat
 from operator import is_
 from typing import Any, NamedTuple
 from weakref import ref
@@ -108,6 +108,8 @@ def _columns(own: Sequence[Mapping[str, Any]], numbered: Iterable[int]) -> list[
     below, within, parameters = ([of.get(kind, _NONE) for of in own] for kind in _KINDS)
     for held in (below, within, parameters):
         columns += [list(map(len, held)), list(chain.from_iterable(filter(None, held)))]
+    for held in (within, parameters):  # a name may stand for nothing yet, or no more
+        columns.append(list(map(is_, chain.from_iterable(of.values() for of in held if of), repeat(None))))
     columns.append([frozenset(of[_LEFT_OUT]) for of, buffers in zip(own, within, strict=True) if buffers])
     return columns
 

@@ -35,4 +35,4 @@ def test_whatever_changes_in_a_model_is_planned_anew_once(megatron_ranks: RankPo
     refused = {what: error for what, (_, error) in found.items() if error}
     assert refused == {"a mark of fusion": "FamilyError", "a slice": "LayoutError"}
     assert {what: times for what, (times, _) in found.items()} == dict.fromkeys(found, 1)
-    assert len(found) == 15
+    assert len(found) == 18

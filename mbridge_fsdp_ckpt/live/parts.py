@@ -114,6 +114,28 @@ def _columns(own: Sequence[Mapping[str, Any]], numbered: Iterable[int]) -> list[
     return columns
 
 
+class BufferPlace(NamedTuple):
+    """Where a buffer lies.
+
+    Args:
+        name: In the state dict.
+        part: The module that has it.
+        leaf: What that calls it.
+        shape: Its shape; one of another is planned anew.
+    """
+
+    name: str
+    part: ref[Any]
+    leaf: str
+    shape: torch.Size
+
+    def find(self) -> torch.Tensor | None:
+        """What lies there now, if it is like the one that did."""
+        part = self.part()
+        tensor = vars(part).get("_buffers", _NONE).get(self.leaf) if part is not None else None
+        return tensor if tensor is not None and tensor.shape == self.shape else None
+
+
 class _Place(NamedTuple):
     """Where a tensor of the state dict lies.
 
@@ -161,12 +183,30 @@ class Places:
             places.append(_Place(name, *(at.pop(0) if len(at) > 1 else at[0]), parameter))
         return cls(tuple(places))
 
-    def find(self, module: Any, parts: Sequence[Any]) -> dict[str, torch.Tensor] | None:
+    def buffers(self, parts: Sequence[Any], tensors: Mapping[str, torch.Tensor]) -> list[BufferPlace]:
+        """Those of buffers, in their order.
+
+        Args:
+            parts: As in `of`.
+            tensors: As in `of`.
+        """
+        return [
+            BufferPlace(place.name, ref(parts[place.part]), place.leaf, tensors[place.name].shape)
+            for place in self.known or ()
+            if not place.parameter
+        ]
+
+    def find(
+        self, module: Any, parts: Sequence[Any], buffers: Mapping[str, torch.Tensor] = _NONE
+    ) -> dict[str, torch.Tensor] | None:
         """What lies there now, parameters as the optimizer updates them; None where a state dict is to tell.
+
+        Of any thread: each place is looked at once, and Megatron-FSDP's swap leaves none empty.
 
         Args:
             module: As in `of`.
             parts: Modules that are as they were.
+            buffers: By name, those in whose place others may lie by now.
         """
         if self.known is None:
             return None
@@ -175,7 +215,7 @@ class Places:
         for name, part, leaf, parameter in self.known:
             own = vars(parts[part])
             if not parameter:
-                tensor = own["_buffers"][leaf]
+                tensor = buffers[name] if name in buffers else own["_buffers"][leaf]
             else:
                 tensor, live = updated.get(parameter), own["_parameters"][leaf]
                 if live is not tensor and live is not computing.get(parameter):

@@ -19,11 +19,12 @@ from mbridge_fsdp_ckpt.live.holdings import (
     optimizer_holdings,
     optimizer_parts,
 )
+from mbridge_fsdp_ckpt.live.marks import marks_of_job
 from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module
 from mbridge_fsdp_ckpt.live.optimizer.adapters import grouped
 from mbridge_fsdp_ckpt.live.optimizer.base import Grouped
-from mbridge_fsdp_ckpt.live.planned import PlannedTensors, plan_with_parts
-from mbridge_fsdp_ckpt.live.topology import coordinates, sharding_strategy, topology
+from mbridge_fsdp_ckpt.live.planned import PlannedTensors, Remembered, plan_with_parts, remember
+from mbridge_fsdp_ckpt.live.topology import sharding_strategy
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry, Section
 from mbridge_fsdp_ckpt.plan.pieces import ParameterPlan, Piece
 from mbridge_fsdp_ckpt.saving.outgoing import Elements, Outgoing
@@ -101,7 +102,7 @@ class Seen:
     """
 
     module: Any
-    tensors: PlannedTensors
+    tensors: PlannedTensors | Remembered
     optimizers: list[Grouped]
     hyperparameters: list[dict[str, Json]]
     place: dict[str, int]
@@ -122,15 +123,26 @@ def look(
     include: KeyFilter | None,
     rank_values: Mapping[str, Any] | None,
     vocabulary_size: int | None = None,
+    *,
+    beside: bool = False,
 ) -> Seen:
     """See what is to be saved.  No communication, and nothing of a tensor is read.
+
+    Args:
+        model: See `checkpoint.save`.
+        optimizer: See `checkpoint.save`.
+        include: See `checkpoint.save`.
+        rank_values: See `checkpoint.save`.
+        vocabulary_size: See `Settings`.
+        beside: Whether training goes on before it is planned: what only an optimizer's step changes is then seen there.
 
     Raises:
         CheckpointError: The model or the optimizer cannot be saved.
     """
     require("save and load")
     module = find_fsdp_module(model)
-    tensors, modules = plan_with_parts(module)
+    job = marks_of_job()
+    tensors, modules = remember(module, job) if beside else plan_with_parts(module, job)
     optimizers = grouped(optimizer) if optimizer is not None else []
     states = own_states(module, modules)
     return Seen(
@@ -138,10 +150,10 @@ def look(
         tensors=tensors,
         optimizers=optimizers,
         hyperparameters=_encoded(optimizers),
-        place=coordinates(),
+        place=job.place,
         values=encode(dict(rank_values or {}), "rank_values"),
         states=(encode(states, "extra_state"), sorted({name for kind in (states or {}).values() for name in kind})),
-        shape={**topology(), "strategy": sharding_strategy(module)},
+        shape={**job.sizes, "strategy": sharding_strategy(module)},
         include=include,
         vocabulary_size=vocabulary_size,
     )

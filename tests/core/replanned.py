@@ -32,7 +32,7 @@ class NoFamily:
 
 
 @dataclass(slots=True)
-class _Saves:
+class Saves:
     trainable: Trainable
     plannings: int = 0
     parameters: int = 0
@@ -69,7 +69,7 @@ class _Saves:
 
 def again() -> dict[str, Any]:
     """Saves of a model that trains and whose values change: what is planned, and what is seen of the changes."""
-    saves = _Saves(cases.prepared(Recipe(layers=1), steps=1))
+    saves = Saves(cases.prepared(Recipe(layers=1), steps=1))
     saves.module.register_buffer("counter", torch.zeros(2))
     before = saves.save()
     first = saves.plannings, saves.parameters
@@ -109,7 +109,7 @@ def regrouped() -> dict[str, bool]:
 
 def found_again() -> dict[str, bool]:
     """What is found where tensors lay: as a state dict has them, whichever parameters are in their modules."""
-    saves = _Saves(cases.prepared(Recipe(layers=1, experts=2), steps=1))
+    saves = Saves(cases.prepared(Recipe(layers=1, experts=2), steps=1))
     module, norm = saves.module, saves.part("final_layernorm")
     parts = parts_of(module)
     places, main = Places.of(module, parts, tensors_of(module)), norm.weight
@@ -129,7 +129,7 @@ def changed() -> dict[str, tuple[int, str]]:
     """By what changed in a model: how often the next two saves planned it, and by what error they refused it."""
     from megatron.core import parallel_state
 
-    saves = _Saves(cases.prepared(Recipe(layers=1, experts=2), steps=1))
+    saves = Saves(cases.prepared(Recipe(layers=1, experts=2), steps=1))
     saves.save()
     layer, experts, norm = saves.part("layers.0"), saves.part(".experts"), saves.parameter("final_layernorm.weight")
     router = saves.part(".router")

@@ -77,6 +77,11 @@ def may_have_some(modules: Iterable[nn.Module]) -> bool:
     return any(own.get("fp8_meta") or own.get("_fp8_metas") for own in map(vars, modules))
 
 
+def scaling(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Those in which there may come to be some: a module has the attribute from the beginning, empty until then."""
+    return [module for module in modules if "fp8_meta" in vars(module) or "_fp8_metas" in vars(module)]
+
+
 def replicas_agree(module: nn.Module, ranks: int) -> bool:
     """Whether amaxes are reduced over at least `ranks` ranks, so that all replicas of a module hold the same.
 

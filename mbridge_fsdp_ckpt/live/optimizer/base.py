@@ -59,7 +59,7 @@ State = dict[str, Any]
 
 @dataclass(slots=True)
 class Group:
-    """A param group: its hyperparameters and its parameters."""
+    """A param group: its hyperparameters, and its own list of its parameters: copying that takes a call's time."""
 
     hyperparameters: Hyperparameters
     parameters: list[torch.Tensor]

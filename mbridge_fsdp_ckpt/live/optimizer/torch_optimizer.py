@@ -39,7 +39,7 @@ class TorchOptimizerAdapter:
     def groups(self) -> list[Group]:
         """See `OptimizerAdapter`."""
         return [
-            Group({name: value for name, value in group.items() if name != "params"}, list(group["params"]))
+            Group({name: value for name, value in group.items() if name != "params"}, group["params"])
             for group in self.optimizer.param_groups
         ]
 

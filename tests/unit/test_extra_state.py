@@ -109,6 +109,7 @@ def test_modules_without_state_give_nothing() -> None:
     modules = [("a", nn.Linear(2, 2)), ("b", Linear(ran=False)), ("c", stateless)]
     assert extra_state.collect(modules) == {}
     assert extra_state.find_restorations(modules, {}) == []
+    assert not extra_state.may_have_some(module for _, module in modules)
 
 
 def test_state_returns_bit_for_bit_in_place() -> None:
@@ -269,6 +270,7 @@ def test_state_kept_elsewhere_is_named(caplog: pytest.LogCaptureFixture) -> None
     custom, fused, mixed = Linear(recipe=CurrentScaling()), nn.Module(), Linear()
     fused._fp8_metas = {"forward": {"recipe": DelayedScaling()}, "backward": None}  # type: ignore[assignment]
     mixed.fp8_meta["scaling_bwd"].scale = torch.ones(4)
+    assert all(extra_state.may_have_some([module]) for module in (custom, fused, mixed))
     with caplog.at_level(logging.WARNING):
         assert extra_state.collect([("custom", custom), ("fused", fused), ("mixed", mixed)]) == {}
     assert "FP8 state of 3 modules is not saved, such as that of custom" in caplog.text

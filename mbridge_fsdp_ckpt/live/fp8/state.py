@@ -47,6 +47,7 @@ OnDisk = Callable[[str], str]
 
 _RECIPE = "DelayedScaling"
 _GEMMS = {"LayerNormMLP": 2, "DotProductAttention": 3}  # all others have one; grouped experts say it themselves
+_SCALING = frozenset({"scaling_fwd", "scaling_bwd"})
 _log = logging.getLogger(__name__)
 
 
@@ -66,7 +67,7 @@ def collect(modules: Modules, on_disk: OnDisk = str) -> dict[str, State]:
             require("FP8 state")
             keys = _keys(name, module, on_disk)
             states.update(zip(keys, _split(_typed(module), len(keys)), strict=True))
-        elif _live_tensors(module) or any(meta and meta["recipe"].delayed() for meta in _fused_metas(module)):
+        elif _has_something(module):
             left_out.append(name)
     _tell(left_out, "FP8 state of %d modules is not saved, such as that of %s")
     return states
@@ -74,11 +75,11 @@ def collect(modules: Modules, on_disk: OnDisk = str) -> dict[str, State]:
 
 def may_have_some(modules: Iterable[nn.Module]) -> bool:
     """Whether there is state in one of them, or something that `collect` tells of.  All are asked in every save."""
-    return any(own.get("fp8_meta") or own.get("_fp8_metas") for own in map(vars, modules))
+    return any(map(_has_something, modules))
 
 
 def scaling(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Those in which there may come to be some: a module has the attribute from the beginning, empty until then."""
+    """Those in which there may come to be some: they have the attribute from the beginning."""
     return [module for module in modules if "fp8_meta" in vars(module) or "_fp8_metas" in vars(module)]
 
 
@@ -257,6 +258,14 @@ def _live_tensors(module: Any) -> dict[str, torch.Tensor]:
     meta = _meta(module)
     found = {name: getattr(meta.get(f"scaling_{name[-3:]}"), name[:-4], None) for name in TENSORS if meta}
     return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def _has_something(module: Any) -> bool:
+    own = vars(module)
+    if own.get("_fp8_metas") and any(meta and meta["recipe"].delayed() for meta in _fused_metas(module)):
+        return True
+    begun = not _SCALING.isdisjoint(own.get("fp8_meta") or ())  # not without FP8: a save's call asks all modules
+    return begun and bool(_live_tensors(module))
 
 
 def _has_state(module: Any) -> bool:

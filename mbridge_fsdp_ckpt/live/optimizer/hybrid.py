@@ -8,6 +8,7 @@ offload fraction may change between save and load.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -36,15 +37,20 @@ class HybridAdapter:
 
     def __init__(self, optimizer: Any, adapter_for: Callable[[Any], OptimizerAdapter]) -> None:
         probe("a HybridDeviceOptimizer", optimizer)
-        self.optimizer = optimizer
-        self._adapters: dict[int, OptimizerAdapter] = {}
-        self._groups: dict[int, Hyperparameters] = {}
-        for sub_optimizer in optimizer.sub_optimizers:
-            adapter = adapter_for(sub_optimizer)
+        self.optimizer, self._adapter_for = optimizer, adapter_for
+
+    @cached_property
+    def _owners(self) -> dict[int, tuple[OptimizerAdapter, Hyperparameters]]:
+        """By the `id` of an inner parameter, the adapter of its optimizer, and its param group.
+
+        A save's call asks for none: to go through the parameters of hundreds of experts takes its time.
+        """
+        owners = dict[int, tuple[OptimizerAdapter, Hyperparameters]]()
+        for sub_optimizer in self.optimizer.sub_optimizers:
+            adapter = self._adapter_for(sub_optimizer)
             for group in sub_optimizer.param_groups:
-                for inner in group["params"]:
-                    self._adapters[id(inner)] = adapter
-                    self._groups[id(inner)] = group
+                owners |= {id(inner): (adapter, group) for inner in group["params"]}
+        return owners
 
     def groups(self) -> list[Group]:
         """See `OptimizerAdapter`."""
@@ -56,9 +62,10 @@ class HybridAdapter:
     def slots(self, parameter: torch.Tensor) -> dict[str, Slot]:
         """See `OptimizerAdapter`.  The fp32 master is left out where it repeats the main weight."""
         inner = self._inner(parameter)
-        slots = {name: slot for name, slot in self._adapters[id(inner)].slots(inner).items() if name != MASTER}
-        if slots and STEP not in slots and STEP in self._groups[id(inner)]:
-            slots[STEP] = Slot("tensor", torch.tensor(float(self._groups[id(inner)][STEP])))
+        adapter, group = self._owners[id(inner)]
+        slots = {name: slot for name, slot in adapter.slots(inner).items() if name != MASTER}
+        if slots and STEP not in slots and STEP in group:
+            slots[STEP] = Slot("tensor", torch.tensor(float(group[STEP])))
         if inner.dtype != parameter.dtype:
             slots[MASTER] = Slot("sharded", local_shard(inner).reshape(-1))
         return slots
@@ -67,7 +74,7 @@ class HybridAdapter:
         """See `OptimizerAdapter`."""
         inner = self._inner(parameter)
         own = {name: spec for name, spec in specs.items() if name != MASTER}
-        slots = self._adapters[id(inner)].allocate(inner, own)
+        slots = self._owners[id(inner)][0].allocate(inner, own)
         if MASTER in specs and inner.dtype != parameter.dtype:
             slots[MASTER] = Slot("sharded", torch.empty_like(local_shard(inner)).reshape(-1))
         return slots
@@ -78,7 +85,7 @@ class HybridAdapter:
         master = (slots or {}).get(MASTER)
         local_shard(inner).copy_(local_shard(parameter) if master is None else master.tensor.view(inner.shape))
         own = None if slots is None else {name: slot for name, slot in slots.items() if name != MASTER}
-        self._adapters[id(inner)].install(inner, own, step)
+        self._owners[id(inner)][0].install(inner, own, step)
 
     def finish(self, groups: list[Hyperparameters] | None) -> None:
         """See `OptimizerAdapter`."""

@@ -1,8 +1,8 @@
 """What a plan was made from, as values to compare: whether a model is as it was costs a tenth of planning it again.
 
 Of tensors these are what `megatron_fsdp` reads of them; of modules (`parts`) what names are made from, and which
-modules they are; of the job (`marks_of_job`) this rank's place.  Nothing is kept alive: a module that
-died equals no other.
+modules they are; of the job (`marks_of_job`) this rank's place.  Nothing is kept alive: a module that died
+equals no other.
 """
 
 from __future__ import annotations

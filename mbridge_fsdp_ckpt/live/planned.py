@@ -81,7 +81,7 @@ class PlannedTensors(NamedTuple):
     @property
     def is_on_device(self) -> bool:
         """Whether some of it is."""
-        return any(tensor.is_cuda for tensor in self.tensors)
+        return _some_on_device(self.tensors)
 
 
 @dataclass(slots=True)
@@ -214,8 +214,11 @@ def remember(module: Any, of_job: JobMarks) -> tuple[PlannedTensors | Remembered
     as_many = len(known.buffer_places), len(known.samples), len(known.scaling)
     if known.places.known is None or (len(buffers), len(samples), len(parts)) != as_many:
         return plan_with_parts(module, of_job)
-    on_device = any(local_shard(tensor).is_cuda for tensor in (*samples, *buffers.values()))
-    return Remembered(module, known, buffers, on_device), parts
+    return Remembered(module, known, buffers, _some_on_device((*samples, *buffers.values()))), parts
+
+
+def _some_on_device(tensors: Iterable[torch.Tensor]) -> bool:
+    return any(local_shard(tensor).is_cuda for tensor in tensors)
 
 
 def _alive[T](refs: Iterable[ref[T]]) -> list[T]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 import threading
 from collections.abc import Callable
@@ -12,13 +11,12 @@ from unittest.mock import patch
 import torch
 
 from mbridge_fsdp_ckpt.errors import CheckpointError
-from mbridge_fsdp_ckpt.families.registry import default_registry
 from mbridge_fsdp_ckpt.live import planned
 from mbridge_fsdp_ckpt.live.planned import Remembered
 from mbridge_fsdp_ckpt.saving.snapshot import Prepared, Seen, look, plan_save
 from mbridge_fsdp_ckpt.testing.models import Recipe
 from tests.core import cases
-from tests.core.replanned import NoFamily, Saves
+from tests.core.replanned import Saves, changes, changing
 
 
 def _call(saves: Saves) -> Seen:
@@ -95,22 +93,22 @@ def trains_on() -> dict[str, int]:
 
 def changed() -> dict[str, tuple[str, bool]]:
     """By what changed in a model: what became of the next save, and whether it, or the one after, has all there is."""
-    from megatron.core import parallel_state
-
     saves = Saves(cases.prepared(Recipe(layers=1, experts=2), steps=1))
     saves.save()
-    found = {}
-    try:
-        for what, change in _changes(saves).items():
-            change()
-            found[what] = _next(saves)
-    finally:
-        default_registry().unregister("nothing")
-        parallel_state.set_expert_model_parallel_rank(0)
-    return found
+    router = saves.part(".router")
+    more: dict[str, Callable[[], object]] = {
+        "nothing": lambda: None,
+        "a buffer's values": lambda: setattr(router, "found", torch.ones(3)),
+        "a buffer in a dictionary": lambda: router._buffers.update(put=torch.zeros(2)),
+        "a buffer that is deleted": lambda: delattr(router, "late"),
+        "a module that is deleted": lambda: delattr(_with_child(router), "child"),
+    }
+    with changing():
+        return {what: _after(change, saves) for what, change in (changes(saves) | more).items()}
 
 
-def _next(saves: Saves) -> tuple[str, bool]:
+def _after(change: Callable[[], object], saves: Saves) -> tuple[str, bool]:
+    change()
     seen = _call(saves)
     outcome = "seen later" if isinstance(seen.tensors, Remembered) else "seen"
     try:
@@ -121,34 +119,6 @@ def _next(saves: Saves) -> tuple[str, bool]:
             return "refused, and remembered", False
         saved = plan_save(seen)
     return outcome, _contents(saved) == _in_full(saves)
-
-
-def _changes(saves: Saves) -> dict[str, Callable[[], object]]:
-    from megatron.core import parallel_state
-
-    layer, experts, norm = saves.part("layers.0"), saves.part(".experts"), saves.parameter("final_layernorm.weight")
-    router = saves.part(".router")
-    return {
-        "nothing": lambda: None,
-        "a buffer": lambda: router.register_buffer("seen", torch.zeros(2)),
-        "a buffer's values": lambda: setattr(router, "seen", torch.ones(2)),
-        "a buffer's shape": lambda: setattr(router, "seen", torch.zeros(3)),
-        "a buffer's name": lambda: router._buffers.update(found=router._buffers.pop("seen")),
-        "a buffer in a dictionary": lambda: router._buffers.update(put=torch.zeros(2)),
-        "no buffer yet": lambda: router.register_buffer("late", None),
-        "a buffer that was none": lambda: setattr(router, "late", torch.zeros(2)),
-        "a buffer that is deleted": lambda: delattr(router, "late"),
-        "a module": lambda: setattr(layer, "mlp", copy.copy(layer.mlp)),
-        "a module that is deleted": lambda: delattr(_with_child(router), "child"),
-        "a layer's number": lambda: setattr(layer, "layer_number", 5),
-        "a module's first number": lambda: setattr(saves.part("final_layernorm"), "layer_number", 1),
-        "a number of experts": lambda: setattr(experts, "num_local_experts", 3),
-        "an expert-parallel rank": lambda: parallel_state.set_expert_model_parallel_rank(1),
-        "families": lambda: default_registry().register(NoFamily()),
-        "a weight that is frozen": lambda: norm.requires_grad_(requires_grad=False),
-        "a mesh": lambda: setattr(norm, "megatron_fsdp_dist_index", copy.copy(norm.megatron_fsdp_dist_index)),
-        "a dimension": lambda: setattr(norm, "partition_dim", 0),
-    }
 
 
 def _with_child(part: Any) -> Any:

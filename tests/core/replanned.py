@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -33,6 +33,8 @@ class NoFamily:
 
 @dataclass(slots=True)
 class Saves:
+    """A model whose saves are counted."""
+
     trainable: Trainable
     plannings: int = 0
     parameters: int = 0
@@ -125,21 +127,18 @@ def found_again() -> dict[str, bool]:
     return {"first": first, "computes": computing, "later": later, "stranger": places.find(module, parts) is not None}
 
 
-def changed() -> dict[str, tuple[int, str]]:
-    """By what changed in a model: how often the next two saves planned it, and by what error they refused it."""
+def changes(saves: Saves) -> dict[str, Callable[[], object]]:
+    """What may change in a model, one after the other."""
     from megatron.core import parallel_state
 
-    saves = Saves(cases.prepared(Recipe(layers=1, experts=2), steps=1))
-    saves.save()
     layer, experts, norm = saves.part("layers.0"), saves.part(".experts"), saves.parameter("final_layernorm.weight")
     router = saves.part(".router")
-    changes: dict[str, Callable[[], object]] = {
+    return {
         "a buffer": lambda: router.register_buffer("seen", torch.zeros(2)),
         "a buffer's shape": lambda: setattr(router, "seen", torch.zeros(3)),
         "a buffer's name": lambda: router._buffers.update(found=router._buffers.pop("seen")),
         "no buffer yet": lambda: router.register_buffer("late", None),
         "a buffer that was none": lambda: setattr(router, "late", torch.zeros(2)),
-        "a buffer that is none": lambda: setattr(router, "late", None),
         "a layer's number": lambda: setattr(layer, "layer_number", 5),
         "a module's first number": lambda: setattr(saves.part("final_layernorm"), "layer_number", 1),
         "a number of experts": lambda: setattr(experts, "num_local_experts", 3),
@@ -149,13 +148,35 @@ def changed() -> dict[str, tuple[int, str]]:
         "a weight that is frozen": lambda: norm.requires_grad_(requires_grad=False),
         "a mesh": lambda: setattr(norm, "megatron_fsdp_dist_index", copy.copy(norm.megatron_fsdp_dist_index)),
         "a dimension": lambda: setattr(norm, "partition_dim", 0),
+    }
+
+
+@contextmanager
+def changing() -> Iterator[None]:
+    """Around what changes more than a model: put back afterwards."""
+    from megatron.core import parallel_state
+
+    try:
+        yield
+    finally:
+        default_registry().unregister("nothing")
+        parallel_state.set_expert_model_parallel_rank(0)
+
+
+def changed() -> dict[str, tuple[int, str]]:
+    """By what changed in a model: how often the next two saves planned it, and by what error they refused it."""
+    saves = Saves(cases.prepared(Recipe(layers=1, experts=2), steps=1))
+    saves.save()
+    norm, router = saves.parameter("final_layernorm.weight"), saves.part(".router")
+    more: dict[str, Callable[[], object]] = {
+        "a buffer that is none": lambda: setattr(router, "late", None),
         "a mode": lambda: setattr(norm, "_tensor_parallel_mode", "column"),
         "a mark of fusion": lambda: setattr(norm.orig_param, "partition_stride", 2),
         "a slice": lambda: setattr(norm, "megatron_fsdp_slice", slice(0, 1)),
     }
     found = {}
-    try:
-        for what, change in changes.items():
+    with changing():
+        for what, change in (changes(saves) | more).items():
             change()
             saves.plannings, refused = 0, ""
             try:
@@ -164,7 +185,4 @@ def changed() -> dict[str, tuple[int, str]]:
             except CheckpointError as error:
                 refused = type(error).__name__
             found[what] = (saves.plannings, refused)
-    finally:
-        default_registry().unregister("nothing")
-        parallel_state.set_expert_model_parallel_rank(0)
     return found

@@ -250,22 +250,18 @@ def _meta(module: Any) -> dict[str, Any]:
     return vars(module).get("fp8_meta") or {}
 
 
-def _fused_metas(module: Any) -> Iterable[Any]:
-    return (vars(module).get("_fp8_metas") or {}).values()
-
-
 def _live_tensors(module: Any) -> dict[str, torch.Tensor]:
     meta = _meta(module)
-    found = {name: getattr(meta.get(f"scaling_{name[-3:]}"), name[:-4], None) for name in TENSORS if meta}
+    if _SCALING.isdisjoint(meta):  # so it is without FP8: a save's call asks all modules
+        return {}
+    found = {name: getattr(meta.get(f"scaling_{name[-3:]}"), name[:-4], None) for name in TENSORS}
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
 def _has_something(module: Any) -> bool:
-    own = vars(module)
-    if own.get("_fp8_metas") and any(meta and meta["recipe"].delayed() for meta in _fused_metas(module)):
-        return True
-    begun = not _SCALING.isdisjoint(own.get("fp8_meta") or ())  # not without FP8: a save's call asks all modules
-    return begun and bool(_live_tensors(module))
+    fused = vars(module).get("_fp8_metas")
+    is_fused = bool(fused) and any(meta and meta["recipe"].delayed() for meta in fused.values())
+    return is_fused or bool(_live_tensors(module))
 
 
 def _has_state(module: Any) -> bool:

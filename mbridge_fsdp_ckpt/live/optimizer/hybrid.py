@@ -14,7 +14,16 @@ from typing import Any
 import torch
 
 from mbridge_fsdp_ckpt.live.megatron_fsdp import local_shard
-from mbridge_fsdp_ckpt.live.optimizer.base import MASTER, STEP, Group, Hyperparameters, OptimizerAdapter, Slot, SlotSpec
+from mbridge_fsdp_ckpt.live.optimizer.base import (
+    MASTER,
+    STEP,
+    Group,
+    Hyperparameters,
+    OptimizerAdapter,
+    Slot,
+    SlotSpec,
+    groups_of,
+)
 from mbridge_fsdp_ckpt.live.optimizer.torch_optimizer import TorchOptimizerAdapter, set_hyperparameters
 from mbridge_fsdp_ckpt.versions import probe
 
@@ -48,8 +57,7 @@ class HybridAdapter:
         owners = dict[int, tuple[OptimizerAdapter, Hyperparameters]]()
         for sub_optimizer in self.optimizer.sub_optimizers:
             adapter = self._adapter_for(sub_optimizer)
-            for group in sub_optimizer.param_groups:
-                owners |= {id(inner): (adapter, group) for inner in group["params"]}
+            owners |= {inner: (adapter, group) for inner, group in groups_of(sub_optimizer).items()}
         return owners
 
     def groups(self) -> list[Group]:

@@ -93,10 +93,10 @@ def _known(depth: int) -> frozenset[type]:
 
 def _encode_mapping(value: Mapping[Any, Any], path: str, depth: int) -> Json:
     if all(isinstance(key, str) and not key.startswith("$") for key in value):
-        known, is_finite = _known(depth), math.isfinite
+        known = _known(depth)
         return {  # training waits for hyperparameters, most of which are floats
             key: item
-            if type(item) in known or (known and type(item) is float and is_finite(item))
+            if type(item) in known or (known and type(item) is float and math.isfinite(item))
             else _encode(item, f"{path}.{key}", depth + 1)
             for key, item in value.items()
         }

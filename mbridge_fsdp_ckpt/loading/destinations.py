@@ -11,6 +11,7 @@ from mbridge_fsdp_ckpt.errors import InternalError, UnsupportedStateError
 from mbridge_fsdp_ckpt.live.megatron_fsdp import refuse_quantized, storage_of
 from mbridge_fsdp_ckpt.plan.boxes import Box, whole
 from mbridge_fsdp_ckpt.plan.pieces import Piece
+from mbridge_fsdp_ckpt.storage.format.on_host import byte_row
 from mbridge_fsdp_ckpt.storage.ranges import Place
 
 
@@ -56,7 +57,7 @@ class Destination:
         target, run = self._at(common), common.run_in(box)
         if run is None or not target.is_contiguous():
             return None
-        return Place(run.start * dtype.itemsize, target.view(-1).view(torch.uint8).numpy())
+        return Place(run.start * dtype.itemsize, byte_row(target).numpy())
 
     def _at(self, common: Box) -> torch.Tensor:
         """Memory of a part of the block."""

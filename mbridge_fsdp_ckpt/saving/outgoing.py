@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Buffer, Iterable, Iterator, Mapping
+from collections.abc import Buffer, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypedDict
 
@@ -61,12 +61,15 @@ class Outgoing:
 class Elements(Protocol):
     """Where the elements of a rank's blocks come from."""
 
-    def pieces(self, number: int) -> Iterator[Buffer]:
-        """The bytes of a block that it writes, on the host; once each, in the order of `Outgoing.chunks`."""
+    def each(self, numbers: Sequence[int]) -> Iterator[Iterable[Buffer]]:
+        """The bytes of each block that it writes, in pieces, on the host; once, for all `Outgoing.chunks`.
+
+        All pieces of one are taken before the next one is asked for.
+        """
         ...
 
-    def digest(self, number: int) -> int:
-        """The hash of a block that another rank writes; once each, in order, after all of `pieces`."""
+    def digests(self, numbers: Sequence[int]) -> Iterator[int]:
+        """The hashes of blocks that other ranks write; once, after all of `each`."""
         ...
 
 

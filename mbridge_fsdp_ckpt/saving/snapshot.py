@@ -31,8 +31,8 @@ from mbridge_fsdp_ckpt.saving.outgoing import Elements, Outgoing
 from mbridge_fsdp_ckpt.storage.checksums import Hasher
 from mbridge_fsdp_ckpt.storage.files import Json
 from mbridge_fsdp_ckpt.storage.format.columns import param_group_name
+from mbridge_fsdp_ckpt.storage.format.on_host import fetched, pieces_of
 from mbridge_fsdp_ckpt.storage.format.own_index import RankIndex
-from mbridge_fsdp_ckpt.storage.format.payload import host_pieces, numbers_bytes
 from mbridge_fsdp_ckpt.storage.format.rows import Number
 from mbridge_fsdp_ckpt.storage.format.schema import RankOwn
 from mbridge_fsdp_ckpt.storage.format.values import encode, hash_of
@@ -56,8 +56,8 @@ class Prepared:
     def read(self) -> Outgoing:
         """What it writes, its numbers as they are now."""
         counts = [item.declares and item.piece.writes for item in self.numbers]
-        bytes_of = numbers_bytes([item.flat for item in self.numbers])
-        rows = [Number(item.key, data, own) for item, data, own in zip(self.numbers, bytes_of, counts, strict=True)]
+        read = zip(self.numbers, fetched([item.flat for item in self.numbers]), counts, strict=True)
+        rows = [Number(item.key, data.tobytes(), own) for item, data, own in read]
         return replace(self.outgoing, numbers=rows)
 
     @property
@@ -68,20 +68,21 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class _Live:
-    """See `Elements`: read from live tensors; of a device's, no more than a piece lies on the host at a time."""
+    """See `Elements`: read from live tensors."""
 
     holdings: list[Holding]
 
-    def pieces(self, number: int) -> Iterator[Buffer]:
+    def each(self, numbers: Sequence[int]) -> Iterator[Iterable[Buffer]]:
         """See `Elements`."""
-        return host_pieces(self.holdings[number].elements())
+        return pieces_of(self.holdings[number].elements() for number in numbers)
 
-    def digest(self, number: int) -> int:
+    def digests(self, numbers: Sequence[int]) -> Iterator[int]:
         """See `Elements`."""
-        hasher = Hasher()
-        for piece in self.pieces(number):
-            hasher.update(piece)
-        return hasher.number()
+        for pieces in self.each(numbers):
+            hasher = Hasher()
+            for piece in pieces:
+                hasher.update(piece)
+            yield hasher.number()
 
 
 @dataclass(frozen=True, slots=True)

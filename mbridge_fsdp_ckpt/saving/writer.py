@@ -93,8 +93,9 @@ def write(
     )
     with phases("compare"):
         outgoing.copies += _copies_of_numbers(outgoing, choice)
-        for number in outgoing.compared(choice):
-            outgoing.copies.append(replicas.copy_of(outgoing.blocks[number], elements.digest(number)))
+        compared = outgoing.compared(choice)
+        for number, digested in zip(compared, elements.digests(compared), strict=True):
+            outgoing.copies.append(replicas.copy_of(outgoing.blocks[number], digested))
             agreement.beat()
     with phases("index"):
         timed = outgoing.said.own.model_copy(update={"begun": phases.begun, "phases": tuple(phases.rounded)})
@@ -121,8 +122,8 @@ def _write_chunks(
     payload = PayloadWriter(path, progress=advanced)
     try:
         with watching.phases("write"):
-            for number in numbers:
-                block, pieces = outgoing.blocks[number], elements.pieces(number)
+            for number, pieces in zip(numbers, elements.each(numbers), strict=True):
+                block = outgoing.blocks[number]
                 hasher = Hasher() if replicas.is_compared(block, choice) else None
                 if hasher is not None:
                     pieces = _hashed(pieces, hasher)

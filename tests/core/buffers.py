@@ -22,6 +22,7 @@ STRIDED: Views = {
     "permuted": lambda base: base.view(4, 2, 3).permute(2, 0, 1),
     "channels last": lambda base: base.view(1, 4, 2, 3).contiguous(memory_format=torch.channels_last),
     "scalar of a matrix": lambda base: base[1, 2],
+    "one of every seventh column": lambda base: base[1, 2::7],
 }
 OVERLAPPING: Views = {
     "expanded": lambda base: base[:1].expand(5, 6),

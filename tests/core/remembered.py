@@ -26,9 +26,9 @@ def _call(saves: Saves) -> Seen:
 
 def _contents(prepared: Prepared) -> dict[str, Any]:
     """Keys, blocks and checksums."""
-    elements = prepared.elements
-    numbered = enumerate(prepared.holdings)
-    return {item.key: (item.entry, item.piece.box, elements.digest(number)) for number, item in numbered}
+    holdings = prepared.holdings
+    digests = prepared.elements.digests(range(len(holdings)))
+    return {item.key: (item.entry, item.piece.box, digest) for item, digest in zip(holdings, digests, strict=True)}
 
 
 def _in_full(saves: Saves) -> dict[str, Any]:

@@ -78,8 +78,8 @@ def test_a_ring_of_any_size_passes_on_what_is_staged(lengths: list[int], slots: 
 
     filler = threading.Thread(target=fill)
     filler.start()
-    for number, tensor in enumerate(tensors):
-        found = b"".join(bytes(piece) for piece in ring.staged.pieces(number))
+    for pieces, tensor in zip(ring.staged.each(range(len(tensors))), tensors, strict=True):
+        found = b"".join(map(bytes, pieces))
         assert found == tensor.view(torch.uint8).numpy().tobytes()
     filler.join()
     ring.staging.close()
@@ -109,17 +109,17 @@ def test_what_an_earlier_save_left_there_is_refused() -> None:
     ring.staging.stamp(0, 2)
     ring.filled(1)
     with pytest.raises(InternalError, match="portion 0 of save 3"):
-        list(ring.staged.pieces(0))
+        list(*ring.staged.each([0]))
 
 
 def test_nothing_that_comes_and_an_error_end_the_wait() -> None:
     staging = Staging.create(2)
     with pytest.raises(SaveAbandonedError, match="nothing more within"):
-        list(Arriving(outgoing([10]), staging, 1, print, 0.05).pieces(0))
+        list(*Arriving(outgoing([10]), staging, 1, print, 0.05).each([0]))
     broken = Arriving(outgoing([10]), staging, 1, print, LIMIT_S)
     broken.broken(StorageError(expected="a", found="b", remedy="c"))
     with pytest.raises(StorageError):
-        broken.digest(0)
+        next(broken.digests([0]))
 
 
 def test_all_that_a_writer_needs_crosses_as_json() -> None:

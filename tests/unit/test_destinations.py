@@ -74,6 +74,14 @@ def test_what_has_to_be_converted_or_scattered_goes_nowhere_as_it_is() -> None:
     assert block(piece, torch.zeros(4, 3, device="meta"), "k").place_in(chunk, torch.float32) is None
 
 
+def test_one_element_is_one_run_whatever_its_stride() -> None:
+    (piece,), base = pieces((1,), 0, 1), torch.zeros(8)
+    place = block(piece, base[3::8], "k").place_in(Box((0,), (1,)), torch.float32)
+    assert place is not None
+    place.memory[:] = torch.ones(1).view(torch.uint8).numpy()
+    assert base.tolist() == [0, 0, 0, 1, 0, 0, 0, 0]
+
+
 def test_both_halves_of_a_fused_shard_lie_in_it() -> None:
     shard = torch.zeros(2, 3)
     gate, up = (block(piece, shard, "k") for piece in pieces((4, 3), 3, 9, FUSED))

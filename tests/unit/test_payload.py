@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 import xxhash
@@ -20,33 +19,11 @@ from mbridge_fsdp_ckpt.storage import growing
 from mbridge_fsdp_ckpt.storage.checksums import Hasher, checksum
 from mbridge_fsdp_ckpt.storage.files import file_checksum
 from mbridge_fsdp_ckpt.storage.format import payload
-from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter, host_bytes, numbers_bytes
+from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter
 from mbridge_fsdp_ckpt.storage.format.rows import Chunk
 from mbridge_fsdp_ckpt.storage.reading import ALIGNED
 from mbridge_fsdp_ckpt.storage.store import AnyPath
-from mbridge_fsdp_ckpt.testing import cpu_cuda
-
-DTYPES = [
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.int64,
-    torch.uint8,
-    torch.bool,
-    torch.float8_e4m3fn,
-    torch.float64,
-]
-
-
-def pattern(dtype: torch.dtype, count: int) -> torch.Tensor:
-    """Elements whose bytes all differ from their neighbours', NaNs and negative zeros among them."""
-    if dtype is torch.bool:
-        return torch.arange(count) % 3 == 0
-    return torch.arange(count * dtype.itemsize).mul(37).add(128).to(torch.uint8).view(dtype)
-
-
-def expected_bytes(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist())
+from tests.unit.elements import DTYPES, expected_bytes, pattern
 
 
 @pytest.fixture
@@ -143,12 +120,6 @@ def test_torch_goes_on_writing_checksums_for_others(writer: PayloadWriter) -> No
     assert get_crc32_options() is before is True
 
 
-def test_host_memory_is_shared_not_copied() -> None:
-    tensor = torch.zeros(4)
-    host_bytes(tensor)[:] = np.frombuffer(np.array([1, 2, 3, 4], np.float32).tobytes(), np.uint8)
-    assert tensor.tolist() == [1, 2, 3, 4]
-
-
 @pytest.mark.parametrize("blocks", [[], [b""], [b"abc"], [b"a", b"", b"bc"]])
 def test_a_running_checksum_is_that_of_all_bytes(blocks: list[bytes]) -> None:
     hasher = Hasher()
@@ -222,32 +193,3 @@ def test_a_second_record_of_a_form_is_what_torch_writes(
         assert checksum(data[start : start + length]) == f"xxh3_64:{chunk.checksum:016x}"
         elements = expected_bytes(tensor)
         assert data[start + chunk.lead :][: len(elements)] == elements
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.uint8])
-def test_of_a_device_one_piece_at_a_time_is_on_the_host(
-    dtype: torch.dtype, writer: PayloadWriter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Pieces of 8 MiB are 64 bytes here, and what stands in for CUDA copies as a device does."""
-    monkeypatch.setattr(payload, "_PIECE", 64)
-    sizes: list[int] = []
-
-    def noted(elements: torch.Tensor) -> Any:
-        sizes.append(elements.nbytes)
-        return host_bytes(elements)
-
-    monkeypatch.setattr(payload, "host_bytes", noted)
-    tensors = [pattern(dtype, count) for count in (0, 1, 64 // dtype.itemsize, 64 // dtype.itemsize + 1, 1000)]
-    with cpu_cuda.install():
-        on_device = [tensor.cuda() for tensor in tensors]
-        chunks = [writer.add("key", tensor, whole(tuple(tensor.shape))) for tensor in on_device]
-    writer.close()
-    assert max(sizes) == 64
-    for chunk, tensor in zip(chunks, tensors, strict=True):
-        check(writer.path, chunk, tensor)
-
-
-def test_numbers_of_all_dtypes_are_fetched_together_and_stay_in_their_order() -> None:
-    numbers = [pattern(dtype, 3)[number].reshape(shape) for number in range(3) for dtype in DTYPES for shape in ((), 1)]
-    assert numbers_bytes(numbers) == list(map(expected_bytes, numbers))
-    assert numbers_bytes([]) == []

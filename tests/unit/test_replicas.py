@@ -18,7 +18,7 @@ from mbridge_fsdp_ckpt.saving import replicas
 from mbridge_fsdp_ckpt.saving.replicas import Copy
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.checksums import digest
-from mbridge_fsdp_ckpt.storage.format.payload import host_bytes
+from mbridge_fsdp_ckpt.storage.format.on_host import host_bytes
 from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
 from tests.unit import test_saving as saves
 from tests.unit.holdings import holdings, scalar

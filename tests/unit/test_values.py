@@ -40,7 +40,8 @@ def same(one: Any, other: Any) -> bool:
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist())
+    row = tensor.clone(memory_format=torch.contiguous_format).reshape(-1)
+    return bytes(row.view(torch.uint8).tolist())
 
 
 @pytest.mark.parametrize(
@@ -102,6 +103,7 @@ def test_a_value_comes_back_to_the_bit(value: Any) -> None:
         torch.empty((3, 0, 2), dtype=torch.int32),
         torch.arange(12.0).reshape(3, 4).t(),
         torch.arange(12)[3:7],
+        torch.arange(12.0)[3::12],  # one element, and a stride of 12
         torch.ones(2, requires_grad=True),
     ],
     ids=lambda t: f"{dtype_name(t.dtype)}-{tuple(t.shape)}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Buffer, Callable, Iterator
+from collections.abc import Buffer, Callable, Iterable, Iterator, Sequence
 
 from mbridge_fsdp_ckpt.errors import CheckpointError, InternalError, SaveAbandonedError
 from mbridge_fsdp_ckpt.saving.beside.memory import PORTION, Staging, aligned
@@ -50,7 +50,7 @@ class Arriving:
             self._error = self._error or error
             self._changed.notify_all()
 
-    def pieces(self, number: int) -> Iterator[Buffer]:
+    def each(self, numbers: Sequence[int]) -> Iterator[Iterable[Buffer]]:
         """See `Elements`.
 
         Raises:
@@ -58,6 +58,9 @@ class Arriving:
             SaveAbandonedError: Nothing has come for too long.
             InternalError: A portion is another save's.
         """
+        return map(self._pieces, numbers)
+
+    def _pieces(self, number: int) -> Iterator[Buffer]:
         self._position, left = aligned(self._position), self._outgoing.blocks[number].nbytes
         while left:
             portion, offset = divmod(self._position, PORTION)
@@ -68,10 +71,11 @@ class Arriving:
             yield self._staging.bytes[start : start + count]
             self._position, left = self._position + count, left - count
 
-    def digest(self, number: int) -> int:
+    def digests(self, numbers: Sequence[int]) -> Iterator[int]:
         """See `Elements`."""
-        self._await(lambda: number in self._digests)
-        return self._digests[number]
+        for number in numbers:
+            self._await(lambda number=number: number in self._digests)  # type: ignore[misc]  # asked at once
+            yield self._digests[number]
 
     def _free(self, portion: int) -> None:
         """All before this portion has been read."""

@@ -227,7 +227,8 @@ class Trainer:
                 filling.add(own.holdings[number].elements().detach())
             filling.end()
         with torch.no_grad(), copies.reading():
-            digests = [(number, own.elements.digest(number)) for number in own.outgoing.compared(choice)]
+            compared = own.outgoing.compared(choice)
+            digests = list(zip(compared, own.elements.digests(compared), strict=True))
         writer.send({"digests": digests, "save": self._saves})
 
 

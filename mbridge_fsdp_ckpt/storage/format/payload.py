@@ -7,8 +7,7 @@ shard no more than a piece lies on the host at a time; what lies there already i
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Buffer, Callable, Iterable, Iterator, Sequence
+from collections.abc import Buffer, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import IO, cast
 
@@ -21,12 +20,13 @@ from mbridge_fsdp_ckpt.errors import InternalError
 from mbridge_fsdp_ckpt.plan.boxes import Box, Shape
 from mbridge_fsdp_ckpt.storage.checksums import HASHED_AT_ONCE, Hasher
 from mbridge_fsdp_ckpt.storage.entries import FileEntry
+from mbridge_fsdp_ckpt.storage.format.on_host import host_bytes, host_pieces
 from mbridge_fsdp_ckpt.storage.format.rows import Chunk, Number
 from mbridge_fsdp_ckpt.storage.ranges import ByteRange
 from mbridge_fsdp_ckpt.storage.store import AnyPath, store_of
 
-_PIECE = 1 << 22  # bytes that are fetched from a device at once; the allocator keeps several such
 _SMALL = 1 << 14  # bytes that take longer to hash and to hand on, one by one, than to copy once more
+_TOGETHER = 1 << 18  # bytes of small records, or a record more, that are handed on together
 
 
 class PayloadWriter:
@@ -45,7 +45,7 @@ class PayloadWriter:
         self._file = store_of(path).create()
         self._hasher, self._record_hasher = Hasher(), Hasher()
         self._position = 0
-        self._small = bytearray()
+        self._small, self._hashed = bytearray(), 0
         self._frames: dict[tuple[torch.dtype, Shape], tuple[bytes, bytes]] = {}
 
     def append(self, data: bytes) -> None:
@@ -54,7 +54,7 @@ class PayloadWriter:
         self._append_small()
 
     def _append(self, data: Buffer) -> None:
-        """Append a part of a record; small ones are hashed and written together, at its end at the latest."""
+        """Append a part of a record; small ones are hashed and handed on together."""
         view = memoryview(data).cast("B")
         if view.nbytes < _SMALL:
             self._small += view
@@ -63,15 +63,24 @@ class PayloadWriter:
         self._append_at_once(view)
 
     def _append_small(self) -> None:
-        data, self._small = self._small, bytearray()
-        self._append_at_once(memoryview(data))
+        """Hand on what is small; of the record that goes on, it is hashed by then."""
+        self._hash_small()
+        data, self._small, self._hashed = self._small, bytearray(), 0
+        self._append_at_once(memoryview(data), of_record=False)
 
-    def _append_at_once(self, view: memoryview) -> None:
+    def _hash_small(self) -> None:
+        """Have hashed what the record has of what is small: this is all that it has, nearly always."""
+        with memoryview(self._small)[self._hashed :] as rest:
+            self._record_hasher.update(rest)
+        self._hashed = len(self._small)
+
+    def _append_at_once(self, view: memoryview, *, of_record: bool = True) -> None:
         for start in range(0, view.nbytes, HASHED_AT_ONCE):
             block = view[start : start + HASHED_AT_ONCE]
             self._file.write(block)
             self._hasher.update(block)
-            self._record_hasher.update(block)
+            if of_record:
+                self._record_hasher.update(block)
             self._position += block.nbytes
             self._progress()
 
@@ -117,12 +126,15 @@ class PayloadWriter:
                 key=key,
             )
         self._append(after)
-        self._append_small()
+        self._hash_small()
+        if len(self._small) >= _TOGETHER:
+            self._append_small()
         record = ByteRange(start, self.position - start)
         return Chunk(key, box, record, len(before) if box.volume else 0, self._record_hasher.number())
 
     def close(self) -> FileEntry:
         """Flush to disk; returns the file's entry for the index."""
+        self._append_small()
         self._file.finish()
         return FileEntry(name=self.path.name, size=self._position, checksum=self._hasher.result())
 
@@ -176,38 +188,9 @@ def number_of(key: str, elements: torch.Tensor) -> Number:
     return Number(key, host_bytes(elements).tobytes(), counts=True)
 
 
-def numbers_bytes(numbers: Sequence[torch.Tensor]) -> list[bytes]:
-    """Bytes of tensors of one element each.  Those of a dtype and device are fetched together: to ask takes long."""
-    alike: dict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
-    for place, number in enumerate(numbers):
-        alike[number.dtype, number.device].append(place)
-    found = [b""] * len(numbers)
-    for places in alike.values():
-        data = host_bytes(torch.stack([numbers[place].detach().reshape(1).view(torch.uint8) for place in places]))
-        for place, row in zip(places, data.reshape(len(places), -1), strict=True):
-            found[place] = row.tobytes()
-    return found
-
-
 def _place(view: memoryview) -> tuple[int, int]:
     """Where bytes lie in memory: address and length."""
     return np.frombuffer(view, dtype=np.uint8).ctypes.data, view.nbytes
-
-
-def host_bytes(elements: torch.Tensor) -> npt.NDArray[np.uint8]:
-    """A tensor's elements as bytes on the host; shares memory where it lies there already."""
-    flat = elements.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy()
-
-
-def host_pieces(elements: torch.Tensor) -> Iterator[npt.NDArray[np.uint8]]:
-    """A tensor's elements as bytes on the host; of a device's, a few MiB at a time."""
-    if not elements.is_cuda:
-        yield host_bytes(elements)
-        return
-    flat, count = elements.detach().reshape(-1), _PIECE // elements.dtype.itemsize
-    for start in range(0, flat.numel(), count):
-        yield host_bytes(flat[start : start + count])
 
 
 @contextmanager

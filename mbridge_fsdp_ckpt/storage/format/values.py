@@ -23,6 +23,7 @@ from mbridge_fsdp_ckpt.errors import ManifestError, UnsupportedStateError
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name, dtype_name
 from mbridge_fsdp_ckpt.storage.checksums import digest
 from mbridge_fsdp_ckpt.storage.files import Json
+from mbridge_fsdp_ckpt.storage.format.on_host import host_bytes
 
 _MAX_DEPTH = 64
 _MAX_INLINE_BYTES = 1 << 20  # a tensor inside a value: RNG states, counters
@@ -122,8 +123,7 @@ def _encode_tensor(tensor: torch.Tensor, path: str) -> Json:
         raise _unsupported("a dense tensor", "a meta tensor" if tensor.is_meta else str(tensor.layout), path)
     if tensor.nbytes > _MAX_INLINE_BYTES:
         raise _unsupported("a tensor of up to 1 MiB", f"{tensor.nbytes} bytes", path)
-    tensor = tensor.cpu().contiguous()
-    data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+    data = host_bytes(tensor).tobytes()
     shape: list[Json] = list(tensor.shape)
     return {"dtype": dtype_name(tensor.dtype), "shape": shape, "data": base64.b64encode(data).decode()}
 

@@ -22,7 +22,7 @@ from mbridge_fsdp_ckpt.loading.destinations import Destination
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.ahead import ReadAhead
 from mbridge_fsdp_ckpt.storage.checksums import Hasher
-from mbridge_fsdp_ckpt.storage.format import payload
+from mbridge_fsdp_ckpt.storage.format import on_host
 from mbridge_fsdp_ckpt.storage.growing import GrowingFile
 from mbridge_fsdp_ckpt.testing.gpu.job import Job, rate, seconds_of
 from mbridge_fsdp_ckpt.testing.gpu.rates import device_rates, drop_cache, file_rates
@@ -137,7 +137,7 @@ def _parts() -> Iterator[Parts]:
         return None if fill is None else parts.timed("reading", fill, lambda count, *_: count)
 
     calls = (
-        (payload, "host_bytes", "device to host", lambda result, *_: result.nbytes),
+        (on_host, "host_bytes", "device to host", lambda result, *_: result.nbytes),
         (Hasher, "update", "hashing", lambda _, __, data: memoryview(data).nbytes),
         (GrowingFile, "write", "writing", lambda _, __, block: memoryview(block).nbytes),
         (GrowingFile, "finish", "writing", lambda *_: 0),

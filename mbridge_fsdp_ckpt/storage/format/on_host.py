@@ -1,0 +1,72 @@
+"""Tensors' bytes on the host, of tensors on any device: a few MiB at a time, and small ones together."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+import torch
+
+from mbridge_fsdp_ckpt.storage.ranges import Bytes
+
+_PIECE = 1 << 22  # bytes that are fetched from a device at once; the allocator keeps several such
+_SMALL = 1 << 16  # bytes that take longer to ask for, one by one, than to copy once more
+
+
+def pieces_of(tensors: Iterable[torch.Tensor]) -> Iterator[Iterable[Bytes]]:
+    """The bytes of each tensor, one piece after the other; small neighbours are fetched together, ahead.
+
+    Args:
+        tensors: Whose elements are wanted, row-major; all pieces of one are taken before the next one.
+    """
+    small: list[torch.Tensor] = []
+    room = _PIECE
+    for tensor in tensors:
+        if tensor.nbytes > min(_SMALL, room):
+            yield from ((data,) for data in fetched(small))
+            small, room = [], _PIECE
+        if tensor.nbytes > min(_SMALL, room):
+            yield host_pieces(tensor)
+        else:
+            small.append(tensor)
+            room -= tensor.nbytes
+    yield from ((data,) for data in fetched(small))
+
+
+def fetched(small: Sequence[torch.Tensor]) -> list[Bytes]:
+    """The bytes of each tensor.  Those of a device are fetched together: to ask takes long."""
+    alike: dict[torch.device, list[int]] = defaultdict(list)
+    for place, tensor in enumerate(small):
+        alike[tensor.device].append(place)
+    found = [np.empty(0, dtype=np.uint8)] * len(small)
+    for places in alike.values():
+        data = host_bytes(torch.cat([byte_row(small[place]) for place in places]))
+        ends = np.cumsum([small[place].nbytes for place in places]).tolist()
+        for place, end in zip(places, ends, strict=True):
+            found[place] = data[end - small[place].nbytes : end]
+    return found
+
+
+def host_bytes(elements: torch.Tensor) -> Bytes:
+    """A tensor's elements as bytes; shares memory where it lies on the host already."""
+    return byte_row(elements.detach().cpu()).numpy()
+
+
+def byte_row(elements: torch.Tensor) -> torch.Tensor:
+    """A tensor's elements as a row of bytes, where they are; shares memory where they lie in a row.
+
+    One element alone lies in a row whatever its strides are, and torch asks for strides of 1.
+    """
+    row = elements.detach().contiguous()
+    return row.as_strided((row.numel(),), (1,)).view(torch.uint8)
+
+
+def host_pieces(elements: torch.Tensor) -> Iterator[Bytes]:
+    """A tensor's elements as bytes; of a device's, a few MiB at a time."""
+    if not elements.is_cuda:
+        yield host_bytes(elements)
+        return
+    flat, count = elements.detach().reshape(-1), _PIECE // elements.dtype.itemsize
+    for start in range(0, flat.numel(), count):
+        yield host_bytes(flat[start : start + count])

@@ -47,6 +47,7 @@ HOSTS = "mbridge_fsdp_ckpt/hosts"
 
 _GRACE = 15.0  # seconds that others wait for the verdict beyond the limit of who waits for messages
 _LOOKS = 0.002, 0.25  # seconds between looks for messages, first and longest
+_LONGER = 1.2  # of the last pause: who is late by some time is seen a sixth of it later
 _SLICE = 30.0  # seconds of one wait inside the store
 _LAST_WORD = 5.0  # seconds that rank 0 waits until it is read
 _RENEWED = 60.0  # seconds after which rank 0, while it waits, does what it does with each step
@@ -200,7 +201,7 @@ class Meeting:
         if self.store.check(keys):
             return values(self.store, keys)
         time.sleep(self._pause)
-        self._pause = min(self._pause * 1.5, _LOOKS[1], self.time_limit / 8)
+        self._pause = min(self._pause * _LONGER, _LOOKS[1], self.time_limit / 8)
         if self.rank == 0 and time.monotonic() - self._renewed > _RENEWED:
             self._renewed = time.monotonic()
             with self.signs.at_work():

@@ -157,7 +157,7 @@ class Audit:
                 key, dimensions = group.text_of_key(place), len(group.entry(place).shape)
                 for row in rows:
                     part.tiling.add(key, box_of(row, dimensions))
-            for place, _ in group.ranks_of_numbers():
+            for place, _, _ in group.all_numbers():
                 part.tiling.add(group.text_of_key(place), Box((), ()))
         except CheckpointError as error:
             part.findings.append(Finding("index", entry.name, error.expected, error.found))

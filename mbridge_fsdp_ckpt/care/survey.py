@@ -123,7 +123,7 @@ def _safe_chunks(directory: AnyPath, found: Survey) -> Iterator[tuple[str, int, 
             key, dimensions = group.text_of_key(place), len(group.entry(place).shape)
             for row in rows:
                 yield key, ranks[row["rank"]], box_of(row, dimensions), source.files.payload(ranks[row["rank"]])
-        for place, rank in group.ranks_of_numbers():
+        for place, rank, _ in group.all_numbers():
             yield group.text_of_key(place), ranks[rank], Box((), ()), ""
 
 

@@ -73,7 +73,7 @@ def test_what_another_writer_makes_is_read(part: Part, opened: Opened) -> None:
     place = file.find(STEP)
     assert place is not None
     assert file.number(place) == struct.pack("<f", 7.0)
-    assert list(file.ranks_of_numbers()) == [(place, 0)]
+    assert list(file.all_numbers()) == [(place, 0, struct.pack("<f", 7.0))]
     [named] = file.find_names(columns.PARAMETER, NAME)
     assert int(file.names["value"][named]) == SET
     assert file.record() == RankOwn()

@@ -178,6 +178,7 @@ def test_a_second_record_of_a_form_is_what_torch_writes(
         calls.append(tensor)
         original(tensor, *arguments)
 
+    payload._frame.cache_clear()
     monkeypatch.setattr(torch, "save", counted)
     writer.add("another shape", pattern(dtype, 2), whole((2,)))
     chunks = [writer.add(f"key{n}", tensor.reshape(-1), whole(shape)) for n, tensor in enumerate(tensors)]

@@ -143,11 +143,7 @@ class IndexFile:
             keys = self.keys[run]
             begins, counts = (keys["first"] - keys["first"][0]).astype(np.intp), keys["count"].astype(np.intp)
             theirs = np.repeat(begins - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
-            defect = rows_defect(rows[theirs], keys, self._shapes, self.ranks["size"])
-            if defect is not None:
-                place = run[defect[0]]
-                expected = defect[1].format(self.entry(place), self.keys["origins"][place])
-                raise malformed(self.path, f"{self.text_of_key(place)}: {expected}"[:500], "another row")
+            self._check_rows(rows[theirs], np.array(run))
             for place, begin, count in zip(run, begins.tolist(), counts.tolist(), strict=True):
                 yield place, rows[begin : begin + count]
 
@@ -156,10 +152,27 @@ class IndexFile:
         for some in batched(np.flatnonzero(self.are_sharded).tolist(), _KEYS_AT_ONCE):
             yield from self.rows(some)
 
-    def ranks_of_numbers(self) -> Iterator[tuple[int, int]]:
-        """The places of keys that are not sharded, each with the index of the rank that wrote its number."""
-        for place in np.flatnonzero(~self.are_sharded).tolist():
-            yield place, int(self.numbers["rank"][int(self.keys["first"][place])])
+    def checked_rows(self) -> Array:
+        """The rows of all sharded keys, one after the other, all at once; see `rows`."""
+        rows = self.all_rows()
+        self._check_rows(rows, np.flatnonzero(self.are_sharded))
+        return rows
+
+    def _check_rows(self, rows: Array, places: npt.NDArray[np.intp]) -> None:
+        defect = rows_defect(rows, self.keys[places], self._shapes, self.ranks["size"])
+        if defect is not None:
+            place = int(places[defect[0]])
+            expected = defect[1].format(self.entry(place), self.keys["origins"][place])
+            raise malformed(self.path, f"{self.text_of_key(place)}: {expected}"[:500], "another row")
+
+    def all_numbers(self) -> Iterator[tuple[int, int, bytes]]:
+        """The places of keys that are not sharded, each with the index of the rank that wrote its number, and this."""
+        places = np.flatnonzero(~self.are_sharded)
+        theirs = self.numbers[self.keys["first"][places].astype(np.intp)]
+        data, width = theirs["data"].tobytes(), columns.NUMBER_BYTES
+        each = zip(places.tolist(), theirs["rank"].tolist(), theirs["bytes"].tolist(), strict=True)
+        for number, (place, rank, size) in enumerate(each):
+            yield place, rank, data[number * width : number * width + size]
 
     def coordinates_of(self, number: int = 0) -> dict[str, int]:
         """The place of a rank."""

@@ -41,7 +41,7 @@ def fetched(small: Sequence[torch.Tensor]) -> list[Bytes]:
         alike[tensor.device].append(place)
     found = [np.empty(0, dtype=np.uint8)] * len(small)
     for places in alike.values():
-        data = host_bytes(torch.cat([byte_row(small[place]) for place in places]))
+        data = host_bytes(torch.cat([byte_row(small[place].detach().contiguous()) for place in places]))
         ends = np.cumsum([small[place].nbytes for place in places]).tolist()
         for place, end in zip(places, ends, strict=True):
             found[place] = data[end - small[place].nbytes : end]
@@ -50,16 +50,15 @@ def fetched(small: Sequence[torch.Tensor]) -> list[Bytes]:
 
 def host_bytes(elements: torch.Tensor) -> Bytes:
     """A tensor's elements as bytes; shares memory where it lies on the host already."""
-    return byte_row(elements.detach().cpu()).numpy()
+    return byte_row(elements.detach().cpu().contiguous()).numpy()
 
 
-def byte_row(elements: torch.Tensor) -> torch.Tensor:
-    """A tensor's elements as a row of bytes, where they are; shares memory where they lie in a row.
+def byte_row(contiguous: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor, as a row that shares its memory.
 
-    One element alone lies in a row whatever its strides are, and torch asks for strides of 1.
+    One element alone is contiguous whatever its strides are; torch asks for strides of 1.
     """
-    row = elements.detach().contiguous()
-    return row.as_strided((row.numel(),), (1,)).view(torch.uint8)
+    return contiguous.as_strided((contiguous.numel(),), (1,)).view(torch.uint8)
 
 
 def host_pieces(elements: torch.Tensor) -> Iterator[Bytes]:

@@ -61,21 +61,21 @@ def own_index(index: RankIndex, rows: Iterable[Row], files: Files) -> Columns:
     by_key: dict[str, list[Row]] = {key: [] for key in index.keys}
     for row in rows:
         by_key[row.key].append(row)
-    entries = {entry: number for number, entry in enumerate(dict.fromkeys(index.keys.values()))}
-    texts = {key: key.encode() for key in by_key}
-    order = sorted(by_key, key=lambda key: key_hash(texts[key]))
-    keys = np.zeros(len(order), dtype=columns.KEY)
+    entries, entry_of = _entries(index.keys)
     chunks: list[Chunk] = []
     numbers: list[Number] = []
-    text = bytearray()
-    for place, key in enumerate(order):
-        held: list[Row] = sorted(by_key[key], key=lambda row: row.box.offset)
-        text += texts[key]
+    text, described = bytearray(), list[tuple[int, ...]]()
+    for hashed, key in sorted((key_hash(key.encode()), key) for key in by_key):
+        held = by_key[key]
+        if len(held) > 1:
+            held.sort(key=lambda row: row.box.offset)
+        text += key.encode()
         first = len(chunks) if index.keys[key].is_sharded else len(numbers)
         origins = sum(row.counts if isinstance(row, Number) else not any(row.box.offset) for row in held)
-        keys[place] = key_hash(texts[key]), first, len(held), len(text), entries[index.keys[key]], origins
+        described.append((hashed, first, len(held), len(text), entry_of[key], origins))
         chunks += [row for row in held if isinstance(row, Chunk)]
         numbers += [row for row in held if isinstance(row, Number)]
+    keys = np.array(described, dtype=columns.KEY)
     names = _names(index, text)
     payload = (index.payload.size, as_number(index.payload.checksum)) if index.payload else (0, 0)
     return Columns(
@@ -92,6 +92,14 @@ def own_index(index: RankIndex, rows: Iterable[Row], files: Files) -> Columns:
         rows=_row_array(chunks),
         record=_record(index),
     )
+
+
+def _entries(keys: Mapping[str, KeyEntry]) -> tuple[tuple[KeyEntry, ...], dict[str, int]]:
+    """The distinct descriptions, and the number of each key's; keys that are alike mostly share one object."""
+    numbers: dict[KeyEntry, int] = {}
+    of_object = {id(entry): entry for entry in keys.values()}
+    number_of = {place: numbers.setdefault(entry, len(numbers)) for place, entry in of_object.items()}
+    return tuple(numbers), {key: number_of[id(entry)] for key, entry in keys.items()}
 
 
 def _record(index: RankIndex) -> bytes:

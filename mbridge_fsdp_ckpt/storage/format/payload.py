@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Buffer, Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import IO, cast
 
 import numpy as np
@@ -46,7 +47,6 @@ class PayloadWriter:
         self._hasher, self._record_hasher = Hasher(), Hasher()
         self._position = 0
         self._small, self._hashed = bytearray(), 0
-        self._frames: dict[tuple[torch.dtype, Shape], tuple[bytes, bytes]] = {}
 
     def append(self, data: bytes) -> None:
         """Append bytes that are no chunk."""
@@ -96,7 +96,8 @@ class PayloadWriter:
     def add_pieces(self, key: str, dtype: torch.dtype, pieces: Iterable[Buffer], box: Box) -> Chunk:
         """Append a chunk.
 
-        What `torch.save` writes around the elements depends on their dtype and shape alone: it is asked once for each.
+        What `torch.save` writes around the elements depends on their dtype and shape alone: it is asked once for each,
+        in a training.
 
         Args:
             key: Its key.
@@ -108,10 +109,7 @@ class PayloadWriter:
             InternalError: This torch writes another record, or the pieces are not as long as the box.
             OSError: The storage refused.
         """
-        form = dtype, box.size
-        if form not in self._frames:
-            self._frames[form] = _frame(*form)
-        before, after = self._frames[form]
+        before, after = _frame(dtype, box.size)
         start, self._record_hasher = self.position, Hasher()
         self._append(before)
         first = self.position
@@ -143,6 +141,7 @@ class PayloadWriter:
         self._file.close()
 
 
+@lru_cache(maxsize=1 << 12)
 def _frame(dtype: torch.dtype, shape: Shape) -> tuple[bytes, bytes]:
     """What `torch.save` writes before and after the elements of a tensor."""
     raw = np.empty(Box((0,) * len(shape), shape).volume * dtype.itemsize, dtype=np.uint8)  # nobody reads or writes it

@@ -105,13 +105,11 @@ class Sharded:
         Raises:
             ManifestError: Its rows contradict the format.
         """
-        found = list(index.sharded_rows())
-        dtype = columns.row_dtype(index.header.dimensions)
-        rows = np.frombuffer(bytearray().join(rows.tobytes() for _, rows in found), dtype=dtype)
+        rows, keys = index.checked_rows(), index.keys[index.are_sharded]
         rows["checksum"] = 0
         return Sharded(
-            keys=tuple(index.text_of_key(place) for place, _ in found),
-            described=tuple((int(index.keys["entry"][place]), len(rows)) for place, rows in found),
+            keys=tuple(map(index.text_of_key, np.flatnonzero(index.are_sharded).tolist())),
+            described=tuple(zip(keys["entry"].tolist(), keys["count"].tolist(), strict=True)),
             entries=tuple(index.header.entries),
             rows=rows.tobytes(),
             dimensions=index.header.dimensions,

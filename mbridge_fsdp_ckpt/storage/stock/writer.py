@@ -52,8 +52,8 @@ def write_dcp_view(
     for group in source.index.groups:
         payload = [source.files.payload(rank) for rank in group.ranks["rank"].tolist()]
         sharded.append(Sharded.of(group, payload))
-        for place, _ in group.ranks_of_numbers():
-            numbers[group.entry(place).dtype, group.number(place)].append(group.text_of_key(place))
+        for place, _, number in group.all_numbers():
+            numbers[group.entry(place).dtype, number].append(group.text_of_key(place))
         progress()
     for record in source.ranks():
         states = (record.values or {}).get("rng_state")

@@ -10,6 +10,11 @@ load, a gather of all of them, is told apart; and what a load takes that finds i
 slots, so that one that fails leaves the old ones, where the others read into what is there.  For the same reason it
 copies verified weights once more, into live memory: "but for gather and copy" is the load without that.  "But for
 stock's view" is a save without the file that stock reads it by (`Settings.dcp_metadata`), which none of the others has.
+"Not verified" is a load that checks structure and sizes alone (`Settings.verify`), and so reads weights into live
+memory at once: no hash, no copy; with memory taken before, what is left of a load is the reading.
+
+"Missed" names rows of ours that a peer is ahead of, and large models' that reach less than 85 % of the raw rate, each
+with what it is without some of its costs; the phases below say where the time goes.
 
 "Another layout" is a load from a checkpoint that as many ranks saved under tensor parallelism of two: every rank reads
 parts of what others wrote.  That it brings every bit is checked before the first turn (see `benchmarks.layouts`).  The
@@ -26,7 +31,7 @@ import mmap
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -37,7 +42,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import mbridge_fsdp_ckpt
-from benchmarks import layouts, peers, plots
+from benchmarks import layouts, missed, peers, plots
 from benchmarks.cache import prepare_cache
 from benchmarks.large import Benchmark, Compared, Expected, Numbers, slowest, untrained
 from benchmarks.memory import Beforehand, Reserve, trim
@@ -61,6 +66,7 @@ KINDS = (
     "load but for the gather",
     "load but for the gather, memory taken before",
     "load but for gather and copy",
+    "load but for the gather, memory taken before, not verified",
     "load, another layout",
     "load but for the gather, another layout",
     "load, DCP",
@@ -68,10 +74,13 @@ KINDS = (
     *(("load, torch_checkpointing", "load, another layout, torch_checkpointing") if peers.IS_INSTALLED else ()),
     "memcpy",
 )
-PHASES = ("open", "read", "agree", "fill", "refresh")
-"""Of a load; the last one is the gather."""
+PHASES = {
+    "save": ("plan", "agree", "write", "flush", "compare", "index", "commit"),
+    "load": ("open", "read", "agree", "fill", "refresh"),
+}
+"""The last one of a load is the gather."""
 
-AFTER = PHASES[-2:]
+AFTER = PHASES["load"][-2:]
 """Those that begin when every byte is verified."""
 
 _BLOCK = 1 << 23
@@ -141,7 +150,9 @@ class _Rank:
         alone = self._timed(lambda: mbridge_fsdp_ckpt.save(saved, settings=without, **whole))
         self._expected.check(saved)
         self._clear()
-        yield "save", self._timed(lambda: mbridge_fsdp_ckpt.save(saved, **whole))
+        told: list[Any] = []
+        yield "save", self._timed(lambda: told.append(mbridge_fsdp_ckpt.save(saved, **whole)))
+        yield from ((f"save: {phase}", told[0].seconds[phase]) for phase in PHASES["save"])
         self._expected.check(saved)
         yield "save but for stock's view", alone
         memory = Beforehand(self.size)
@@ -149,6 +160,9 @@ class _Rank:
             yield from self._load(saved, whole, "")
         with memory.taken():
             yield from self._load(saved, whole, ", memory taken before")
+        with memory.taken():
+            unverified = mbridge_fsdp_ckpt.Settings(verify="header")
+            yield from self._load(saved, whole, ", memory taken before, not verified", unverified)
         yield from self._load(self._elsewhere, whole, ", another layout")
         self._clear()
         yield from self._plain()
@@ -160,14 +174,16 @@ class _Rank:
             yield from self._from_another_layout("torch_checkpointing")
         yield "memcpy", self._timed(self._copy)
 
-    def _load(self, saved: Path, whole: dict[str, Any], about: str) -> Iterator[tuple[str, float]]:
+    def _load(
+        self, saved: Path, whole: dict[str, Any], about: str, settings: mbridge_fsdp_ckpt.Settings | None = None
+    ) -> Iterator[tuple[str, float]]:
         prepare_cache(saved, cached=False)
         loaded: list[mbridge_fsdp_ckpt.Loaded] = []
-        seconds = self._timed(lambda: loaded.append(mbridge_fsdp_ckpt.load(saved, **whole)))
+        seconds = self._timed(lambda: loaded.append(mbridge_fsdp_ckpt.load(saved, settings=settings, **whole)))
         yield f"load{about}", seconds
         yield f"load but for the gather{about}", seconds - loaded[0].seconds["refresh"]
         yield f"load but for gather and copy{about}", seconds - sum(loaded[0].seconds[name] for name in AFTER)
-        for phase in PHASES:
+        for phase in PHASES["load"]:
             yield f"load{about}: {phase}", loaded[0].seconds[phase]
         self._own = dict(tensors(self._trainable))  # the load has put new slots in place
 
@@ -302,11 +318,18 @@ def section(one: Compared) -> list[str]:
         extra = f"{one['extra memory'][name] / 2**20:.0f}" if name in one["extra memory"] else ""
         rates = f"{one['seconds'][name]:.2f} | {one['gigabytes a second'][name]:.2f} | {of_raw}"
         lines.append(f"| {name} | {rates} | {extra} |")
+    loads = "load", "load, memory taken before", "load, another layout"
+    return [*lines, *missed.lines(one), *_phases(one, "save", ("save",)), *_phases(one, "load", loads)]
+
+
+def _phases(one: Compared, kind: str, names: Sequence[str]) -> list[str]:
+    """A table of the phases of some rows."""
+    phases = PHASES[kind]
     rows = [
-        f"| {name} | " + " | ".join(f"{one['seconds'][f'{name}: {phase}']:.2f}" for phase in PHASES) + " |"
-        for name in ("load", "load, memory taken before", "load, another layout")
+        f"| {name} | " + " | ".join(f"{one['seconds'][f'{name}: {phase}']:.3f}" for phase in phases) + " |"
+        for name in names
     ]
-    return [*lines, "", f"| phases, in s | {' | '.join(PHASES)} |", "| --- " * (len(PHASES) + 1) + "|", *rows]
+    return ["", f"| phases, in s | {' | '.join(phases)} |", "| --- " * (len(phases) + 1) + "|", *rows]
 
 
 BENCHMARK = Benchmark(

@@ -91,6 +91,11 @@ def whole(calls: list[list[Call]]) -> list[Cost]:
     return [slowest(call.whole for call in ranks) for ranks in calls]
 
 
+def but_for_gather(calls: list[list[Call]]) -> list[Cost]:
+    """Each load without Megatron-FSDP's gather, as the slowest rank saw it."""
+    return [slowest(replace(call.whole, seconds=call.whole.seconds - call.gather) for call in ranks) for ranks in calls]
+
+
 def preparation(calls: list[list[Call]]) -> list[Cost]:
     """The preparation of each call, as the slowest rank saw it."""
     return [slowest(call.preparation for call in ranks) for ranks in calls]

@@ -37,12 +37,14 @@ class Call:
         whole: All of it.
         preparation: The part before anything is agreed or written.
         names: How often each collective was called.
+        gather: Seconds of a load in which Megatron-FSDP gathers what it has loaded.
     """
 
     kind: Kind
     whole: Cost
     preparation: Cost
     names: dict[str, int]
+    gather: float = 0.0
 
 
 def slowest(costs: Iterable[Cost]) -> Cost:

@@ -40,7 +40,8 @@ _NOTES = (
     "not counted again. A *meeting* is one exchange of all ranks in the job's rendezvous store, without a collective.",
     "Checked in this run: Bridge was unpatched while stock was measured; every checkpoint held every element of every "
     "tensor; after each load the next training step gave, to the last bit, the loss of the run that never stopped.",
-    "Before a load all files are on the disk, and out of the page cache.",
+    "Before a load all files are on the disk, and out of the page cache. *but gather* is a load of ours without the "
+    "gather of loaded weights that Megatron-FSDP ends it with.",
     "These are CPU ranks over gloo on one machine: absolute times are not those of a cluster of GPUs.",
 )
 _TINY = "The tensors are tiny, so it is the cost of a tensor that is measured, not bandwidth."

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.cases import Measured, Order, preparation, whole
+from benchmarks.cases import Measured, Order, but_for_gather, preparation, whole
 from benchmarks.costs import Cost, Spread
 from benchmarks.training import SAFE
 
@@ -85,16 +85,18 @@ def factor_table(lines: Sequence[Contest]) -> tuple[list[str], list[list[str]]]:
 
 
 def way_table(ways: Sequence[Measured]) -> tuple[list[str], list[list[str]]]:
-    """Head and rows: what training waits for one save, in each way to save, and for a load."""
-    head = ["format", "beside", "n", "first", "n", "later", "min", "max", "load"]
+    """Head and rows: what training waits for one save, in each way to save, and for a load; of ours without gather."""
+    head = ["format", "beside", "n", "first", "n", "later", "min", "max", "load", "but gather"]
     rows = []
     for way in ways:
         first, later = (seconds(whole(way.saves(order))) for order in ("first", "later"))
-        loads = whole(way.loads())
+        loads, ours = whole(way.loads()), way.case.format == SAFE
         times = [f"{value:.3f}" for value in (later.median, later.least, later.most)]
         load = f"{seconds(loads).median:.3f}" if loads else ""
+        without = f"{seconds(but_for_gather(way.loads())).median:.3f}" if loads and ours else ""
         beside = "yes" if way.case.beside else "no"
-        rows.append([way.case.format, beside, str(first.count), f"{first.median:.3f}", str(later.count), *times, load])
+        of_saves = [str(first.count), f"{first.median:.3f}", str(later.count), *times]
+        rows.append([way.case.format, beside, *of_saves, load, without])
     return head, rows
 
 

@@ -177,7 +177,7 @@ class Meter:
     def __init__(self, counts: CollectiveCounts) -> None:
         self._counts = counts
         self._meetings = 0
-        self._preparation = Cost()
+        self._preparation, self._gather = Cost(), 0.0
 
     def whole(self, kind: Kind, function: Callable[..., Any], report: RankReport) -> Callable[..., Any]:
         """`function`, appending to the report; a barrier that is not counted lets all ranks begin together."""
@@ -185,11 +185,24 @@ class Meter:
         @functools.wraps(function)
         def measured(*args: Any, **kwargs: Any) -> Any:
             dist.barrier()
-            names, self._preparation = self._counts.collectives.copy(), Cost()
+            names, self._preparation, self._gather = self._counts.collectives.copy(), Cost(), 0.0
             before = self._read()
             result = function(*args, **kwargs)
             cost = self._since(before)
-            report.calls.append(Call(kind, cost, self._preparation, dict(self._counts.collectives - names)))
+            counted = dict(self._counts.collectives - names)
+            report.calls.append(Call(kind, cost, self._preparation, counted, self._gather))
+            return result
+
+        return measured
+
+    def gathering(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, its seconds told apart from those of the load that it ends."""
+
+        @functools.wraps(function)
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter()
+            result = function(*args, **kwargs)
+            self._gather += time.perf_counter() - begin
             return result
 
         return measured
@@ -230,6 +243,7 @@ def _measured(format_name: str, meter: Meter, report: RankReport) -> Iterator[No
     from megatron.bridge.training import checkpointing, setup
 
     from mbridge_fsdp_ckpt.agree.agreement import Agreement
+    from mbridge_fsdp_ckpt.loading import fill
     from mbridge_fsdp_ckpt.saving import outgoing, snapshot
 
     create = setup.create_checkpoint_manager
@@ -244,6 +258,7 @@ def _measured(format_name: str, meter: Meter, report: RankReport) -> Iterator[No
     patches = Patches()
     patches.set(setup, "create_checkpoint_manager", create_measured)
     patches.set(Agreement, "meet", meter.meeting(Agreement.meet))
+    patches.set(fill, "refresh", meter.gathering(fill.refresh))
     preparing: list[tuple[Any, Callable[..., Any]]] = [  # a name that is gone is an error of types
         (checkpointing, checkpointing.preprocess_fsdp_dtensor_state_dict),
         (snapshot, snapshot.look),

@@ -93,7 +93,10 @@ def whole(calls: list[list[Call]]) -> list[Cost]:
 
 def but_for_gather(calls: list[list[Call]]) -> list[Cost]:
     """Each load without Megatron-FSDP's gather, as the slowest rank saw it."""
-    return [slowest(replace(call.whole, seconds=call.whole.seconds - call.gather) for call in ranks) for ranks in calls]
+    return [
+        slowest(replace(call.whole, seconds=call.whole.seconds - call.gather.seconds) for call in ranks)
+        for ranks in calls
+    ]
 
 
 def preparation(calls: list[list[Call]]) -> list[Cost]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["save", "load"]
+Part = Literal["preparation", "gather"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +38,14 @@ class Call:
         whole: All of it.
         preparation: The part before anything is agreed or written.
         names: How often each collective was called.
-        gather: Seconds of a load in which Megatron-FSDP gathers what it has loaded.
+        gather: The end of a load of ours, in which Megatron-FSDP gathers what it has loaded.
     """
 
     kind: Kind
     whole: Cost
     preparation: Cost
     names: dict[str, int]
-    gather: float = 0.0
+    gather: Cost
 
 
 def slowest(costs: Iterable[Cost]) -> Cost:

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 import mbridge_fsdp_ckpt
-from benchmarks.costs import Call, Cost, Kind
+from benchmarks.costs import Call, Cost, Kind, Part
 from benchmarks.model import Size, build_config
 from mbridge_fsdp_ckpt.hosts import pending
 from mbridge_fsdp_ckpt.hosts.patching import Patches
@@ -172,12 +172,12 @@ def _check_untouched() -> None:
 
 
 class Meter:
-    """Measures calls, and the preparation that happens inside them."""
+    """Measures calls, and parts of them."""
 
     def __init__(self, counts: CollectiveCounts) -> None:
         self._counts = counts
         self._meetings = 0
-        self._preparation, self._gather = Cost(), 0.0
+        self._parts: dict[Part, Cost] = {}
 
     def whole(self, kind: Kind, function: Callable[..., Any], report: RankReport) -> Callable[..., Any]:
         """`function`, appending to the report; a barrier that is not counted lets all ranks begin together."""
@@ -185,36 +185,25 @@ class Meter:
         @functools.wraps(function)
         def measured(*args: Any, **kwargs: Any) -> Any:
             dist.barrier()
-            names, self._preparation, self._gather = self._counts.collectives.copy(), Cost(), 0.0
+            names = self._counts.collectives.copy()
+            self._parts = {"preparation": Cost(), "gather": Cost()}
             before = self._read()
             result = function(*args, **kwargs)
             cost = self._since(before)
             counted = dict(self._counts.collectives - names)
-            report.calls.append(Call(kind, cost, self._preparation, counted, self._gather))
+            report.calls.append(Call(kind, cost, names=counted, **self._parts))
             return result
 
         return measured
 
-    def gathering(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, its seconds told apart from those of the load that it ends."""
-
-        @functools.wraps(function)
-        def measured(*args: Any, **kwargs: Any) -> Any:
-            begin = time.perf_counter()
-            result = function(*args, **kwargs)
-            self._gather += time.perf_counter() - begin
-            return result
-
-        return measured
-
-    def preparing(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, adding to the preparation of the call that it is part of."""
+    def part(self, part: Part, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, adding to a part of the call that it is in; outside of calls nothing is kept."""
 
         @functools.wraps(function)
         def measured(*args: Any, **kwargs: Any) -> Any:
             before = self._read()
             result = function(*args, **kwargs)
-            self._preparation += self._since(before)
+            self._parts[part] = self._parts.get(part, Cost()) + self._since(before)
             return result
 
         return measured
@@ -258,15 +247,15 @@ def _measured(format_name: str, meter: Meter, report: RankReport) -> Iterator[No
     patches = Patches()
     patches.set(setup, "create_checkpoint_manager", create_measured)
     patches.set(Agreement, "meet", meter.meeting(Agreement.meet))
-    patches.set(fill, "refresh", meter.gathering(fill.refresh))
-    preparing: list[tuple[Any, Callable[..., Any]]] = [  # a name that is gone is an error of types
-        (checkpointing, checkpointing.preprocess_fsdp_dtensor_state_dict),
-        (snapshot, snapshot.look),
-        (snapshot, snapshot.plan_save),
-        (outgoing, outgoing.announce),
+    parts: list[tuple[Part, Any, Callable[..., Any]]] = [  # a name that is gone is an error of types
+        ("preparation", checkpointing, checkpointing.preprocess_fsdp_dtensor_state_dict),
+        ("preparation", snapshot, snapshot.look),
+        ("preparation", snapshot, snapshot.plan_save),
+        ("preparation", outgoing, outgoing.announce),
+        ("gather", fill, fill.refresh),
     ]
-    for owner, function in preparing:
-        patches.set(owner, function.__name__, meter.preparing(function))
+    for part, owner, function in parts:
+        patches.set(owner, function.__name__, meter.part(part, function))
     try:
         yield
     finally:

@@ -207,3 +207,13 @@ def test_an_older_name_of_multi_token_prediction_is_read_as_the_newer(tmp_path: 
     assert memory.view(np.float32).tolist() == [3, 4, 5]
     assert source.hyperparameters([new, "absent"]) == {new: {"lr": 0.1}}
     assert source.hyperparameters() == {new: {"lr": 0.1}, "b": {"lr": 0.2}}
+
+
+def test_one_element_of_any_stride_is_read_where_it_is_wanted(tmp_path: Path) -> None:
+    """Its record has the stride."""
+    directory, memory = tmp_path / "iter_0000010", np.zeros(4, dtype=np.uint8)
+    source = open_checkpoint(write(directory, stock_state() | {"model": {"one": torch.arange(8.0)[3::8]}}))
+    [chunk] = source.chunks(["model.one"])["model.one"]
+    assert source.read(chunk).stride() == (8,)
+    source.read_part(chunk, Place(0, memory), Scratch())
+    assert memory.view(np.float32).tolist() == [3.0]

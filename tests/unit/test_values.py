@@ -13,6 +13,7 @@ import torch
 from mbridge_fsdp_ckpt.errors import ManifestError, UnsupportedStateError
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name, dtype_name
 from mbridge_fsdp_ckpt.storage.format.values import decode, encode
+from tests.unit.elements import expected_bytes
 
 FLOAT8 = torch.tensor([0, 1, 127, 200], dtype=torch.uint8).view(torch.float8_e4m3fn)
 
@@ -33,15 +34,10 @@ def same(one: Any, other: Any) -> bool:
         case dict():
             return all(map(same, one, other)) and all(map(same, one.values(), other.values()))
         case torch.Tensor():
-            return (one.dtype, one.shape) == (other.dtype, other.shape) and raw(one) == raw(other)
+            return (one.dtype, one.shape) == (other.dtype, other.shape) and expected_bytes(one) == expected_bytes(other)
         case np.ndarray():
             return (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
     return bool(one == other)
-
-
-def raw(tensor: torch.Tensor) -> bytes:
-    row = tensor.clone(memory_format=torch.contiguous_format).reshape(-1)
-    return bytes(row.view(torch.uint8).tolist())
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ bytes inside their files.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import batched, chain
 
@@ -143,7 +143,7 @@ class IndexFile:
             keys = self.keys[run]
             begins, counts = (keys["first"] - keys["first"][0]).astype(np.intp), keys["count"].astype(np.intp)
             theirs = np.repeat(begins - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
-            self._check_rows(rows[theirs], np.array(run))
+            self._check_rows(rows[theirs], keys, run)
             for place, begin, count in zip(run, begins.tolist(), counts.tolist(), strict=True):
                 yield place, rows[begin : begin + count]
 
@@ -154,14 +154,15 @@ class IndexFile:
 
     def checked_rows(self) -> Array:
         """The rows of all sharded keys, one after the other, all at once; see `rows`."""
-        rows = self.all_rows()
-        self._check_rows(rows, np.flatnonzero(self.are_sharded))
+        rows, places = self.all_rows(), np.flatnonzero(self.are_sharded)
+        self._check_rows(rows, self.keys[places], places.tolist())
         return rows
 
-    def _check_rows(self, rows: Array, places: npt.NDArray[np.intp]) -> None:
-        defect = rows_defect(rows, self.keys[places], self._shapes, self.ranks["size"])
+    def _check_rows(self, rows: Array, keys: Array, places: Sequence[int]) -> None:
+        """Raise for the first bad one of some keys, which lie at these places."""
+        defect = rows_defect(rows, keys, self._shapes, self.ranks["size"])
         if defect is not None:
-            place = int(places[defect[0]])
+            place = places[defect[0]]
             expected = defect[1].format(self.entry(place), self.keys["origins"][place])
             raise malformed(self.path, f"{self.text_of_key(place)}: {expected}"[:500], "another row")
 

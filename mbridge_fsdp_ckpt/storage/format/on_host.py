@@ -23,14 +23,15 @@ def pieces_of(tensors: Iterable[torch.Tensor]) -> Iterator[Iterable[Bytes]]:
     small: list[torch.Tensor] = []
     room = _PIECE
     for tensor in tensors:
-        if tensor.nbytes > min(_SMALL, room):
+        is_small = tensor.nbytes <= _SMALL
+        if not is_small or tensor.nbytes > room:
             yield from ((data,) for data in fetched(small))
             small, room = [], _PIECE
-        if tensor.nbytes > min(_SMALL, room):
-            yield host_pieces(tensor)
-        else:
+        if is_small:
             small.append(tensor)
             room -= tensor.nbytes
+        else:
+            yield host_pieces(tensor)
     yield from ((data,) for data in fetched(small))
 
 

@@ -82,7 +82,7 @@ def own_index(index: RankIndex, rows: Iterable[Row], files: Files) -> Columns:
         save=files.save,
         suffix=files.suffix,
         axes=tuple(index.coordinates),
-        entries=tuple(entries),
+        entries=entries,
         ranks=np.array([(index.rank, *payload)], dtype=columns.RANK),
         coordinates=np.array([list(index.coordinates.values())], dtype=columns.COORDINATE),
         keys=keys,

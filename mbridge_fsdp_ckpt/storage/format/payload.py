@@ -60,13 +60,13 @@ class PayloadWriter:
             self._small += view
             return
         self._append_small()
-        self._append_at_once(view)
+        self._append_at_once(view, self._hasher, self._record_hasher)
 
     def _append_small(self) -> None:
         """Hand on what is small; of the record that goes on, it is hashed by then."""
         self._hash_small()
         data, self._small, self._hashed = self._small, bytearray(), 0
-        self._append_at_once(memoryview(data), of_record=False)
+        self._append_at_once(memoryview(data), self._hasher)
 
     def _hash_small(self) -> None:
         """Have hashed what the record has of what is small: this is all that it has, nearly always."""
@@ -74,13 +74,12 @@ class PayloadWriter:
             self._record_hasher.update(rest)
         self._hashed = len(self._small)
 
-    def _append_at_once(self, view: memoryview, *, of_record: bool = True) -> None:
+    def _append_at_once(self, view: memoryview, *hashers: Hasher) -> None:
         for start in range(0, view.nbytes, HASHED_AT_ONCE):
             block = view[start : start + HASHED_AT_ONCE]
             self._file.write(block)
-            self._hasher.update(block)
-            if of_record:
-                self._record_hasher.update(block)
+            for hasher in hashers:
+                hasher.update(block)
             self._position += block.nbytes
             self._progress()
 

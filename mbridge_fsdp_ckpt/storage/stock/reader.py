@@ -22,6 +22,7 @@ from mbridge_fsdp_ckpt.storage.ahead import Range
 from mbridge_fsdp_ckpt.storage.entries import FileEntry
 from mbridge_fsdp_ckpt.storage.files import check_file, file_checksum, hold, is_plain_file, size_of
 from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, STOCK_FORMAT
+from mbridge_fsdp_ckpt.storage.format.on_host import host_bytes
 from mbridge_fsdp_ckpt.storage.ranges import ByteRange, Bytes, OpenFiles, Place, Scratch
 from mbridge_fsdp_ckpt.storage.source import AT_PLACE, Head, RankRecord, StoredChunk, slots_in
 from mbridge_fsdp_ckpt.storage.stock.unpickler import REMEDY, load_record, malformed, read_metadata
@@ -135,7 +136,7 @@ class DcpSource:
 
     def read_part(self, chunk: StoredChunk, place: Place, scratch: Scratch, *, verify: bool = True) -> None:
         """See `CheckpointSource`: where the elements lie, only torch knows."""
-        elements = self.read(chunk, verify=verify, scratch=scratch).reshape(-1).view(torch.uint8).numpy()
+        elements = host_bytes(self.read(chunk, verify=verify, scratch=scratch))
         place.memory[:] = elements[place.start : place.start + place.memory.size]
 
     def reading_ahead(self, chunks: Iterable[StoredChunk]) -> AbstractContextManager[None]:

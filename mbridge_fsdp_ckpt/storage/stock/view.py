@@ -105,10 +105,11 @@ class Sharded:
         Raises:
             ManifestError: Its rows contradict the format.
         """
-        rows, keys = index.checked_rows(), index.keys[index.are_sharded]
+        rows, places = index.checked_rows(), np.flatnonzero(index.are_sharded)
         rows["checksum"] = 0
+        keys = index.keys[places]
         return Sharded(
-            keys=tuple(map(index.text_of_key, np.flatnonzero(index.are_sharded).tolist())),
+            keys=tuple(map(index.text_of_key, places.tolist())),
             described=tuple(zip(keys["entry"].tolist(), keys["count"].tolist(), strict=True)),
             entries=tuple(index.header.entries),
             rows=rows.tobytes(),

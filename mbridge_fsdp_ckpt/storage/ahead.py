@@ -3,11 +3,15 @@
 ranges     | a     | b | c   |   gap    | d |         in the order in which they will be read
 requests   | 0       | 1     |          | 2 |         neighbours together, cut into pieces of a bounded size
 readers      read 0, read 1, read 2, ...              several at a time, a bounded number ahead
+
+Few small requests, as long as the disk answers soon: what they bring is still in the processor's cache when it is
+verified and copied.  Where an answer takes its time, many: what is under way then has to fill the way, not the cache.
 """
 
 from __future__ import annotations
 
 import mmap
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -20,14 +24,17 @@ from mbridge_fsdp_ckpt.storage import blocks
 from mbridge_fsdp_ckpt.storage.reading import ALIGNED
 from mbridge_fsdp_ckpt.storage.store import AnyPath, Reader
 
-REQUEST = 1 << 23
+REQUEST = 1 << 21
 """Bytes that are read at once, a multiple of `ALIGNED`."""
 
-REQUESTS = 4
-"""Requests that are on their way, or wait to be used."""
+FEW, MANY = 4, 16
+"""Requests that are on their way, or are used: of a storage that answers soon, and of one that does not."""
 
-READERS = 3
-"""Threads that read."""
+SOON = 0.02
+"""Seconds; a rank has 300 MB/s of a storage that takes as long for each of few requests."""
+
+LATE = 8
+"""Answers in a row that do not come soon: one alone has waited for others'."""
 
 _LARGE = 1 << 16  # bytes that take longer to copy than to let others go on meanwhile
 _GAP = 1 << 16  # bytes between two ranges that are read along: less than a request more would cost
@@ -97,7 +104,9 @@ class ReadAhead:
         self._requests, first = requests_for(ranges)
         self._first = dict(zip(reversed(ranges), reversed(first), strict=True))  # of two that are the same, the first
         self._open_reader = open_reader
-        self._threads = ThreadPoolExecutor(READERS, thread_name_prefix="reading")
+        # that which is used is not on its way; threads are started as they are needed
+        self._threads = {number: ThreadPoolExecutor(number - 1, thread_name_prefix="reading") for number in (FEW, MANY)}
+        self._late = 0  # answers in a row that did not come soon
         self._under_way: deque[_UnderWay] = deque()
         self._head = 0  # the request that was begun first of those under way
         self._readers: deque[tuple[AnyPath, int, Reader]] = deque()  # each with the last of its requests so far
@@ -135,21 +144,34 @@ class ReadAhead:
             self._release()
         if not self._under_way:
             self._head = max(self._head, number)
-        while len(self._under_way) < REQUESTS and self._head + len(self._under_way) < len(self._requests):
+        while len(self._under_way) < self._wanted and self._head + len(self._under_way) < len(self._requests):
             self._submit(self._head + len(self._under_way))
         read, memory = self._under_way[0]
         return memoryview(memory)[: read.result()]
+
+    @property
+    def _wanted(self) -> int:
+        """Requests to have under way."""
+        return FEW if self._late < LATE else MANY
 
     def _submit(self, number: int) -> None:
         request, memory = self._requests[number], self._spare.pop() if self._spare else blocks.new_block(REQUEST)
         read: Future[int]
         try:
             reader = self._reader_of(request.path, number)
-            read = self._threads.submit(reader.read, memoryview(memory)[: request.length], request.offset)
+            threads = self._threads[self._wanted]
+            read = threads.submit(self._read, reader, memoryview(memory)[: request.length], request.offset)
         except OSError as error:  # of a file that is not asked for yet
             read = Future()
             read.set_exception(error)
         self._under_way.append(_UnderWay(read, memory))
+
+    def _read(self, reader: Reader, memory: memoryview, offset: int) -> int:
+        """On a thread that reads."""
+        begin = time.monotonic()
+        count = reader.read(memory, offset)
+        self._late = 0 if time.monotonic() - begin < SOON else self._late + 1
+        return count
 
     def _reader_of(self, path: AnyPath, number: int) -> Reader:
         if self._readers and self._readers[-1][0] == path:
@@ -169,6 +191,7 @@ class ReadAhead:
 
     def close(self) -> None:
         """End what is under way."""
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        for threads in self._threads.values():
+            threads.shutdown(wait=True, cancel_futures=True)
         while self._readers:
             self._readers.popleft()[2].close()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import gc
 import hashlib
+import math
 import os
 import random
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import pytest
 
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError
 from mbridge_fsdp_ckpt.storage import ahead, reading
-from mbridge_fsdp_ckpt.storage.ahead import READERS, REQUEST, Range, requests_for
+from mbridge_fsdp_ckpt.storage.ahead import FEW, LATE, MANY, REQUEST, Range, requests_for
 from mbridge_fsdp_ckpt.storage.checksums import Hasher, checksum
 from mbridge_fsdp_ckpt.storage.ranges import OpenFiles, Scratch
 from mbridge_fsdp_ckpt.storage.store import as_path
@@ -100,7 +102,37 @@ def test_ranges_are_what_the_file_has(path: Path, content: bytes, seed: int, gap
             else:
                 wanted = checksum(content[each.offset : each.offset + each.length])
                 assert files.checksum(*each, scratch) == wanted
-        assert len(readers()) <= READERS
+        assert len(readers()) <= FEW + MANY - 2
+    assert readers() == []
+
+
+@pytest.mark.parametrize(("soon", "at_once"), [(math.inf, {FEW - 1}), (0.0, {MANY - 1, MANY})])
+def test_a_storage_that_takes_its_time_is_asked_for_more_at_once(
+    soon: float, at_once: set[int], path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = LATE + 3 * MANY
+    path.write_bytes(content * (count * REQUEST // SIZE + 1))
+    lock, now, seen = threading.Lock(), 0, list[int]()
+    read = reading.FileReader.read
+
+    def counting(reader: reading.FileReader, memory: memoryview, offset: int) -> int:
+        nonlocal now
+        with lock:
+            now += 1
+            seen.append(now)
+        time.sleep(0.005)  # what is asked for meanwhile is asked for at once
+        found = read(reader, memory, offset)
+        with lock:
+            now -= 1
+        return found
+
+    monkeypatch.setattr(reading.FileReader, "read", counting)
+    monkeypatch.setattr(ahead, "SOON", soon)
+    files, scratch = OpenFiles(), Scratch()
+    with files.reading_ahead([Range(path, 0, count * REQUEST)]):
+        assert files.checksum(path, 0, count * REQUEST, scratch) == checksum(path.read_bytes()[: count * REQUEST])
+    assert max(seen[:LATE]) <= FEW - 1
+    assert max(seen) in at_once
     assert readers() == []
 
 
@@ -126,7 +158,7 @@ def test_many_files_and_the_ranges_of_a_file_that_comes_again(path: Path, conten
     with files.reading_ahead(ranges):
         for each in ranges:
             check(files, each, content)
-            assert len(list(Path("/proc/self/fd").iterdir())) <= before + len(others) + 1 + 2 * (ahead.REQUESTS + 2)
+            assert len(list(Path("/proc/self/fd").iterdir())) <= before + len(others) + 1 + 2 * (MANY + 2)
     del files
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 

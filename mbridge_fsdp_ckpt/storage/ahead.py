@@ -30,8 +30,8 @@ REQUEST = 1 << 21
 FEW, MANY = 4, 16
 """Requests that are on their way, or are used: of a storage that answers soon, and of one that does not."""
 
-SOON = 0.02
-"""Seconds; a rank has 300 MB/s of a storage that takes as long for each of few requests."""
+SOON = 0.01
+"""Seconds; a rank has 600 MB/s of a storage that takes as long for each of few requests."""
 
 LATE = 8
 """Answers in a row that do not come soon: one alone has waited for others'."""

@@ -6,7 +6,7 @@ asynchronously (a thread, a process) among them; where it is installed, `torch_c
 and one copy of the state in memory.  All take turns, each after a step and with steps after it until the checkpoint is
 there, and find the memory that they take with the machine (see `benchmarks.memory`).  Medians of the slowest rank.
 Staging memory that kinds keep between saves is all there at once: for the model of 4 GB, 24 GB are too few.  DCP's
-process keeps two open files for each tensor: for 128 experts x 12 layers, `ulimit -n` has to be 100,000.
+process keeps open files for tensors: of 128 experts x 12 layers, more than 20,000.
 
     stall         in the call, and before the next optimizer step
     of memcpy     the stall, of one copy of the state in memory

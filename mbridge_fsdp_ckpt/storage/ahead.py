@@ -4,8 +4,8 @@ ranges     | a     | b | c   |   gap    | d |         in the order in which they
 requests   | 0       | 1     |          | 2 |         neighbours together, cut into pieces of a bounded size
 readers      read 0, read 1, read 2, ...              several at a time, a bounded number ahead
 
-Few small requests, as long as the disk answers soon: what they bring is still in the processor's cache when it is
-verified and copied.  Where an answer takes its time, many: what is under way then has to fill the way, not the cache.
+Few small requests, as long as the storage answers soon: their reader waits least, as was measured.  Where an answer
+takes its time, many: fewer would leave the storage idle.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mbridge_fsdp_ckpt.storage.reading import ALIGNED
 from mbridge_fsdp_ckpt.storage.store import AnyPath, Reader
 
 REQUEST = 1 << 21
-"""Bytes that are read at once, a multiple of `ALIGNED`."""
+"""Bytes that are read at once, a multiple of `ALIGNED`: a huge page, of which smaller memory has none."""
 
 FEW, MANY = 4, 16
 """Requests that are on their way, or are used: of a storage that answers soon, and of one that does not."""
@@ -104,7 +104,7 @@ class ReadAhead:
         self._requests, first = requests_for(ranges)
         self._first = dict(zip(reversed(ranges), reversed(first), strict=True))  # of two that are the same, the first
         self._open_reader = open_reader
-        # that which is used is not on its way; threads are started as they are needed
+        # a thread less than requests: one is used meanwhile, and with a thread for each, loads took longer
         self._threads = {number: ThreadPoolExecutor(number - 1, thread_name_prefix="reading") for number in (FEW, MANY)}
         self._late = 0  # answers in a row that did not come soon
         self._under_way: deque[_UnderWay] = deque()

@@ -22,13 +22,20 @@ def fetches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The sizes of what is fetched, in bytes; a piece of 4 MiB is 256 here.  A stand-in for CUDA copies as a device."""
     sizes: list[int] = []
 
+    fetch = on_host._Landing.fetch
+
     def noted(elements: torch.Tensor) -> Any:
         sizes.append(elements.nbytes)
         return host_bytes(elements)
 
+    def landed(self: on_host._Landing, piece: torch.Tensor) -> Any:
+        sizes.append(piece.nbytes)
+        return fetch(self, piece)
+
     monkeypatch.setattr(on_host, "_PIECE", PIECE)
     monkeypatch.setattr(on_host, "_SMALL", SMALL)
     monkeypatch.setattr(on_host, "host_bytes", noted)
+    monkeypatch.setattr(on_host._Landing, "fetch", landed)
     with cpu_cuda.install():
         yield sizes
 
@@ -67,6 +74,14 @@ def test_of_large_ones_nothing_is_fetched_ahead(fetches: list[int]) -> None:
     assert fetches == [8, 256, 256, 256, 232, 16, 256, 64, 65]
     assert taken[0][1] == [8]
     assert taken[2][1] == fetches[:6]
+
+
+def test_pieces_of_a_device_land_in_the_same_memory(fetches: list[int]) -> None:
+    """Whatever tensor they are of: the allocator would keep memory for several."""
+    tensors = [pattern(dtype, 1000).cuda() for dtype in (torch.bfloat16, torch.float32, torch.uint8)]
+    kept = [np.asarray(piece) for pieces in pieces_of(tensors) for piece in pieces]
+    assert len(kept) == len(fetches) > len(tensors)
+    assert {piece.ctypes.data for piece in kept} == {kept[0].ctypes.data}
 
 
 @given(

@@ -10,7 +10,7 @@ import torch
 
 from mbridge_fsdp_ckpt.storage.ranges import Bytes
 
-_PIECE = 1 << 22  # bytes that are fetched from a device at once; the allocator keeps several such
+_PIECE = 1 << 22  # bytes that are fetched from a device at once
 _SMALL = 1 << 16  # bytes that take longer to ask for, one by one, than to copy once more
 
 
@@ -18,10 +18,11 @@ def pieces_of(tensors: Iterable[torch.Tensor]) -> Iterator[Iterable[Bytes]]:
     """The bytes of each tensor, one piece after the other; small neighbours are fetched together, ahead.
 
     Args:
-        tensors: Whose elements are wanted, row-major; all pieces of one are taken before the next one.
+        tensors: Whose elements are wanted, row-major; all pieces of one are taken before the next one.  A piece of a
+            device's tensor lasts until the next one is taken.
     """
     small: list[torch.Tensor] = []
-    room = _PIECE
+    room, landing = _PIECE, _Landing()
     for tensor in tensors:
         is_small = tensor.nbytes <= _SMALL
         if not is_small or tensor.nbytes > room:
@@ -31,7 +32,7 @@ def pieces_of(tensors: Iterable[torch.Tensor]) -> Iterator[Iterable[Bytes]]:
             small.append(tensor)
             room -= tensor.nbytes
         else:
-            yield host_pieces(tensor)
+            yield host_pieces(tensor, landing)
     yield from ((data,) for data in fetched(small))
 
 
@@ -62,11 +63,31 @@ def byte_row(contiguous: torch.Tensor) -> torch.Tensor:
     return contiguous.as_strided((contiguous.numel(),), (1,)).view(torch.uint8)
 
 
-def host_pieces(elements: torch.Tensor) -> Iterator[Bytes]:
-    """A tensor's elements as bytes; of a device's, a few MiB at a time."""
+class _Landing:
+    """Memory for one piece of a device's tensor after another: the allocator would keep several."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def fetch(self, piece: torch.Tensor) -> Bytes:
+        """The bytes of a one-dimensional tensor, until the next call."""
+        if self._memory.nbytes < piece.nbytes:
+            self._memory = torch.empty(piece.nbytes, dtype=torch.uint8)
+        landed = self._memory[: piece.nbytes]
+        landed.view(piece.dtype).copy_(piece)
+        return landed.numpy()
+
+
+def host_pieces(elements: torch.Tensor, landing: _Landing | None = None) -> Iterator[Bytes]:
+    """A tensor's elements as bytes; of a device's, a few MiB at a time, each until the next one is taken.
+
+    Args:
+        elements: The tensor.
+        landing: Where pieces are fetched to.
+    """
     if not elements.is_cuda:
         yield host_bytes(elements)
         return
-    flat, count = elements.detach().reshape(-1), _PIECE // elements.dtype.itemsize
+    flat, count, landing = elements.detach().reshape(-1), _PIECE // elements.dtype.itemsize, landing or _Landing()
     for start in range(0, flat.numel(), count):
-        yield host_bytes(flat[start : start + count])
+        yield landing.fetch(flat[start : start + count])

@@ -6,7 +6,7 @@ asynchronously (a thread, a process) among them; where it is installed, `torch_c
 and one copy of the state in memory.  All take turns, each after a step and with steps after it until the checkpoint is
 there, and find the memory that they take with the machine (see `benchmarks.memory`).  Medians of the slowest rank.
 Staging memory that kinds keep between saves is all there at once: for the model of 4 GB, 24 GB are too few.  DCP's
-process keeps open files for tensors: of 128 experts x 12 layers, more than 20,000.
+process gets each tensor as an open file; where a rank has too many for that, PyTorch shares them by name.
 
     stall         in the call, and before the next optimizer step
     of memcpy     the stall, of one copy of the state in memory
@@ -18,6 +18,7 @@ process keeps open files for tensors: of 128 experts x 12 layers, more than 20,0
 
 from __future__ import annotations
 
+import resource
 import shutil
 import statistics
 import time
@@ -49,6 +50,9 @@ KINDS = (
 )
 MEMORY = "extra memory"
 MEASURES = ("stall", "committed", "steps", MEMORY)
+_FILES = 4
+"""Open files of a tensor that DCP's process may need, rounded up: for 7,976 tensors 20,000 were too few."""
+
 Begun = tuple[Callable[[], bool], Callable[[], float]]
 """Whether a save that has begun is committed, and what it stalled the training after its call."""
 
@@ -81,7 +85,10 @@ class _Rank:
         self._peers: dict[bool, peers.TorchCheckpointing] = {}
         self._steps = 0
         self._step()
-        size = sum(tensor.nbytes for _, tensor in tensors(trainable))
+        own = [tensor.nbytes for _, tensor in tensors(trainable)]
+        if _FILES * len(own) > resource.getrlimit(resource.RLIMIT_NOFILE)[0]:
+            torch.multiprocessing.set_sharing_strategy("file_system")
+        size = sum(own)
         self._expected, self._reserve, self._usage = Expected(size), Reserve(2 * size), Usage()
 
     def turn(self) -> Iterator[tuple[str, float]]:

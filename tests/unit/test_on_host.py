@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from mbridge_fsdp_ckpt.storage.format import on_host
 from mbridge_fsdp_ckpt.storage.format.on_host import fetched, host_bytes, host_pieces, pieces_of
+from mbridge_fsdp_ckpt.storage.ranges import Scratch
 from mbridge_fsdp_ckpt.testing import cpu_cuda
 from tests.unit.elements import DTYPES, expected_bytes, pattern
 
@@ -22,20 +23,20 @@ def fetches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The sizes of what is fetched, in bytes; a piece of 4 MiB is 256 here.  A stand-in for CUDA copies as a device."""
     sizes: list[int] = []
 
-    fetch = on_host._Landing.fetch
+    fetch = on_host._fetch
 
     def noted(elements: torch.Tensor) -> Any:
         sizes.append(elements.nbytes)
         return host_bytes(elements)
 
-    def landed(self: on_host._Landing, piece: torch.Tensor) -> Any:
+    def landed(piece: torch.Tensor, scratch: Scratch) -> Any:
         sizes.append(piece.nbytes)
-        return fetch(self, piece)
+        return fetch(piece, scratch)
 
     monkeypatch.setattr(on_host, "_PIECE", PIECE)
     monkeypatch.setattr(on_host, "_SMALL", SMALL)
     monkeypatch.setattr(on_host, "host_bytes", noted)
-    monkeypatch.setattr(on_host._Landing, "fetch", landed)
+    monkeypatch.setattr(on_host, "_fetch", landed)
     with cpu_cuda.install():
         yield sizes
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 import torch
 
-from mbridge_fsdp_ckpt.storage.ranges import Bytes
+from mbridge_fsdp_ckpt.storage.ranges import Bytes, Scratch
 
 _PIECE = 1 << 22  # bytes that are fetched from a device at once
 _SMALL = 1 << 16  # bytes that take longer to ask for, one by one, than to copy once more
@@ -22,7 +22,7 @@ def pieces_of(tensors: Iterable[torch.Tensor]) -> Iterator[Iterable[Bytes]]:
             device's tensor lasts until the next one is taken.
     """
     small: list[torch.Tensor] = []
-    room, landing = _PIECE, _Landing()
+    room, scratch = _PIECE, Scratch()
     for tensor in tensors:
         is_small = tensor.nbytes <= _SMALL
         if not is_small or tensor.nbytes > room:
@@ -32,7 +32,7 @@ def pieces_of(tensors: Iterable[torch.Tensor]) -> Iterator[Iterable[Bytes]]:
             small.append(tensor)
             room -= tensor.nbytes
         else:
-            yield host_pieces(tensor, landing)
+            yield host_pieces(tensor, scratch)
     yield from ((data,) for data in fetched(small))
 
 
@@ -63,31 +63,23 @@ def byte_row(contiguous: torch.Tensor) -> torch.Tensor:
     return contiguous.as_strided((contiguous.numel(),), (1,)).view(torch.uint8)
 
 
-class _Landing:
-    """Memory for one piece of a device's tensor after another: the allocator would keep several."""
-
-    def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
-
-    def fetch(self, piece: torch.Tensor) -> Bytes:
-        """The bytes of a one-dimensional tensor, until the next call."""
-        if self._memory.nbytes < piece.nbytes:
-            self._memory = torch.empty(piece.nbytes, dtype=torch.uint8)
-        landed = self._memory[: piece.nbytes]
-        landed.view(piece.dtype).copy_(piece)
-        return landed.numpy()
-
-
-def host_pieces(elements: torch.Tensor, landing: _Landing | None = None) -> Iterator[Bytes]:
+def host_pieces(elements: torch.Tensor, scratch: Scratch | None = None) -> Iterator[Bytes]:
     """A tensor's elements as bytes; of a device's, a few MiB at a time, each until the next one is taken.
 
     Args:
         elements: The tensor.
-        landing: Where pieces are fetched to.
+        scratch: Where pieces are fetched to, one after another: the allocator would keep several.
     """
     if not elements.is_cuda:
         yield host_bytes(elements)
         return
-    flat, count, landing = elements.detach().reshape(-1), _PIECE // elements.dtype.itemsize, landing or _Landing()
+    flat, count, scratch = elements.detach().reshape(-1), _PIECE // elements.dtype.itemsize, scratch or Scratch()
     for start in range(0, flat.numel(), count):
-        yield landing.fetch(flat[start : start + count])
+        yield _fetch(flat[start : start + count], scratch)
+
+
+def _fetch(piece: torch.Tensor, scratch: Scratch) -> Bytes:
+    """The bytes of a one-dimensional tensor, in the scratch memory."""
+    data = scratch.take(piece.nbytes)
+    torch.from_numpy(data).view(piece.dtype).copy_(piece)
+    return data

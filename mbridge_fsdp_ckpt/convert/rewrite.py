@@ -27,6 +27,7 @@ from mbridge_fsdp_ckpt.storage.commit import removal
 from mbridge_fsdp_ckpt.storage.commit.content import Commit
 from mbridge_fsdp_ckpt.storage.finishing import finish, head
 from mbridge_fsdp_ckpt.storage.format.names import Files, payload_name, token
+from mbridge_fsdp_ckpt.storage.format.on_host import host_pieces
 from mbridge_fsdp_ckpt.storage.format.own_index import RankIndex
 from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter, number_of
 from mbridge_fsdp_ckpt.storage.format.rows import Row
@@ -97,7 +98,7 @@ class _Writer:
             self.rows.append(number_of(key, elements))
         else:
             self.payload = self.payload or PayloadWriter(self.path)
-            self.rows.append(self.payload.add(key, elements, box))
+            self.rows += self.payload.add_block(key, elements.dtype, host_pieces(elements), box)
         self.keys[key] = entry
 
 

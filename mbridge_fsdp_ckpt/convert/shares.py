@@ -16,25 +16,23 @@ import zlib
 from collections.abc import Iterator
 
 from mbridge_fsdp_ckpt.plan.boxes import Box, Shape
-
-LARGEST_CHUNK = 1 << 26
-"""Bytes of the largest block, unless a single row is larger: who loads in a finer layout verifies whole blocks."""
+from mbridge_fsdp_ckpt.plan.records import records_of
 
 
 def even_shares(
-    key: str, shape: Shape, itemsize: int, writers: int, largest: int = LARGEST_CHUNK
+    key: str, shape: Shape, itemsize: int, writers: int, largest: int | None = None
 ) -> Iterator[tuple[int, Box]]:
-    """Split a tensor evenly along dimension 0, and cut each share into blocks of bounded size.
+    """Split a tensor evenly along dimension 0, and cut each share into records.
 
     Args:
         key: Its key.
         shape: Its global shape.
         itemsize: Bytes an element.
         writers: How many writers there are.
-        largest: Bytes of the largest block that has more than one row.
+        largest: Bytes of the largest record; see `records_of`.
 
     Yields:
-        Each block in the order of its rows, with its writer.  Nothing for a tensor without elements.
+        Each record in the order of its rows, with its writer.  Nothing for a tensor without elements.
     """
     first = zlib.crc32(key.encode()) % writers
     if not shape:
@@ -43,9 +41,8 @@ def even_shares(
     if not math.prod(shape):
         return
     rows, rest = shape[0], shape[1:]
-    at_once = max(1, largest // (math.prod(rest) * itemsize))
     for share in range(min(writers, rows)):
         writer = (first + share) % writers
         begin, end = (rows * n // min(writers, rows) for n in (share, share + 1))
-        for start in range(begin, end, at_once):
-            yield writer, Box((start, *(0,) * len(rest)), (min(at_once, end - start), *rest))
+        held = Box((begin, *(0,) * len(rest)), (end - begin, *rest))
+        yield from ((writer, record) for record in records_of(held, itemsize, largest))

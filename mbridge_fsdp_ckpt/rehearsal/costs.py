@@ -54,21 +54,21 @@ class IndexBytes:
 
 
 def index_bytes(tally: Tally, slots: Slots) -> IndexBytes:
-    """Bytes of the index.  A chunk counts as one of a key of its own: of groups it is a bound.
+    """Bytes of the index.  A block counts as one of a key of its own: of groups it is a bound.
 
     Args:
         tally: What ranks write.
         slots: What the optimizer keeps of a parameter.
     """
     numbers = sum(spec.kind != "sharded" for spec in slots.values())
-    held = int(tally.held_chunks.sum()) * numbers // (1 + len(slots) - numbers)  # a number by each that has a piece
-    chunks, keys = int(tally.chunks.sum()), int(tally.keys.sum())
+    held = int(tally.held_blocks.sum()) * numbers // (1 + len(slots) - numbers)  # a number by each that has a piece
+    chunks, blocks, keys = (int(column.sum()) for column in (tally.chunks, tally.blocks, tally.keys))
     all_names = keys // (1 + len(slots)) if slots else 0
     files, rows = groups_of(tally.world), chunks * _ROW_BYTES
-    own = rows + chunks * _KEY_BYTES + held * (_NUMBER_BYTES + _KEY_BYTES)
+    own = rows + blocks * _KEY_BYTES + held * (_NUMBER_BYTES + _KEY_BYTES)
     own += all_names * _NAME_BYTES + tally.world * _FILE_BYTES
     merged = int(tally.numbers.sum()) * (_NUMBER_BYTES + _KEY_BYTES) + all_names * _NAME_BYTES + files * _FILE_BYTES
-    return IndexBytes(own, merged + min(chunks, files * keys) * _KEY_BYTES, rows)
+    return IndexBytes(own, merged + min(blocks, files * keys) * _KEY_BYTES, rows)
 
 
 def groups_of(world: int) -> int:

@@ -16,7 +16,7 @@ from mbridge_fsdp_ckpt.families.declaration import Claim
 from mbridge_fsdp_ckpt.plan.boxes import FlatRange
 from mbridge_fsdp_ckpt.plan.layout import ParameterLayout
 from mbridge_fsdp_ckpt.plan.pieces import Component, Piece, plan_parameter
-from mbridge_fsdp_ckpt.rehearsal.records import record_bytes
+from mbridge_fsdp_ckpt.rehearsal.records import Records, records_in
 from mbridge_fsdp_ckpt.rehearsal.shards import Item
 
 Counts = npt.NDArray[np.int64]
@@ -31,6 +31,7 @@ class Blocks:
         pieces: The blocks.
         volumes: Elements of each.
         bytes: Of each one's records, with the weight and the slots that are cut like it.
+        records: How many these are.
         origins: 1 for a block that holds the component's first element, else 0.
     """
 
@@ -38,6 +39,7 @@ class Blocks:
     pieces: tuple[Piece, ...]
     volumes: Counts
     bytes: Counts
+    records: Counts
     origins: Counts
 
 
@@ -80,9 +82,10 @@ class Cutter:
         return self._known[kind]
 
 
-def piece_bytes(piece: Piece, dtypes: tuple[torch.dtype, ...]) -> int:
-    """Of the records of a block, one of each dtype."""
-    return sum(record_bytes(piece.box.size, dtype) for dtype in dtypes)
+def piece_records(piece: Piece, dtypes: tuple[torch.dtype, ...]) -> Records:
+    """Those of a block, in each dtype."""
+    found = [records_in(piece.box.size, dtype) for dtype in dtypes]
+    return Records(sum(some.bytes for some in found), sum(some.chunks for some in found))
 
 
 def _cuts(
@@ -104,10 +107,12 @@ def _blocks(pieces: Mapping[int, list[Piece]], dtypes: tuple[torch.dtype, ...]) 
         there = {rank: held[number] for rank, held in pieces.items() if len(held) > number}
         if not there:
             return
+        records = [piece_records(piece, dtypes) for piece in there.values()]
         columns = (
             there.keys(),
             (piece.box.volume for piece in there.values()),
-            (piece_bytes(piece, dtypes) for piece in there.values()),
+            (some.bytes for some in records),
+            (some.chunks for some in records),
             (piece.is_origin for piece in there.values()),
         )
         ranks, *numbers = (np.fromiter(column, dtype=np.int64, count=len(there)) for column in columns)

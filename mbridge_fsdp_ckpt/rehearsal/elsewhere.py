@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import torch
+
 from mbridge_fsdp_ckpt.families.declaration import Claim
 from mbridge_fsdp_ckpt.families.registry import default_registry
 from mbridge_fsdp_ckpt.live.holdings import Holding
@@ -17,12 +19,14 @@ from mbridge_fsdp_ckpt.plan.boxes import Box, FlatRange
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
 from mbridge_fsdp_ckpt.plan.layout import Axis, ParameterLayout
 from mbridge_fsdp_ckpt.plan.pieces import Component, plan_parameter
+from mbridge_fsdp_ckpt.plan.records import records_of
 from mbridge_fsdp_ckpt.rehearsal.model import RehearsedModel, Subject
-from mbridge_fsdp_ckpt.rehearsal.records import record_bytes
+from mbridge_fsdp_ckpt.rehearsal.records import record_bytes, records_in
 from mbridge_fsdp_ckpt.rehearsal.rehearse import Rehearsal
 from mbridge_fsdp_ckpt.rehearsal.world import as_expert_rank, as_rank
 
 _Boxes = dict[Component, set[Box]]
+_Place = tuple[str, Component, Box, torch.dtype]
 
 
 def read_over_held(saved: Rehearsal, loading: Rehearsal) -> float:
@@ -37,9 +41,9 @@ def read_over_held(saved: Rehearsal, loading: Rehearsal) -> float:
     written: dict[str, _Boxes] = {}
     for key, parameter, subject in _parameters(saved, wanted):
         written[key] = _written(parameter, subject)
-    met: dict[tuple[str, Component, Box], list[Box]] = {}
+    met: dict[_Place, int] = {}
     read = sum(_read_bytes(item, written, met) for item in holdings)
-    return read / sum(record_bytes(item.box.size, dtype_from_name(item.entry.dtype)) for item in holdings)
+    return read / sum(records_in(item.box.size, dtype_from_name(item.entry.dtype)).bytes for item in holdings)
 
 
 def _parameters(saved: Rehearsal, wanted: set[str]) -> Iterator[tuple[str, ModelParameter, Subject]]:
@@ -78,10 +82,11 @@ def _blocks(layout: ParameterLayout, claim: Claim | None, flat: FlatRange) -> It
             yield piece.component, piece.box
 
 
-def _read_bytes(item: Holding, written: dict[str, _Boxes], met: dict[tuple[str, Component, Box], list[Box]]) -> int:
-    place = item.plan.layout.key, item.piece.component, item.box
+def _read_bytes(item: Holding, written: dict[str, _Boxes], met: dict[_Place, int]) -> int:
+    key, component, dtype = item.plan.layout.key, item.piece.component, dtype_from_name(item.entry.dtype)
+    place = key, component, item.box, dtype
     if place not in met:
-        boxes = written[place[0]].get(place[1], ())
-        met[place] = [box for box in boxes if box.intersect(item.box) is not None]
-    dtype = dtype_from_name(item.entry.dtype)
-    return sum(record_bytes(box.size, dtype) for box in met[place])
+        boxes = (box for box in written[key].get(component, ()) if box.intersect(item.box) is not None)
+        records = (record for box in boxes for record in records_of(box, dtype.itemsize))
+        met[place] = sum(record_bytes(each.size, dtype) for each in records if each.intersect(item.box) is not None)
+    return met[place]

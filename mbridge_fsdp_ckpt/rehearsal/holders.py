@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from mbridge_fsdp_ckpt.plan.shares import SLIVER, Line
-from mbridge_fsdp_ckpt.rehearsal.cuts import Blocks, Counts, Cuts, piece_bytes
+from mbridge_fsdp_ckpt.rehearsal.cuts import Blocks, Counts, Cuts, piece_records
 from mbridge_fsdp_ckpt.rehearsal.layout import DENSE, EXPERT, Ranks
 
 
@@ -45,6 +45,7 @@ class Work(NamedTuple):
         holders: Ranks.
         writers: Those that write, in a shape of the same dimensions.
         bytes: Of one rank's records.
+        records: How many these are.
         origins: Of its blocks.
     """
 
@@ -52,6 +53,7 @@ class Work(NamedTuple):
     holders: Ranks
     writers: Ranks
     bytes: Counts
+    records: Counts
     origins: Counts
 
 
@@ -129,11 +131,12 @@ def _of_blocks(
     is_whole = first == lines.part_at(circles, begins + np.maximum(0, sizes - 1))
     whole = circles[is_whole]
     writers = ranks[lines.writer_of(whole, first[is_whole]), whole]
-    yield Work(held, ranks[:, whole], writers[None], blocks.bytes[is_whole], blocks.origins[is_whole])
+    numbers = (column[is_whole] for column in (blocks.bytes, blocks.records, blocks.origins))
+    yield Work(held, ranks[:, whole], writers[None], *numbers)
     for number in np.flatnonzero(~is_whole):
         circle, piece = int(circles[number]), blocks.pieces[number]
         line = Line(int(lines.lengths[circle]), lines.ranks)
         for part in line.parts(int(begins[number]), int(sizes[number]), piece.rows):
             cut = piece.part(part.begin, part.end)
-            counts = np.array([[piece_bytes(cut, held.dtypes)], [cut.is_origin]], dtype=np.int64)
+            counts = np.array([*piece_records(cut, held.dtypes), cut.is_origin], dtype=np.int64)[:, None]
             yield Work(held, ranks[:, [circle]], ranks[None, part.writer, [circle]], *counts)

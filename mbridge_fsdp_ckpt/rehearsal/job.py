@@ -50,10 +50,11 @@ class Tally:
     world: int
     bytes: Counts = field(init=False)
     chunks: Counts = field(init=False)
+    blocks: Counts = field(init=False)
     numbers: Counts = field(init=False)
     keys: Counts = field(init=False)
     held_bytes: Counts = field(init=False)
-    held_chunks: Counts = field(init=False)
+    held_blocks: Counts = field(init=False)
     by_part: dict[str, Counts] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -143,7 +144,7 @@ class _Counter:
                 writer = owner(key, len(ranks))
                 for blocks in held.cuts.blocks:
                     writers = of_expert[writer : writer + 1] if not parameter.layout.is_copy else of_expert[:0]
-                    self._add(Work(held, of_expert, writers, blocks.bytes, blocks.origins))
+                    self._add(Work(held, of_expert, writers, blocks.bytes, blocks.records, blocks.origins))
 
     def _name(self, number: int, expert: int) -> str:
         """A buffer's key on one expert-parallel rank: experts are numbered over all of them."""
@@ -156,17 +157,18 @@ class _Counter:
         """Another stage writes it."""
         for blocks in held.cuts.blocks:
             own = ranks[:, blocks.ranks]
-            self._add(Work(held, own, own[:0], blocks.bytes, blocks.origins))
+            self._add(Work(held, own, own[:0], blocks.bytes, blocks.records, blocks.origins))
 
     def _add(self, work: Work) -> None:
         tally, held = self._tally, work.held
-        size, origins = (numbers[:, None, None] for numbers in (work.bytes, work.origins))
+        size, records, origins = (numbers[:, None, None] for numbers in (work.bytes, work.records, work.origins))
         tensors = len(held.dtypes)
         tally.held_bytes[work.holders] += size
-        tally.held_chunks[work.holders] += tensors
+        tally.held_blocks[work.holders] += tensors
         tally.bytes[work.writers] += size
         tally.by_part.setdefault(held.part, np.zeros(tally.world, dtype=np.int64))[work.writers] += size
-        tally.chunks[work.writers] += tensors
+        tally.chunks[work.writers] += records
+        tally.blocks[work.writers] += tensors
         first = work.writers[..., :1]  # tensor-parallel ranks after the first have later rows, or columns
         tally.numbers[first] += origins * held.numbers
         tally.keys[first] += origins * (tensors + held.numbers)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from mbridge_fsdp_ckpt.live.holdings import Holding
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
 from mbridge_fsdp_ckpt.rehearsal.model import RehearsedModel, Subject, optimizer_over
-from mbridge_fsdp_ckpt.rehearsal.records import record_bytes
+from mbridge_fsdp_ckpt.rehearsal.records import Records, records_in
 from mbridge_fsdp_ckpt.saving.snapshot import look, plan_save
 
 
@@ -20,18 +20,20 @@ class RankWork:
     Args:
         bytes: Of its payload file.
         chunks: Records in it.
+        blocks: What these are cut from.
         numbers: Numbers of which its value counts, such as step counters.
         keys: Keys of which it writes the first element.
         held_bytes: Of records that hold what it has, whoever writes them: what it reads in a load.
-        held_chunks: How many these are.
+        held_blocks: How many blocks it has.
     """
 
     bytes: int
     chunks: int
+    blocks: int
     numbers: int
     keys: int
     held_bytes: int
-    held_chunks: int
+    held_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +52,17 @@ class RankPlan:
     def work(self) -> RankWork:
         """The holdings, counted."""
         own = [item for item in self.holdings if item.piece.writes]
-        chunks = [item for item in own if not item.is_scalar]
+        blocks = [item for item in own if not item.is_scalar]
         held = [item for item in self.holdings if not item.is_scalar]
+        records = [_records(item) for item in blocks]
         return RankWork(
-            bytes=sum(map(_record_bytes, chunks)),
-            chunks=len(chunks),
-            numbers=len(own) - len(chunks),
+            bytes=sum(some.bytes for some in records),
+            chunks=sum(some.chunks for some in records),
+            blocks=len(blocks),
+            numbers=len(own) - len(blocks),
             keys=len({item.key for item in own if item.piece.is_origin}),
-            held_bytes=sum(map(_record_bytes, held)),
-            held_chunks=len(held),
+            held_bytes=sum(_records(item).bytes for item in held),
+            held_blocks=len(held),
         )
 
 
@@ -80,5 +84,5 @@ def plan_rank(subject: Subject, rank: int) -> RankPlan:
     return RankPlan(holdings, (seconds[0], seconds[1]))
 
 
-def _record_bytes(holding: Holding) -> int:
-    return record_bytes(holding.box.size, dtype_from_name(holding.entry.dtype))
+def _records(holding: Holding) -> Records:
+    return records_in(holding.box.size, dtype_from_name(holding.entry.dtype))

@@ -1,25 +1,44 @@
-"""How many bytes a chunk takes in a payload file: its elements, and what `torch.save` writes around them."""
+"""How many bytes a block takes in a payload file: its elements, and what `torch.save` writes around each record."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import IO, cast
+from typing import IO, NamedTuple, cast
 
 import torch
 
-from mbridge_fsdp_ckpt.plan.boxes import Shape
+from mbridge_fsdp_ckpt.plan.boxes import Shape, whole
+from mbridge_fsdp_ckpt.plan.records import records_of
 from mbridge_fsdp_ckpt.storage.format.payload import without_crc32
 
 _ALIGNMENT = 64
 _ZIP64 = 1 << 32
 
 
+class Records(NamedTuple):
+    """Those of a block, or of several.
+
+    Args:
+        bytes: Of all together.
+        chunks: How many they are.
+    """
+
+    bytes: int
+    chunks: int
+
+
 _around: dict[tuple[torch.dtype, tuple[int, ...], int, bool], int] = {}
 
 
+def records_in(size: Shape, dtype: torch.dtype) -> Records:
+    """The records that a block is cut into."""
+    sizes = [record_bytes(box.size, dtype) for box in records_of(whole(size), dtype.itemsize)]
+    return Records(sum(sizes), len(sizes))
+
+
 def record_bytes(size: Shape, dtype: torch.dtype) -> int:
-    """Bytes of a block's record.
+    """Bytes of a record.
 
     What stands around the elements depends on how long the numbers in it are, and on where the elements end, alone:
     `torch.save` is asked once for each such form.

@@ -127,7 +127,7 @@ def _write_chunks(
                 hasher = Hasher() if replicas.is_compared(block, choice) else None
                 if hasher is not None:
                     pieces = _hashed(pieces, hasher)
-                rows.append(payload.add_pieces(block.key, dtype_from_name(block.dtype), pieces, block.box))
+                rows += payload.add_block(block.key, dtype_from_name(block.dtype), pieces, block.box)
                 if hasher is not None:
                     outgoing.copies.append(replicas.copy_of(block, hasher.number()))
                 agreement.beat()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -11,6 +12,7 @@ import torch
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.hosts import corrections
 from mbridge_fsdp_ckpt.live.megatron_fsdp import local_shard
+from mbridge_fsdp_ckpt.plan import records
 from mbridge_fsdp_ckpt.storage.format.columns import PREAMBLE
 from mbridge_fsdp_ckpt.storage.ranges import Bytes, OpenFiles
 from mbridge_fsdp_ckpt.storage.shared import PREFIX
@@ -40,6 +42,12 @@ def train_and_save(directory: str, recipe: Recipe, more_steps: int = 0) -> dict[
     saved = oracle.live(trainable)
     losses = [trainable.step(number) for number in range(2, 2 + more_steps)]
     return {"live": saved, "collectives": counted, "losses": losses, "end": oracle.live(trainable)}
+
+
+def with_small_records[**P, R](largest: int, case: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+    """A case in which larger blocks than so many bytes are cut into records, as those of large models are."""
+    with patch.object(records, "LARGEST_RECORD", largest):
+        return case(*args, **kwargs)
 
 
 def load_and_save(directory: str, again: str, recipe: Recipe, more_steps: int = 0) -> dict[str, Any]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 
 from mbridge_fsdp_ckpt.bridge.without_gpu import without_memory
+from mbridge_fsdp_ckpt.plan import records
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.rehearsal import rehearse as rehearsal
 from mbridge_fsdp_ckpt.rehearsal.costs import files_of
@@ -17,7 +19,7 @@ from mbridge_fsdp_ckpt.rehearsal.layout import JobLayout, Outer, Strategy
 from mbridge_fsdp_ckpt.rehearsal.model import Subject
 from mbridge_fsdp_ckpt.rehearsal.predicted import index_of
 from mbridge_fsdp_ckpt.rehearsal.rank import RankWork, plan_rank
-from mbridge_fsdp_ckpt.rehearsal.records import record_bytes
+from mbridge_fsdp_ckpt.rehearsal.records import records_in
 from mbridge_fsdp_ckpt.rehearsal.shards import Sharding
 from mbridge_fsdp_ckpt.rehearsal.slots import Optimizer, slots_of
 from mbridge_fsdp_ckpt.rehearsal.world import as_rank
@@ -57,6 +59,13 @@ def _job(recipe: Recipe, ranks: int) -> JobToRehearse:
 
 
 @no_process_group
+def rehearse_small_records(largest: int, recipe: Recipe, ranks: int) -> dict[str, Any]:
+    """`rehearse`, where larger blocks than so many bytes are cut into records."""
+    with patch.object(records, "LARGEST_RECORD", largest):
+        return rehearse(recipe, ranks)
+
+
+@no_process_group
 def rehearse(recipe: Recipe, ranks: int) -> dict[str, Any]:
     """What the two ways of a rehearsal say: every rank's rows and work as planned, and work as counted."""
     found = rehearsal.rehearse(_job(recipe, ranks))
@@ -75,11 +84,18 @@ def rehearse(recipe: Recipe, ranks: int) -> dict[str, Any]:
 
 
 @no_process_group
+def elsewhere_of_small_records(largest: int, *jobs: Any) -> tuple[float, list[tuple[str, Box, int]]]:
+    """`elsewhere`, likewise."""
+    with patch.object(records, "LARGEST_RECORD", largest):
+        return elsewhere(*jobs)
+
+
+@no_process_group
 def elsewhere(saved: Recipe, ranks: int, loading: Recipe, other_ranks: int) -> tuple[float, list[tuple[str, Box, int]]]:
     """What a load in another layout reads over what it holds, and all it holds: key, block, bytes of a record."""
     jobs = [rehearsal.rehearse(_job(saved, ranks)), rehearsal.rehearse(_job(loading, other_ranks))]
     held = [
-        (item.key, item.box, record_bytes(item.box.size, item.flat.dtype))
+        (item.key, item.box, records_in(item.box.size, item.flat.dtype).bytes)
         for plan in jobs[1].plans.values()
         for item in plan.holdings
         if not item.is_scalar

@@ -14,6 +14,8 @@ import torch
 import xxhash
 from torch.serialization import get_crc32_options
 
+from mbridge_fsdp_ckpt.errors import InternalError
+from mbridge_fsdp_ckpt.plan import records
 from mbridge_fsdp_ckpt.plan.boxes import Box, Shape, whole
 from mbridge_fsdp_ckpt.storage import growing
 from mbridge_fsdp_ckpt.storage.checksums import Hasher, checksum
@@ -87,6 +89,49 @@ def test_a_chunk_is_shaped_like_its_box(writer: PayloadWriter) -> None:
     writer.close()
     check(writer.path, chunk, torch.arange(6).reshape(2, 3))
     assert chunk.box == Box((4, 3), (2, 3))
+
+
+def _in_pieces(data: bytes, lengths: list[int]) -> Iterator[bytearray]:
+    """The bytes, some at a time, in memory that is used again, as pieces of a device are."""
+    memory = bytearray(max(lengths))
+    for length in itertools.cycle(lengths):
+        piece, data = data[:length], data[length:]
+        memory[: len(piece)] = piece
+        yield memory if len(piece) == len(memory) else bytearray(piece)
+        if not data:
+            return
+
+
+@pytest.mark.parametrize("lengths", [[1], [1 << 20], [7, 0, 64], [240], [241], [239, 2]], ids=str)
+def test_a_large_block_is_cut_into_records(
+    writer: PayloadWriter, lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of 120 bytes, at most two in a record; pieces end wherever they do."""
+    monkeypatch.setattr(records, "LARGEST_RECORD", 250)
+    tensor = pattern(torch.float32, 150).reshape(5, 30)
+    pieces = _in_pieces(expected_bytes(tensor), lengths)
+    chunks = writer.add_block("key", torch.float32, pieces, Box((10, 0), (5, 30)))
+    after = writer.add("after", pattern(torch.uint8, 13), whole((13,)))
+    writer.close()
+    assert [(chunk.box.offset, chunk.box.size) for chunk in chunks] == [
+        ((10, 0), (1, 30)),
+        ((11, 0), (2, 30)),
+        ((13, 0), (2, 30)),
+    ]
+    for chunk in chunks:
+        begin, end = chunk.box.offset[0] - 10, chunk.box.end[0] - 10
+        check(writer.path, chunk, tensor[begin:end])
+    assert [*chunks[1:], after][0].record.offset == chunks[0].record.end
+    check(writer.path, after, pattern(torch.uint8, 13))
+
+
+@pytest.mark.parametrize("length", [0, 1, 239, 240, 599, 601, 900])
+def test_a_large_block_of_another_length_is_a_named_error(
+    writer: PayloadWriter, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "LARGEST_RECORD", 250)
+    with pytest.raises(InternalError, match="bytes of elements"):
+        writer.add_block("key", torch.float32, [bytes(length)], whole((5, 30)))
 
 
 def test_records_follow_one_another_and_fill_the_file(writer: PayloadWriter) -> None:

@@ -10,15 +10,17 @@ import pytest
 import torch
 
 from mbridge_fsdp_ckpt.errors import ConfigurationError, RankFailedError
-from mbridge_fsdp_ckpt.plan.boxes import Box
+from mbridge_fsdp_ckpt.plan import records
+from mbridge_fsdp_ckpt.plan.boxes import Box, whole
 from mbridge_fsdp_ckpt.rehearsal import small
 from mbridge_fsdp_ckpt.rehearsal.choices import Choices
 from mbridge_fsdp_ckpt.rehearsal.costs import Bandwidths, files_of, groups_of
 from mbridge_fsdp_ckpt.rehearsal.job import Tally
 from mbridge_fsdp_ckpt.rehearsal.layout import JobLayout, coordinates, in_small, other_than
-from mbridge_fsdp_ckpt.rehearsal.records import record_bytes
+from mbridge_fsdp_ckpt.rehearsal.records import record_bytes, records_in
 from mbridge_fsdp_ckpt.rehearsal.rehearse import Rehearsal
 from mbridge_fsdp_ckpt.rehearsal.shards import shard_rank
+from mbridge_fsdp_ckpt.storage.format.on_host import host_pieces
 from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter
 from mbridge_fsdp_ckpt.storage.store import as_path
 from tests.unit.test_cli import call
@@ -100,6 +102,16 @@ def test_a_record_is_as_long_as_it_is_written(dtype: torch.dtype, tmp_path: Path
         elements = torch.zeros(size, dtype=dtype).reshape(-1)
         chunk = payload.add("key", elements, Box((0,) * len(size), size))
         assert record_bytes(size, dtype) == chunk.record.length, size
+    payload.close()
+
+
+def test_a_block_takes_what_its_records_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "LARGEST_RECORD", 1000)
+    payload = PayloadWriter(as_path(tmp_path / "payload"))
+    for size in SHAPES:
+        elements, before = torch.zeros(size, dtype=torch.bfloat16), payload.position
+        chunks = payload.add_block("key", elements.dtype, host_pieces(elements), whole(size))
+        assert records_in(size, elements.dtype) == (payload.position - before, len(chunks)), size
     payload.close()
 
 

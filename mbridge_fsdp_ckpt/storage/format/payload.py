@@ -19,6 +19,7 @@ from torch import serialization
 
 from mbridge_fsdp_ckpt.errors import InternalError
 from mbridge_fsdp_ckpt.plan.boxes import Box, Shape
+from mbridge_fsdp_ckpt.plan.records import records_of
 from mbridge_fsdp_ckpt.storage.checksums import HASHED_AT_ONCE, Hasher
 from mbridge_fsdp_ckpt.storage.entries import FileEntry
 from mbridge_fsdp_ckpt.storage.format.on_host import host_bytes, host_pieces
@@ -92,6 +93,19 @@ class PayloadWriter:
         """Append a chunk of a tensor's elements, row-major, one-dimensional, on any device; see `add_pieces`."""
         return self.add_pieces(key, elements.dtype, host_pieces(elements), box)
 
+    def add_block(self, key: str, dtype: torch.dtype, pieces: Iterable[Buffer], box: Box) -> list[Chunk]:
+        """Append a block as the chunks of its records: see `plan.records`, and `add_pieces`.
+
+        Raises:
+            InternalError, OSError: See `add_pieces`.
+        """
+        *firsts, last = records_of(box, dtype.itemsize)
+        if not firsts:
+            return [self.add_pieces(key, dtype, pieces, last)]
+        stream = _Stream(pieces)
+        chunks = [self.add_pieces(key, dtype, stream.take(one.volume * dtype.itemsize), one) for one in firsts]
+        return [*chunks, self.add_pieces(key, dtype, stream.rest(), last)]
+
     def add_pieces(self, key: str, dtype: torch.dtype, pieces: Iterable[Buffer], box: Box) -> Chunk:
         """Append a chunk.
 
@@ -138,6 +152,28 @@ class PayloadWriter:
     def abort(self) -> None:
         """Close without a word."""
         self._file.close()
+
+
+class _Stream:
+    """Pieces of bytes, cut anew where records end."""
+
+    def __init__(self, pieces: Iterable[Buffer]) -> None:
+        self._pieces, self._begun = iter(pieces), memoryview(b"")
+
+    def take(self, length: int) -> Iterator[memoryview]:
+        """The next bytes, as many as there are of this number."""
+        while length and (view := self._begun or self._next()):
+            part, self._begun = view[:length], view[length:]
+            length -= part.nbytes
+            yield part
+
+    def rest(self) -> Iterator[Buffer]:
+        """All that is left."""
+        yield self._begun
+        yield from self._pieces
+
+    def _next(self) -> memoryview:
+        return next((view for piece in self._pieces if (view := memoryview(piece).cast("B")).nbytes), memoryview(b""))
 
 
 @lru_cache(maxsize=1 << 12)

@@ -14,7 +14,7 @@ class Chunk:
 
     Args:
         key: The key.
-        box: Which block of the key.
+        box: Which block of the key, or which part of a large one; see `plan.records`.
         record: What `torch.save` wrote, the raw elements in it; stock DCP reads that.
         lead: Bytes of the record before the raw elements, which are row-major and little-endian.
         checksum: Of the record, 64 bits.

@@ -1,0 +1,63 @@
+"""How blocks are cut into records: literal tables, and properties against NumPy indexing."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mbridge_fsdp_ckpt.plan.boxes import Box, Shape, whole
+from mbridge_fsdp_ckpt.plan.records import LARGEST_RECORD, records_of
+
+
+@pytest.mark.parametrize(
+    ("box", "itemsize", "largest", "expected"),
+    [
+        (Box((), ()), 4, 1, [((), ())]),
+        (Box((7,), (0,)), 4, 8, [((7,), (0,))]),
+        (Box((3, 0), (5, 4)), 1, 20, [((3, 0), (5, 4))]),
+        (Box((3, 0), (5, 4)), 1, 8, [((3, 0), (1, 4)), ((4, 0), (2, 4)), ((6, 0), (2, 4))]),
+        (Box((3, 0), (5, 4)), 2, 8, [((3 + row, 0), (1, 4)) for row in range(5)]),
+        (Box((0, 6), (1, 9)), 2, 8, [((0, 6), (1, 3)), ((0, 9), (1, 3)), ((0, 12), (1, 3))]),
+        (
+            Box((1, 2, 0), (2, 3, 8)),
+            1,
+            16,
+            [
+                ((1, 2, 0), (1, 1, 8)),
+                ((1, 3, 0), (1, 2, 8)),
+                ((2, 2, 0), (1, 1, 8)),
+                ((2, 3, 0), (1, 2, 8)),
+            ],
+        ),
+        (Box((5,), (2,)), 8, 1, [((5,), (1,)), ((6,), (1,))]),
+    ],
+)
+def test_blocks_and_their_records(box: Box, itemsize: int, largest: int, expected: list[tuple[Shape, Shape]]) -> None:
+    assert [(record.offset, record.size) for record in records_of(box, itemsize, largest)] == expected
+
+
+BOXES = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9)), max_size=4).map(
+    lambda dims: Box(tuple(offset for offset, _ in dims), tuple(size for _, size in dims))
+)
+
+
+@given(box=BOXES, itemsize=st.sampled_from([1, 2, 4, 8]), largest=st.integers(1, 300))
+def test_records_are_runs_of_the_block_one_after_the_other(box: Box, itemsize: int, largest: int) -> None:
+    numbers = np.arange(math.prod(box.size)).reshape(box.size)
+    records = list(records_of(box, itemsize, largest))
+    runs = [numbers[record.slices_in(box)].reshape(-1).tolist() for record in records]
+    assert [number for run in runs for number in run] == list(range(box.volume))
+    sizes = [len(run) * itemsize for run in runs]
+    assert max(sizes) <= max(largest, itemsize)
+    if len(sizes) > 1:
+        assert min(sizes) * 3 >= max(sizes), "none is a sliver"
+
+
+def test_no_record_is_larger_than_the_largest_and_few_are_small() -> None:
+    """A matrix of 8192 x 28672 in fp32, as one rank of eight holds it: 117 MB."""
+    records = list(records_of(whole((1024, 28672)), 4))
+    sizes = [record.volume * 4 for record in records]
+    assert sum(sizes) == 1024 * 28672 * 4
+    assert LARGEST_RECORD / 2 < min(sizes) <= max(sizes) <= LARGEST_RECORD

@@ -7,6 +7,7 @@ does.  So a held path works wherever a path does; in messages it goes by the nam
 from __future__ import annotations
 
 import os
+import weakref
 from pathlib import Path, PosixPath
 
 
@@ -16,10 +17,7 @@ class _Descriptor:
     def __init__(self, path: Path) -> None:
         self.path = str(path)
         self.number = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-
-    def __del__(self) -> None:
-        if hasattr(self, "number"):
-            os.close(self.number)
+        weakref.finalize(self, os.close, self.number)
 
 
 class HeldPath(PosixPath):

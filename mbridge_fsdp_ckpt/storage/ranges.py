@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -96,10 +97,7 @@ class OpenFiles:
     def __init__(self) -> None:
         self._files: OrderedDict[AnyPath, Ranges] = OrderedDict()
         self._ahead: ReadAhead | None = None
-
-    def __del__(self) -> None:
-        for file in self._files.values():
-            file.close()
+        weakref.finalize(self, _close_all, self._files)
 
     @contextmanager
     def reading_ahead(self, ranges: Iterable[Range]) -> Iterator[None]:
@@ -242,3 +240,8 @@ def _gone_named(path: AnyPath) -> Iterator[None]:
             remedy="Load again, and let no job save to a checkpoint, or prune it, that another one is loading.",
             key=str(path),
         ) from error
+
+
+def _close_all(files: OrderedDict[AnyPath, Ranges]) -> None:
+    for file in files.values():
+        file.close()

@@ -257,14 +257,14 @@ def test_the_number_of_ranks_has_to_be_given(root: Path, options: tuple[str, ...
 
 
 def test_what_came_to_be_meanwhile_is_not_replaced(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    after, add = root / "new" / "iter_0000010", PayloadWriter.add
+    after, add = root / "new" / "iter_0000010", PayloadWriter.add_pieces
 
     def add_and_interfere(self: PayloadWriter, *arguments: Any) -> Any:
         after.mkdir(exist_ok=True)
         (after / "precious").write_text("not yours")
         return add(self, *arguments)
 
-    monkeypatch.setattr(PayloadWriter, "add", add_and_interfere)
+    monkeypatch.setattr(PayloadWriter, "add_pieces", add_and_interfere)
     assert "ConfigurationError" in refusal("reshard", root / "old", after, "--ranks", 1)
     assert left(after) == ["precious"]
     assert left(root / "new") == ["iter_0000010"]

@@ -357,6 +357,6 @@ def test_an_interruption_leaves_nothing(direction: str, tmp_path: Path, monkeypa
     if direction == "to-stock":
         monkeypatch.setattr(to_stock, "_flush", interrupt)
     else:
-        monkeypatch.setattr("mbridge_fsdp_ckpt.storage.format.payload.PayloadWriter.add", interrupt)
+        monkeypatch.setattr("mbridge_fsdp_ckpt.storage.format.payload.PayloadWriter.add_pieces", interrupt)
     assert call(direction, old, tmp_path / "new" / "iter_0000010").exit_code == 130
     assert left(tmp_path) == ["old"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,3 +133,25 @@ def test_what_a_checkpoint_holds_open_goes_with_it(directory: Path) -> None:
     assert len(set(Path("/proc/self/fd").iterdir()) - before) > 1
     del source, chunks
     assert set(Path("/proc/self/fd").iterdir()) <= before
+
+
+HOLDS = """
+import sys
+from pathlib import Path
+import mbridge_fsdp_ckpt
+from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
+source = open_checkpoint(Path(sys.argv[1]))
+chunks = source.chunks(source.head.keys)
+read = [source.read(chunk) for many in chunks.values() for chunk in many]
+print(len(read))
+"""
+
+
+def test_a_program_that_ends_with_a_checkpoint_open_ends_quietly(make: Make, tmp_path: Path) -> None:
+    """Descriptors were closed by `__del__`, when modules were gone already: one traceback for each."""
+    directory = make(tmp_path / "c", TENSORS)
+    ended = subprocess.run(
+        [sys.executable, "-c", HOLDS, str(directory)], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert int(ended.stdout) >= len(TENSORS)
+    assert ended.stderr == ""

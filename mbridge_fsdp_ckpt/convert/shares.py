@@ -15,7 +15,7 @@ import math
 import zlib
 from collections.abc import Iterator
 
-from mbridge_fsdp_ckpt.plan.boxes import Box, Shape
+from mbridge_fsdp_ckpt.plan.boxes import Box, Shape, whole
 from mbridge_fsdp_ckpt.plan.records import records_of
 
 
@@ -40,9 +40,9 @@ def even_shares(
         return
     if not math.prod(shape):
         return
-    rows, rest = shape[0], shape[1:]
+    rows = shape[0]
     for share in range(min(writers, rows)):
         writer = (first + share) % writers
         begin, end = (rows * n // min(writers, rows) for n in (share, share + 1))
-        held = Box((begin, *(0,) * len(rest)), (end - begin, *rest))
+        held = whole(shape).part(0, begin, end)
         yield from ((writer, record) for record in records_of(held, itemsize, largest))

@@ -10,9 +10,8 @@ each record many times.  Cut by rows, the records of a block are runs of its byt
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from itertools import pairwise, product
+from itertools import pairwise
 
 from mbridge_fsdp_ckpt.plan.boxes import Box
 
@@ -36,12 +35,9 @@ def records_of(box: Box, itemsize: int, largest: int | None = None) -> Iterator[
     if box.volume <= elements:
         yield box
         return
-    dim = next(dim for dim in range(len(box.size)) if math.prod(box.size[dim + 1 :]) <= elements)
-    rows, at_once = box.size[dim], elements // math.prod(box.size[dim + 1 :])
+    dim = next(dim for dim, size in enumerate(box.size) if size > 1)
+    rows = box.size[dim]
+    at_once = max(1, elements // (box.volume // rows))  # a row that is larger is cut itself
     count = -(-rows // at_once)
-    ends = list(pairwise(rows * number // count for number in range(count + 1)))
-    for lead in product(*map(range, box.size[:dim])):
-        offset = tuple(base + index for base, index in zip(box.offset, lead, strict=False))
-        for begin, end in ends:
-            rest = box.offset[dim] + begin, *box.offset[dim + 1 :]
-            yield Box((*offset, *rest), (*(1,) * dim, end - begin, *box.size[dim + 1 :]))
+    for begin, end in pairwise(rows * number // count for number in range(count + 1)):
+        yield from records_of(box.part(dim, begin, end), itemsize, largest)

@@ -1,7 +1,7 @@
 """A load in another layout: which records the planned ranks of one job would read of what another job wrote.
 
 A load verifies every record that it uses a part of, and so reads all of it.  A block that is cut between two writers
-(`plan.shares`) counts as one record: of each circle that holds the same, that is one less than it has ranks.
+(`plan.shares`) counts as if one had written it: of each circle that holds the same, that is one less than it has ranks.
 """
 
 from __future__ import annotations

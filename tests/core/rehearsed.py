@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
-from unittest.mock import patch
 
 import torch
 
 from mbridge_fsdp_ckpt.bridge.without_gpu import without_memory
-from mbridge_fsdp_ckpt.plan import records
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.rehearsal import rehearse as rehearsal
 from mbridge_fsdp_ckpt.rehearsal.costs import files_of
@@ -30,6 +29,7 @@ from mbridge_fsdp_ckpt.storage.store import as_path
 from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
 from mbridge_fsdp_ckpt.testing.models import Recipe, gpt
 from mbridge_fsdp_ckpt.testing.ranks import no_process_group
+from tests.core import cases
 
 Rows = list[tuple[str, tuple[int, ...], tuple[int, ...]]]
 """What a rank writes: key, offset, size."""
@@ -59,10 +59,9 @@ def _job(recipe: Recipe, ranks: int) -> JobToRehearse:
 
 
 @no_process_group
-def rehearse_small_records(largest: int, recipe: Recipe, ranks: int) -> dict[str, Any]:
-    """`rehearse`, where larger blocks than so many bytes are cut into records."""
-    with patch.object(records, "LARGEST_RECORD", largest):
-        return rehearse(recipe, ranks)
+def with_small_records(largest: int, case: Callable[..., Any], *arguments: Any) -> Any:
+    """See `cases.with_small_records`."""
+    return cases.with_small_records(largest, case, *arguments)
 
 
 @no_process_group
@@ -81,13 +80,6 @@ def rehearse(recipe: Recipe, ranks: int) -> dict[str, Any]:
         "files": files_of(found.tally),
         "index": index_of(found).total,
     }
-
-
-@no_process_group
-def elsewhere_of_small_records(largest: int, *jobs: Any) -> tuple[float, list[tuple[str, Box, int]]]:
-    """`elsewhere`, likewise."""
-    with patch.object(records, "LARGEST_RECORD", largest):
-        return elsewhere(*jobs)
 
 
 @no_process_group

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -26,7 +25,8 @@ def test_a_checkpoint_of_cut_blocks_loads_in_any_layout(
     recipe, first = QWEN.on(**layout), tmp_path / "first"
     save = (LARGEST, cases.train_and_save, str(first), recipe)
     saved = megatron_ranks.run(cases.with_small_records, *save, ranks=ranks)[0]
-    assert max(_records_a_key(first).values()) > 4 * ranks
+    source = SafeSource(as_path(first))
+    assert max(map(len, source.chunks(source.head.keys).values())) > 4 * ranks
     assert {key: value for key, value in oracle.on_disk(first).items() if not key.endswith(".step")} == saved["live"]
     names = [saved_in, *sampling.drawn(f"layouts of cut blocks after {saved_in}", list(LAYOUTS), share=4)]
     for number, name in enumerate(names):
@@ -50,7 +50,7 @@ def test_a_rehearsal_counts_records(megatron_ranks: RankPool, tmp_path: Path) ->
     recipe, directory = QWEN.on(tensor=2), tmp_path / "c"
     save = (LARGEST, cases.train_and_save, str(directory), recipe)
     megatron_ranks.run(cases.with_small_records, *save, ranks=4)
-    (found,) = megatron_ranks.run(rehearsed.rehearse_small_records, LARGEST, recipe, 4, ranks=1)
+    (found,) = megatron_ranks.run(rehearsed.with_small_records, LARGEST, rehearsed.rehearse, recipe, 4, ranks=1)
     real = rehearsed.written(directory)
     assert {rank: work.bytes for rank, work in found["planned"].items()} == real["payload"]
     assert {rank: rehearsed.counts(work) for rank, work in found["planned"].items()} == real["counted"]
@@ -64,13 +64,7 @@ def test_a_rehearsal_knows_what_another_layout_reads(megatron_ranks: RankPool, t
     save = (LARGEST, cases.train_and_save, str(tmp_path / "c"), saved)
     megatron_ranks.run(cases.with_small_records, *save, ranks=2)
     jobs = saved, 2, loading, 4
-    ((ratio, held),) = megatron_ranks.run(rehearsed.elsewhere_of_small_records, LARGEST, *jobs, ranks=1)
+    ((ratio, held),) = megatron_ranks.run(rehearsed.with_small_records, LARGEST, rehearsed.elsewhere, *jobs, ranks=1)
     assert ratio == pytest.approx(rehearsed.really_read(tmp_path / "c", held), rel=1e-12)
     ((uncut, _),) = megatron_ranks.run(rehearsed.elsewhere, *jobs, ranks=1)
     assert ratio < uncut, "small records are what a load in a finer layout reads less of"
-
-
-def _records_a_key(directory: Path) -> Counter[str]:
-    source = SafeSource(as_path(directory))
-    found = source.chunks(source.head.keys)
-    return Counter({key: len(chunks) for key, chunks in found.items()})

@@ -158,22 +158,20 @@ class _Stream:
     """Pieces of bytes, cut anew where records end."""
 
     def __init__(self, pieces: Iterable[Buffer]) -> None:
-        self._pieces, self._begun = iter(pieces), memoryview(b"")
+        self._views = filter(None, (memoryview(piece).cast("B") for piece in pieces))  # none is empty
+        self._begun = memoryview(b"")
 
     def take(self, length: int) -> Iterator[memoryview]:
         """The next bytes, as many as there are of this number."""
-        while length and (view := self._begun or self._next()):
+        while length and (view := self._begun or next(self._views, memoryview(b""))):
             part, self._begun = view[:length], view[length:]
             length -= part.nbytes
             yield part
 
-    def rest(self) -> Iterator[Buffer]:
+    def rest(self) -> Iterator[memoryview]:
         """All that is left."""
         yield self._begun
-        yield from self._pieces
-
-    def _next(self) -> memoryview:
-        return next((view for piece in self._pieces if (view := memoryview(piece).cast("B")).nbytes), memoryview(b""))
+        yield from self._views
 
 
 @lru_cache(maxsize=1 << 12)

@@ -132,7 +132,7 @@ def _save_beside(place: Path, trainable: Any, trial: Trial, told: Path) -> dict[
     live, copies = oracle.live(trainable), Slowness(place, trial, dist.get_rank(), SLOW_BESIDE_S)
     told.write_text(json.dumps([str(place), *astuple(trial)]))
     dist.barrier()
-    with patch.object(meeting, "_GRACE", GRACE_S), patched(_COPYING, copies.counted(COPY)):
+    with patch.object(meeting, "_GRACE", GRACE_S), patched(COPYING, copies.counted(COPY)):
         try:
             mbridge_fsdp_ckpt.save(target, **whole, settings=settings, background=True)
             trainable.step(2)
@@ -151,8 +151,11 @@ def _save_beside(place: Path, trainable: Any, trial: Trial, told: Path) -> dict[
     }
 
 
-_COPYING = "mbridge_fsdp_ckpt.saving.beside.filling:Filling.add"
-_SAVING = "mbridge_fsdp_ckpt.saving.beside.writing:Writer._save"
+COPYING = "mbridge_fsdp_ckpt.saving.beside.filling:Filling.add"
+"""What is slow in a trainer, of each chunk."""
+
+SAVING = "mbridge_fsdp_ckpt.saving.beside.writing:Writer._save"
+"""Within which a writer's storage is slow."""
 
 
 def _seen_at(told: Path) -> Path:
@@ -176,7 +179,7 @@ def make_slow(told: str, rank: int) -> None:
 
         return call
 
-    patched(_SAVING, slow).start()
+    patched(SAVING, slow).start()
 
 
 def _load(place: Path, trainable: Any, trial: Trial) -> dict[str, Any]:

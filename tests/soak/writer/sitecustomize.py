@@ -2,8 +2,13 @@
 
 import os
 import sys
+import traceback
 
 if "MBRIDGE_TEST_IN_WRITER" in os.environ and sys.orig_argv[1:3] == ["-m", "mbridge_fsdp_ckpt.saving.beside"]:
     from tests.soak.in_writer import begin
 
-    begin()
+    try:
+        begin()
+    except Exception:  # Python would say a word, and go on with a writer in which nothing happens
+        traceback.print_exc()
+        os._exit(1)

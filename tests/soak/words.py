@@ -169,7 +169,7 @@ STEPS = {
     "Agreement.end": "the last word",
     "Job.clean_up": "tidying up",
     "Writer._begin": "the writer hears of a save",
-    "Arriving.pieces": "the writer takes a block from the staging memory",
+    "Arriving._pieces": "the writer takes a block from the staging memory",
     "Writer._after_commit": "the writer lets its trainer replace the tracker",
     "Channel.send": "the writer tells its trainer something",
 }

@@ -69,6 +69,7 @@ KINDS = (
     "load but for the gather, memory taken before, not verified",
     "load, another layout",
     "load but for the gather, another layout",
+    "load but for gather and copy, another layout",
     "load, DCP",
     "load, another layout, DCP",
     *(("load, torch_checkpointing", "load, another layout, torch_checkpointing") if peers.IS_INSTALLED else ()),

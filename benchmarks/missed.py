@@ -17,7 +17,7 @@ _OURS = {
         "load but for gather and copy",
         "load but for the gather, memory taken before, not verified",
     ),
-    "load but for the gather, another layout": (),
+    "load but for the gather, another layout": ("load but for gather and copy, another layout",),
 }
 """Rows of ours, each with the same without some of its costs, in the order of what is left out."""
 
@@ -45,4 +45,4 @@ def _misses(one: Compared, name: str) -> Iterator[str]:
 def _without(one: Compared, name: str) -> str:
     """The same row without some of its costs."""
     rates = [f"{one['seconds'][part]:.2f} s, {one['of raw'][part]:.0%} ({part})" for part in _OURS[name]]
-    return f"; without some of its costs {'; '.join(rates)}" if rates else ""
+    return f"; without some of its costs {'; '.join(rates)}"

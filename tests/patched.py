@@ -14,6 +14,20 @@ from mbridge_fsdp_ckpt.errors import UnsupportedVersionError
 from mbridge_fsdp_ckpt.probes import PROBES, Need
 
 
+def found(call: str) -> tuple[Any, str]:
+    """Who has a name, and the name there.
+
+    Args:
+        call: "module:name", or "module:object.name".
+    """
+    module, _, path = call.partition(":")
+    owner: Any = importlib.import_module(module)
+    *holders, name = path.split(".")
+    for holder in holders:
+        owner = getattr(owner, holder)
+    return owner, name
+
+
 def patched(call: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
     """A context in which a function is what `make` makes of it.
 
@@ -21,11 +35,7 @@ def patched(call: str, make: Callable[[Callable[..., Any]], Callable[..., Any]])
         call: "module:function" or "module:Class.method", as the caller of the function finds it.
         make: Gets the function.
     """
-    module, _, path = call.partition(":")
-    owner: Any = importlib.import_module(module)
-    *holders, name = path.split(".")
-    for holder in holders:
-        owner = getattr(owner, holder)
+    owner, name = found(call)
     return patch.object(owner, name, make(getattr(owner, name)))
 
 
@@ -36,11 +46,7 @@ def gone(call: str) -> Iterator[None]:
     Args:
         call: "module:name", or "module:object.name".
     """
-    module, _, path = call.partition(":")
-    owner: Any = importlib.import_module(module)
-    *holders, name = path.split(".")
-    for holder in holders:
-        owner = getattr(owner, holder)
+    owner, name = found(call)
     owner = owner if name in vars(owner) else type(owner)  # a method of an object is its class's
     value = inspect.getattr_static(owner, name)
     delattr(owner, name)

@@ -82,6 +82,11 @@ STEPS = (
 )
 
 
+def call_of(step: str) -> str:
+    """The call that a step's name stands for, as `patched` takes it."""
+    return step if step.startswith("pathlib:") else f"mbridge_fsdp_ckpt.{step}"
+
+
 @dataclass(frozen=True, slots=True)
 class Death:
     """Where a rank dies by its own hand.
@@ -185,8 +190,7 @@ def _mortal(death: Death | None) -> Iterator[None]:
     if death is None or death.rank != dist.get_rank():
         yield
         return
-    call = death.step if death.step.startswith("pathlib:") else f"mbridge_fsdp_ckpt.{death.step}"
-    with patched(call, lambda function: _killing(function, death)):
+    with patched(call_of(death.step), lambda function: _killing(function, death)):
         yield
 
 

@@ -21,7 +21,7 @@ from mbridge_fsdp_ckpt.errors import CheckpointError
 from tests.core import cases
 from tests.patched import patched
 from tests.soak import in_writer
-from tests.soak.kill import EVERYBODY, NEW, RECIPE, STEPS, Step, save, signed
+from tests.soak.kill import EVERYBODY, NEW, RECIPE, STEPS, Step, call_of, save, signed
 
 Who = Literal["writer", "trainer", "both"]
 WHO: tuple[Who, ...] = ("writer", "trainer", "both")
@@ -65,8 +65,7 @@ def _deadly(signs: Path, who: Who, step: str, time: int, rank: int) -> Iterator[
 
 def make_mortal(signs: str, who: Who, step: str, time: int) -> None:
     """In a writer, before it does anything: see to it that it dies at its step."""
-    call = step if step.startswith("pathlib:") else f"mbridge_fsdp_ckpt.{step}"
-    patched(call, lambda function: _killing(function, Path(signs), who, time)).start()
+    patched(call_of(step), lambda function: _killing(function, Path(signs), who, time)).start()
 
 
 def _killing(function: Callable[..., Any], signs: Path, who: Who, time: int) -> Callable[..., Any]:

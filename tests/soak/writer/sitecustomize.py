@@ -5,9 +5,9 @@ import sys
 import traceback
 
 if "MBRIDGE_TEST_IN_WRITER" in os.environ and sys.orig_argv[1:3] == ["-m", "mbridge_fsdp_ckpt.saving.beside"]:
-    from tests.soak.in_writer import begin
-
     try:
+        from tests.soak.in_writer import begin
+
         begin()
     except Exception:  # Python would say a word, and go on with a writer in which nothing happens
         traceback.print_exc()

@@ -69,7 +69,7 @@ def _seconds(folder: Path, source: SafeSource, iteration: int) -> float:
 
 
 def _own(folder: Path, rank: int, keys: dict[str, KeyEntry]) -> Columns:
-    chunks = [Chunk(key, Box((rank, 0), (1, 8)), ByteRange(1000 * n, 1000), 0, 0) for n, key in enumerate(keys)]
+    chunks = [Chunk(key, Box((rank, 0), (1, 8)), ByteRange(1000 * n, 1000), 0, 32, 0) for n, key in enumerate(keys)]
     file = FileEntry(name=FILES.payload(rank), size=1000 * len(chunks), checksum="xxh3_64:0")
     own = own_index(RankIndex(rank, {"rank": rank}, file, keys), chunks, FILES)
     (folder / FILES.of_rank(rank)).write_bytes(own.to_bytes())

@@ -26,6 +26,7 @@ from mbridge_fsdp_ckpt.storage.format.columns import Array, Columns, key_hash
 from mbridge_fsdp_ckpt.storage.format.manifest import manifest_bytes, read_manifest
 from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, Files
 from mbridge_fsdp_ckpt.storage.format.schema import VERSION, IndexEntry, Manifest, RankOwn
+from mbridge_fsdp_ckpt.storage.format.sums import sums_bytes
 from mbridge_fsdp_ckpt.storage.format.told import Told
 from mbridge_fsdp_ckpt.storage.format.values import hash_of
 
@@ -147,7 +148,8 @@ class Synthetic:
 
     @property
     def _record(self) -> int:
-        return ROWS // self.pieces * WIDTH * 4 + 800
+        elements = ROWS // self.pieces * WIDTH * 4
+        return elements + 800 + sums_bytes(elements)
 
     @property
     def _payload(self) -> int:

@@ -33,6 +33,7 @@ from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
 from mbridge_fsdp_ckpt.storage.format.names import MANIFEST_NAME, Files
 from mbridge_fsdp_ckpt.storage.format.rows import Chunk
 from mbridge_fsdp_ckpt.storage.format.schema import IndexEntry
+from mbridge_fsdp_ckpt.storage.format.sums import RecordHasher, hasher_of
 from mbridge_fsdp_ckpt.storage.format.values import decode
 from mbridge_fsdp_ckpt.storage.ranges import OpenFiles
 from mbridge_fsdp_ckpt.storage.store import AnyPath
@@ -216,7 +217,7 @@ class Audit:
         if size is None or not (self._content or read):
             return len(part.findings) == before
         try:
-            digest, records = self._digests(self._directory / entry.name, [chunk.record for chunk in present])
+            digest, records = self._digests(self._directory / entry.name, present)
         except OSError as error:
             part.findings.append(Finding(subject, entry.name, "a file that can be read", str(error)))
             return False
@@ -244,19 +245,21 @@ class Audit:
             return None
         return actual.size
 
-    def _digests(self, path: AnyPath, spans: Sequence[tuple[int, int]]) -> tuple[str, list[str]]:
-        """Checksums of a file and of spans (first byte, length) in it, in one pass."""
+    def _digests(self, path: AnyPath, chunks: Sequence[Chunk]) -> tuple[str, list[str]]:
+        """Checksums of a file and of the records of chunks in it, in one pass."""
+        spans = [chunk.record for chunk in chunks]
         total, found = Hasher(), [_NO_BYTES] * len(spans)
         waiting = deque(sorted(range(len(spans)), key=lambda index: spans[index]))
-        running: dict[int, Hasher] = {}
+        running: dict[int, Hasher | RecordHasher] = {}
         position = 0
         for block in blocks(path):
             view, end = memoryview(block), position + len(block)
             total.update(view)
-            while waiting and spans[waiting[0]][0] < end:
-                running[waiting.popleft()] = Hasher()
+            while waiting and spans[waiting[0]].offset < end:
+                index = waiting.popleft()
+                running[index] = hasher_of(chunks[index].lead, chunks[index].size, spans[index].length)
             for index in list(running):
-                first, last = spans[index][0], sum(spans[index])
+                first, last = spans[index].offset, spans[index].end
                 running[index].update(view[max(0, first - position) : last - position])
                 if last <= end:
                     found[index] = running.pop(index).result()
@@ -279,8 +282,8 @@ class Audit:
 def _chunks(file: IndexFile, rank: int = 0) -> list[Chunk]:
     found: list[Chunk] = []
     for place, rows in file.sharded_rows():
-        key, dimensions = file.text_of_key(place), len(file.entry(place).shape)
-        found += [chunk for _, chunk in chunks_of(key, rows[rows["rank"] == rank], dimensions)]
+        key, entry = file.text_of_key(place), file.entry(place)
+        found += [chunk for _, chunk in chunks_of(key, rows[rows["rank"] == rank], entry)]
     return found
 
 

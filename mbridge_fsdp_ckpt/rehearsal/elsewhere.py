@@ -1,7 +1,8 @@
-"""A load in another layout: which records the planned ranks of one job would read of what another job wrote.
+"""A load in another layout: what the planned ranks of one job would read of the records that another job wrote.
 
-A load verifies every record that it uses a part of, and so reads all of it.  A block that is cut between two writers
-(`plan.shares`) counts as if one had written it: of each circle that holds the same, that is one less than it has ranks.
+A load verifies, and so reads, every hashed block of a record that it uses a part of (`plan.records`).  A block that is
+cut between two writers (`plan.shares`) counts as if one had written it: of each circle that holds the same, that is one
+less than it has ranks.
 """
 
 from __future__ import annotations
@@ -19,18 +20,19 @@ from mbridge_fsdp_ckpt.plan.boxes import Box, FlatRange
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
 from mbridge_fsdp_ckpt.plan.layout import Axis, ParameterLayout
 from mbridge_fsdp_ckpt.plan.pieces import Component, plan_parameter
-from mbridge_fsdp_ckpt.plan.records import records_of
+from mbridge_fsdp_ckpt.plan.records import part_of, records_of
 from mbridge_fsdp_ckpt.rehearsal.model import RehearsedModel, Subject
 from mbridge_fsdp_ckpt.rehearsal.records import record_bytes, records_in
 from mbridge_fsdp_ckpt.rehearsal.rehearse import Rehearsal
 from mbridge_fsdp_ckpt.rehearsal.world import as_expert_rank, as_rank
+from mbridge_fsdp_ckpt.storage.format.sums import sums_bytes
 
 _Boxes = dict[Component, set[Box]]
 _Place = tuple[str, Component, Box, torch.dtype]
 
 
 def read_over_held(saved: Rehearsal, loading: Rehearsal) -> float:
-    """Bytes of the records that the planned ranks of a loading job read, over those of what they hold.
+    """Bytes of records that the planned ranks of a loading job read, over those of what they hold.
 
     Args:
         saved: The job that saved.
@@ -88,5 +90,14 @@ def _read_bytes(item: Holding, written: dict[str, _Boxes], met: dict[_Place, int
     if place not in met:
         boxes = (box for box in written[key].get(component, ()) if box.intersect(item.box) is not None)
         records = (record for box in boxes for record in records_of(box, dtype.itemsize))
-        met[place] = sum(record_bytes(each.size, dtype) for each in records if each.intersect(item.box) is not None)
+        touched = (each for each in records if each.intersect(item.box) is not None)
+        met[place] = sum(_bytes_of(each, dtype, item.box) for each in touched)
     return met[place]
+
+
+def _bytes_of(record: Box, dtype: torch.dtype, wanted: Box) -> int:
+    """What is read of a record for a block that has some of it."""
+    part = part_of(record, dtype.itemsize, [wanted])
+    if part is None:
+        return record_bytes(record.size, dtype)
+    return part.end - part.begin + sums_bytes(record.volume * dtype.itemsize)

@@ -1,4 +1,4 @@
-"""How many bytes a block takes in a payload file: its elements, and what `torch.save` writes around each record."""
+"""How many bytes a block takes in a payload file: its elements, and what is written around those of each record."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from mbridge_fsdp_ckpt.plan.boxes import Shape, whole
 from mbridge_fsdp_ckpt.plan.records import records_of
 from mbridge_fsdp_ckpt.storage.format.payload import without_crc32
+from mbridge_fsdp_ckpt.storage.format.sums import sums_bytes
 
 _ALIGNMENT = 64
 _ZIP64 = 1 << 32
@@ -48,7 +49,7 @@ def record_bytes(size: Shape, dtype: torch.dtype) -> int:
     form = dtype, tuple(map(_width, (*size, *_strides(size), count))), elements % _ALIGNMENT, elements >= _ZIP64
     if form not in _around:
         _around[form] = _saved_bytes(size, dtype) - elements
-    return elements + _around[form]
+    return elements + _around[form] + sums_bytes(elements)
 
 
 def _saved_bytes(size: Shape, dtype: torch.dtype) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Buffer
+from typing import Protocol
 
 import xxhash
 
@@ -10,6 +11,13 @@ HASHED_AT_ONCE = 1 << 21
 """Bytes that are hashed as soon as they were read or written: few enough to be in the processor's cache still."""
 
 _PREFIX = "xxh3_64:"
+
+
+class Hashes(Protocol):
+    """What bytes are handed to, one piece after the other."""
+
+    def update(self, data: Buffer) -> None:
+        """Add bytes."""
 
 
 class Hasher:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, InternalError
 from mbridge_fsdp_ckpt.storage.ahead import Range, ReadAhead
-from mbridge_fsdp_ckpt.storage.checksums import HASHED_AT_ONCE, Hasher
+from mbridge_fsdp_ckpt.storage.checksums import HASHED_AT_ONCE, Hashes
 from mbridge_fsdp_ckpt.storage.store import AnyPath, Ranges, Reader, is_local, store_of
 
 Bytes = npt.NDArray[np.uint8]
@@ -124,7 +124,7 @@ class OpenFiles:
         return reader
 
     def read(
-        self, path: AnyPath, offset: int, length: int, hasher: Hasher | None = None, scratch: Scratch | None = None
+        self, path: AnyPath, offset: int, length: int, hasher: Hashes | None = None, scratch: Scratch | None = None
     ) -> Bytes:
         """Bytes [offset, offset + length) of a file, hashed on the way; in the scratch memory, if there is some.
 
@@ -144,19 +144,17 @@ class OpenFiles:
                 scratch.progress()
         return data
 
-    def checksum(self, path: AnyPath, offset: int, length: int, scratch: Scratch) -> str:
-        """Checksum of bytes [offset, offset + length), which pass through a part of the scratch memory.
+    def pass_through(self, path: AnyPath, offset: int, length: int, hasher: Hashes, scratch: Scratch) -> None:
+        """Hash bytes [offset, offset + length) of a file, which pass through a part of the scratch memory.
 
         Raises:
             DamagedCheckpointError: The file ends too early, or is gone.
             OSError: The storage refused.
         """
-        hasher = Hasher()
         self.read_part(path, offset, length, _NOWHERE, hasher, scratch)
-        return hasher.result()
 
     def read_part(
-        self, path: AnyPath, offset: int, length: int, place: Place, hasher: Hasher | None, scratch: Scratch
+        self, path: AnyPath, offset: int, length: int, place: Place, hasher: Hashes | None, scratch: Scratch
     ) -> None:
         """Read bytes [offset, offset + length) of a file, hashed on the way, and keep a part of them.
 

@@ -30,10 +30,13 @@ class StoredChunk:
         key: The key.
         box: The block of it.
         path: The file.
-        record: The bytes that are read and verified as one: the raw elements, and what a pickler wrote around them.
-        checksum: Of the record; empty where the format has none.
-        elements_at: Where in the record the raw elements begin, if they can be read without unpickling it.
+        record: The bytes that are read: the raw elements, and what was written around them, which are verified as one;
+            or blocks of elements of a record of which the box is a part.
+        checksum: Of the whole record; empty where the format has none.
+        elements_at: Where in these bytes the box's raw elements begin, if they can be read without unpickling.
         data: The raw elements, where the index has them: there is no record.
+        sums: Where the checksums of blocks are that blocks are verified with; nowhere if the whole record is read.
+        first_block: The number of the first one that is read.
     """
 
     key: str
@@ -43,6 +46,8 @@ class StoredChunk:
     checksum: str = ""
     elements_at: int = 0
     data: bytes = b""
+    sums: ByteRange = _NO_BYTES
+    first_block: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +121,9 @@ class CheckpointSource(Protocol):
             needed: What is needed of each; None means all of it.
 
         Returns:
-            For each key its chunks that have something needed, perhaps others, in no order; every box is inside its
-            key, every file is there at its full size.  Whether the boxes cover what is needed is not checked.
+            For each key its chunks that have something needed, perhaps others, in no order, each perhaps without rows
+            that have nothing needed; every box is inside its key, every file is there at its full size.  Whether the
+            boxes cover what is needed is not checked.
 
         Raises:
             ManifestError: The index contradicts the head, or itself.

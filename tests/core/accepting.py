@@ -88,7 +88,7 @@ def load_verifying(directory: str, verify: Any, buffer: int | None = None) -> di
     error = ""
     with (
         patch.object(OpenFiles, "read", counted(OpenFiles.read)),
-        patch.object(OpenFiles, "checksum", counted(OpenFiles.checksum)),
+        patch.object(OpenFiles, "pass_through", counted(OpenFiles.pass_through)),
     ):
         try:
             mbridge_fsdp_ckpt.load(directory, model=trainable.model, optimizer=trainable.optimizer, settings=settings)

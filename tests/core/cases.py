@@ -45,8 +45,11 @@ def train_and_save(directory: str, recipe: Recipe, more_steps: int = 0) -> dict[
 
 
 def with_small_records[**P, R](largest: int, case: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-    """A case in which larger blocks than so many bytes are cut into records, as those of large models are."""
-    with patch.object(records, "LARGEST_RECORD", largest):
+    """A case in which larger blocks than so many bytes are cut into records, as those of large models are.
+
+    Of a record, a quarter of these bytes are hashed at a time.
+    """
+    with patch.object(records, "LARGEST_RECORD", largest), patch.object(records, "HASHED_BLOCK", largest // 4):
         return case(*args, **kwargs)
 
 

@@ -96,14 +96,13 @@ def elsewhere(saved: Recipe, ranks: int, loading: Recipe, other_ranks: int) -> t
 
 
 def really_read(directory: Path, held: list[tuple[str, Box, int]]) -> float:
-    """The same ratio, by the records that were written."""
+    """The same ratio, by what a load reads of the records that were written."""
     source = SafeSource(as_path(directory))
-    chunks = source.chunks({key for key, _, _ in held})
     read = 0
     for key, box, _ in held:
-        met = [chunk for chunk in chunks[key] if chunk.box.intersect(box) is not None]
+        met = [chunk for chunk in source.chunks([key], {key: [box]})[key] if chunk.box.intersect(box) is not None]
         assert met, f"nothing of {key} {box} was written"
-        read += sum(chunk.record.length for chunk in met)
+        read += sum(chunk.record.length + chunk.sums.length for chunk in met)
     return read / sum(size for _, _, size in held)
 
 

@@ -1,4 +1,5 @@
-"""Blocks of which each is several records, as those of large models are: any layout, stock's reader, the rehearsal."""
+"""Blocks of which each is several records, of several hashed blocks each, as those of large models are: any layout,
+stock's reader, the rehearsal."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ def test_a_checkpoint_of_cut_blocks_loads_in_any_layout(
     names = [saved_in, *sampling.drawn(f"layouts of cut blocks after {saved_in}", list(LAYOUTS), share=4)]
     for number, name in enumerate(names):
         other_ranks, other = LAYOUTS[name]
-        load = (str(first), str(tmp_path / f"{number}"), QWEN.on(**other))
-        loaded = megatron_ranks.run(cases.load_and_save, *load, ranks=other_ranks)[0]
+        load = (LARGEST, cases.load_and_save, str(first), str(tmp_path / f"{number}"), QWEN.on(**other))
+        loaded = megatron_ranks.run(cases.with_small_records, *load, ranks=other_ranks)[0]
         assert loaded["live"] == saved["live"], name
         assert oracle.on_disk(tmp_path / f"{number}") == oracle.on_disk(first), name
 
@@ -41,7 +42,8 @@ def test_the_same_layout_reads_what_its_ranks_wrote(megatron_ranks: RankPool, tm
     recipe = QWEN.on(expert=2, offload=0.5)
     save = (LARGEST, cases.train_and_save, str(tmp_path / "c"), recipe)
     saved = megatron_ranks.run(cases.with_small_records, *save, ranks=4)[0]["live"]
-    loaded = megatron_ranks.run(cases.load_counting, str(tmp_path / "c"), recipe, ranks=4)
+    load = (LARGEST, cases.load_counting, str(tmp_path / "c"), recipe)
+    loaded = megatron_ranks.run(cases.with_small_records, *load, ranks=4)
     assert not any(rank["rows"] for rank in loaded), "of the groups' index files"
     assert loaded[0]["live"] == saved
 
@@ -65,6 +67,7 @@ def test_a_rehearsal_knows_what_another_layout_reads(megatron_ranks: RankPool, t
     megatron_ranks.run(cases.with_small_records, *save, ranks=2)
     jobs = saved, 2, loading, 4
     ((ratio, held),) = megatron_ranks.run(rehearsed.with_small_records, LARGEST, rehearsed.elsewhere, *jobs, ranks=1)
-    assert ratio == pytest.approx(rehearsed.really_read(tmp_path / "c", held), rel=1e-12)
+    read = cases.with_small_records(LARGEST, rehearsed.really_read, tmp_path / "c", held)
+    assert ratio == pytest.approx(read, rel=1e-12)
     ((uncut, _),) = megatron_ranks.run(rehearsed.elsewhere, *jobs, ranks=1)
     assert ratio < uncut, "small records are what a load in a finer layout reads less of"

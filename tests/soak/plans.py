@@ -224,7 +224,7 @@ def _counts(blocks: list[Block]) -> bool:
 
 def _row(block: Block) -> Row:
     if block.kind == "sharded":
-        return Chunk(block.key, block.box, ByteRange(0, 0), 0, 0)
+        return Chunk(block.key, block.box, ByteRange(0, 0), 0, block.nbytes, 0)
     return Number(block.key, bytes(dtype_from_name(block.dtype).itemsize))
 
 

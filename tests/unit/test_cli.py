@@ -106,7 +106,7 @@ def root(tmp_path: Path) -> Path:
     directory.mkdir()
     keys = {key: KeyEntry(dtype="float32", shape=(4,), family=f, component=c) for key, (f, c) in FUSED.items()}
     files, payload = Files("0123456789ab"), FileEntry(name="__0_0.distcp", size=16, checksum="xxh3_64:0")
-    rows = [Chunk(key, Box((0,), (4,)), ByteRange(0, 16), 0, 0) for key in keys]
+    rows = [Chunk(key, Box((0,), (4,)), ByteRange(0, 16), 0, 16, 0) for key in keys]
     told = write_own_index(directory, files, RankIndex(0, {"rank": 0}, payload, keys), rows, {})
     head = Manifest.model_validate(
         {

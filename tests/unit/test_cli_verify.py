@@ -43,7 +43,7 @@ def chunks_of(directory: Path, rank: int) -> dict[str, Chunk]:
     """A rank's chunks by key, as its own index has them."""
     found = SafeSource(directory).own_index(rank)
     rows = {found.text_of_key(place): rows for place, rows in found.sharded_rows()}
-    by_key = {key: columns.chunks_of(key, some, len(KEYS[key].shape)) for key, some in rows.items()}
+    by_key = {key: columns.chunks_of(key, some, KEYS[key]) for key, some in rows.items()}
     return {key: chunk for key, [(_, chunk)] in by_key.items()}
 
 

@@ -69,7 +69,8 @@ def drawn(random: Random, ranks: int, copies: int = 0) -> tuple[list[RankIndex],
                 else Box((), ())
             )
             record = ByteRange(random.randrange(1 << 20), 1 << 12)
-            random.choice(rows).append(Chunk(key, box, record, random.randrange(200), random.getrandbits(64)))
+            lead, checksum = random.randrange(200), random.getrandbits(64)
+            random.choice(rows).append(Chunk(key, box, record, lead, 4 * box.volume, checksum))
     said = []
     for rank in range(ranks):
         random.shuffle(rows[rank])
@@ -135,7 +136,7 @@ def test_one_ranks_own_is_its_group_but_for_the_record() -> None:
 
 def held(rank: int, key: str, entry: KeyEntry, *boxes: Box) -> Columns:
     payload = FileEntry(name="x", size=1 << 20, checksum="xxh3_64:00")
-    rows: list[Row] = [Chunk(key, box, ByteRange(0, 1 << 12), 0, 0) for box in boxes]
+    rows: list[Row] = [Chunk(key, box, ByteRange(0, 1 << 12), 0, 4 * box.volume, 0) for box in boxes]
     return own_index(RankIndex(rank, {"rank": rank}, payload, {key: entry}), rows, FILES)
 
 
@@ -305,7 +306,7 @@ def test_a_leader_names_what_a_rank_did_not_write(tmp_path: Path, name: str, dam
 def test_a_key_whose_first_element_two_groups_wrote_is_named(tmp_path: Path) -> None:
     payload = FileEntry(name="x", size=1 << 12, checksum="xxh3_64:00")
     said = [RankIndex(r, {"rank": r}, payload, {"key": ENTRY}) for r in (0, 1)]
-    rows: list[list[Row]] = [[Chunk("key", UPPER, ByteRange(0, 1 << 12), 0, 0)] for _ in said]
+    rows: list[list[Row]] = [[Chunk("key", UPPER, ByteRange(0, 1 << 12), 0, 4 * UPPER.volume, 0)] for _ in said]
     told = [write_group_index(tmp_path, FILES, n, one) for n, one in enumerate(tell(tmp_path, said, rows))]
     with pytest.raises(PlanDisagreementError, match=r"one rank to write the first element.*2 did") as caught:
         count_keys(tmp_path, FILES, together(told))

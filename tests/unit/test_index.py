@@ -437,7 +437,7 @@ def test_a_record_that_is_none_is_refused(own: Part, opened: Opened, record: byt
 
 
 def chunk(key: str, box: Box, at: int = 0) -> Chunk:
-    return Chunk(key, box, ByteRange(at, 4096), 64, (at * 0x9E3779B97F4A7C15) % 2**64)
+    return Chunk(key, box, ByteRange(at, 4096), 64, 4 * box.volume, (at * 0x9E3779B97F4A7C15) % 2**64)
 
 
 def many(count: int, rank: int = 0, ranks: int = 1) -> tuple[RankIndex, list[Row]]:
@@ -517,8 +517,7 @@ def test_rows_are_read_key_by_key_from_blocks(opened: Opened, count: int) -> Non
         found = {file.text_of_key(place): some for place, some in file.rows(places)}
         assert list(found) == [file.text_of_key(place) for place in places]
         for key, some in found.items():
-            dimensions = len(said.keys[key].shape)
-            assert [chunk for _, chunk in columns.chunks_of(key, some, dimensions)] == by_key[key]
+            assert [chunk for _, chunk in columns.chunks_of(key, some, said.keys[key])] == by_key[key]
 
 
 def test_only_the_blocks_of_the_keys_are_read(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:

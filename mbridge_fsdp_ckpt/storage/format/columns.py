@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mbridge_fsdp_ckpt.plan.boxes import Box
+from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.storage.checksums import digest
 from mbridge_fsdp_ckpt.storage.format.rows import Chunk
@@ -63,21 +64,22 @@ def box_of(row: np.void, dimensions: int) -> Box:
 
 
 def chunks_of(
-    key: str, rows: Array, dimensions: int, boxes: Sequence[Box] | None = None
+    key: str, rows: Array, entry: KeyEntry, boxes: Sequence[Box] | None = None
 ) -> Iterator[tuple[int, Chunk]]:
     """The chunks of a key that have elements of some boxes, or all, each with the index of the rank that its row names.
 
     Args:
         key: The key.
         rows: Its rows.
-        dimensions: Its own.
+        entry: Its description.
         boxes: These; None for all.
     """
+    dimensions, itemsize = len(entry.shape), dtype_from_name(entry.dtype).itemsize
     touching = rows if boxes is None or len(rows) < _MANY else rows[_touching(rows, boxes, dimensions)]
     for rank, lead, offset, length, checksum, start, extent in touching.tolist():
         box = Box(tuple(start[:dimensions].tolist()), tuple(extent[:dimensions].tolist()))
         if boxes is None or any(map(box.intersect, boxes)):
-            yield rank, Chunk(key, box, ByteRange(offset, length), lead, checksum)
+            yield rank, Chunk(key, box, ByteRange(offset, length), lead, box.volume * itemsize, checksum)
 
 
 def _touching(rows: Array, boxes: Sequence[Box], dimensions: int) -> npt.NDArray[np.bool_]:

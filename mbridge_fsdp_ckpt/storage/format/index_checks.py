@@ -14,6 +14,7 @@ from mbridge_fsdp_ckpt.plan.keys import MAX_INT, KeyEntry
 from mbridge_fsdp_ckpt.storage.format import columns
 from mbridge_fsdp_ckpt.storage.format.columns import Array
 from mbridge_fsdp_ckpt.storage.format.schema import IndexHeader
+from mbridge_fsdp_ckpt.storage.format.sums import sums_bytes_of
 
 _Checked = Iterator[tuple[str, bool]]
 
@@ -143,7 +144,8 @@ def _of_rows(
     yield beyond, "records inside their payload files"
     sides = np.where(unused, np.uint64(1), extent)
     roughly = np.prod(sides.astype(np.float64), axis=1) * shapes.itemsize[entry] + rows["lead"]
-    exactly = np.prod(sides, axis=1, dtype=np.uint64) * shapes.itemsize[entry] + rows["lead"]
-    yield (roughly > 2.0**62) | (exactly > rows["length"]), "elements of {0.dtype} inside their records"
+    elements = np.prod(sides, axis=1, dtype=np.uint64) * shapes.itemsize[entry]
+    exactly = elements + rows["lead"] + sums_bytes_of(elements)
+    yield (roughly > 2.0**62) | (exactly > rows["length"]), "elements of {0.dtype} inside their records, with sums"
     origins = np.bincount(of_key, ~start.any(axis=1), len(keys))
     yield (origins != keys["origins"])[of_key], "{1} rows with the first element"

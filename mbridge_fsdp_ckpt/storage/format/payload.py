@@ -1,8 +1,9 @@
 """Writing a rank's tensors: `__<rank>_0.distcp`, one `torch.save` record a chunk.
 
 The record is what stock DCP reads; the raw elements inside it, whose place the index has, are what this
-package reads, without unpickling.  Each record and the whole file are hashed while they are written.  Of a device
-shard no more than a piece lies on the host at a time; what lies there already is copied into the file's blocks alone.
+package reads, without unpickling.  Each record and the whole file are hashed while they are written; after a large
+record come the checksums of its parts (`sums`).  Of a device shard no more than a piece lies on the host at a time;
+what lies there already is copied into the file's blocks alone.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from torch import serialization
 from mbridge_fsdp_ckpt.errors import InternalError
 from mbridge_fsdp_ckpt.plan.boxes import Box, Shape
 from mbridge_fsdp_ckpt.plan.records import records_of
-from mbridge_fsdp_ckpt.storage.checksums import HASHED_AT_ONCE, Hasher
+from mbridge_fsdp_ckpt.storage.checksums import HASHED_AT_ONCE, Hasher, Hashes
 from mbridge_fsdp_ckpt.storage.entries import FileEntry
 from mbridge_fsdp_ckpt.storage.format.on_host import host_bytes, host_pieces
 from mbridge_fsdp_ckpt.storage.format.rows import Chunk, Number
+from mbridge_fsdp_ckpt.storage.format.sums import RecordHasher, hasher_of, sums_bytes
 from mbridge_fsdp_ckpt.storage.ranges import ByteRange
 from mbridge_fsdp_ckpt.storage.store import AnyPath, store_of
 
@@ -45,12 +47,14 @@ class PayloadWriter:
     def __init__(self, path: AnyPath, progress: Callable[[], None] = lambda: None) -> None:
         self.path, self._progress = path, progress
         self._file = store_of(path).create()
-        self._hasher, self._record_hasher = Hasher(), Hasher()
+        self._hasher = Hasher()
+        self._record_hasher: Hasher | RecordHasher = Hasher()
         self._position = 0
         self._small, self._hashed = bytearray(), 0
 
     def append(self, data: bytes) -> None:
         """Append bytes that are no chunk."""
+        self._record_hasher = Hasher()
         self._append(data)
         self._append_small()
 
@@ -75,7 +79,7 @@ class PayloadWriter:
             self._record_hasher.update(rest)
         self._hashed = len(self._small)
 
-    def _append_at_once(self, view: memoryview, *hashers: Hasher) -> None:
+    def _append_at_once(self, view: memoryview, *hashers: Hashes) -> None:
         for start in range(0, view.nbytes, HASHED_AT_ONCE):
             block = view[start : start + HASHED_AT_ONCE]
             self._file.write(block)
@@ -123,12 +127,14 @@ class PayloadWriter:
             OSError: The storage refused.
         """
         before, after = _frame(dtype, box.size)
-        start, self._record_hasher = self.position, Hasher()
+        start, expected = self.position, box.volume * dtype.itemsize
+        length = len(before) + expected + len(after) + sums_bytes(expected)
+        self._record_hasher = hasher_of(len(before), expected, length)
         self._append(before)
         first = self.position
         for piece in pieces:
             self._append(piece)
-        expected, found = box.volume * dtype.itemsize, self.position - first
+        found = self.position - first
         if found != expected:
             raise InternalError(
                 expected=f"{expected} bytes of elements",
@@ -138,10 +144,13 @@ class PayloadWriter:
             )
         self._append(after)
         self._hash_small()
+        if isinstance(self._record_hasher, RecordHasher):
+            self._append(self._record_hasher.sums())
+            self._hash_small()
         if len(self._small) >= _TOGETHER:
             self._append_small()
-        record = ByteRange(start, self.position - start)
-        return Chunk(key, box, record, len(before) if box.volume else 0, self._record_hasher.number())
+        lead, record = len(before) if box.volume else 0, ByteRange(start, length)
+        return Chunk(key, box, record, lead, expected, self._record_hasher.number())
 
     def close(self) -> FileEntry:
         """Flush to disk; returns the file's entry for the index."""

@@ -13,13 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from mbridge_fsdp_ckpt.errors import DamagedCheckpointError
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.plan.tiling import tiling_defect
 from mbridge_fsdp_ckpt.storage.ahead import Range
-from mbridge_fsdp_ckpt.storage.checksums import Hasher, as_text
 from mbridge_fsdp_ckpt.storage.entries import FileEntry
 from mbridge_fsdp_ckpt.storage.files import check_file, hold, malformed
 from mbridge_fsdp_ckpt.storage.format import columns
@@ -32,6 +30,7 @@ from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, MANIFEST_NAME, F
 from mbridge_fsdp_ckpt.storage.format.rows import Chunk
 from mbridge_fsdp_ckpt.storage.format.schema import Manifest
 from mbridge_fsdp_ckpt.storage.format.values import decode
+from mbridge_fsdp_ckpt.storage.format.verified import RecordHashes, check, hasher_for, stored
 from mbridge_fsdp_ckpt.storage.ranges import Bytes, OpenFiles, Place, Scratch
 from mbridge_fsdp_ckpt.storage.source import AT_PLACE, Head, RankRecord, StoredChunk, slots_in
 from mbridge_fsdp_ckpt.storage.store import AnyPath
@@ -174,48 +173,54 @@ class SafeSource:
             key = places[place]
             found[key].append(StoredChunk(key, Box((), ()), file.path, data=file.number(place)))
         for place, rows in file.rows(sharded):
-            key = places[place]
-            dimensions = len(file.entry(place).shape)
+            key, entry = places[place], file.entry(place)
             boxes = None if needed is None else needed.get(key, ())
-            found[key] += [self._stored(file, chunk, rank) for rank, chunk in chunks_of(key, rows, dimensions, boxes)]
+            for rank, chunk in chunks_of(key, rows, entry, boxes):
+                found[key].append(self._stored(file, chunk, rank, boxes))
 
-    def _stored(self, file: IndexFile, chunk: Chunk, rank_there: int) -> StoredChunk:
+    def _stored(self, file: IndexFile, chunk: Chunk, rank_there: int, boxes: Sequence[Box] | None) -> StoredChunk:
+        """A chunk, or that part of it that has what is needed."""
         place = file.path.name, rank_there
         if place not in self._payload:
             rank, size, _ = file.ranks[rank_there].tolist()
             entry = FileEntry(name=self.files.payload(rank), size=size, checksum="")
             self._payload[place] = check_file(self._directory, entry, file.path.name)
-        path, checksum = self._payload[place], as_text(chunk.checksum)
-        return StoredChunk(chunk.key, chunk.box, path, chunk.record, checksum, chunk.lead)
+        return stored(chunk, self._payload[place], boxes)
 
     def read(self, chunk: StoredChunk, *, verify: bool = True, scratch: Scratch | None = None) -> torch.Tensor:
         """See `CheckpointSource`."""
         dtype = dtype_from_name(self.head.keys[chunk.key].dtype)
         if chunk.data:
             return elements(np.frombuffer(bytearray(chunk.data), dtype=np.uint8), dtype, chunk.box)
-        hasher = Hasher() if verify else None
+        hasher = self._hasher(chunk) if verify else None
         record = self._opened.read(chunk.path, *chunk.record, hasher, scratch)
         if hasher is not None:
-            _check_record(chunk, hasher.result())
+            check(chunk, hasher, self._opened)
         begin, size = chunk.elements_at, chunk.box.volume * dtype.itemsize
         return elements(record[begin : begin + size], dtype, chunk.box)
 
     def read_part(self, chunk: StoredChunk, place: Place, scratch: Scratch, *, verify: bool = True) -> None:
         """See `CheckpointSource`."""
-        hasher = Hasher() if verify else None
+        hasher = self._hasher(chunk) if verify else None
         in_record = Place(chunk.elements_at + place.start, place.memory)
         self._opened.read_part(chunk.path, *chunk.record, in_record, hasher, scratch)
         if hasher is not None:
-            _check_record(chunk, hasher.result())
+            check(chunk, hasher, self._opened)
 
     def reading_ahead(self, chunks: Iterable[StoredChunk]) -> AbstractContextManager[None]:
         """See `CheckpointSource`."""
-        return self._opened.reading_ahead(Range(chunk.path, *chunk.record) for chunk in chunks if not chunk.data)
+        places = ((chunk.path, place) for chunk in chunks for place in (chunk.record, chunk.sums))
+        return self._opened.reading_ahead(Range(path, *place) for path, place in places if place.length)
 
     def verify(self, chunk: StoredChunk, scratch: Scratch) -> None:
         """See `CheckpointSource`; an index was verified when it was read."""
         if not chunk.data:
-            _check_record(chunk, self._opened.checksum(chunk.path, *chunk.record, scratch))
+            hasher = self._hasher(chunk)
+            self._opened.pass_through(chunk.path, *chunk.record, hasher, scratch)
+            check(chunk, hasher, self._opened)
+
+    def _hasher(self, chunk: StoredChunk) -> RecordHashes:
+        return hasher_for(chunk, dtype_from_name(self.head.keys[chunk.key].dtype).itemsize)
 
     def own_indexes(self) -> Iterator[tuple[int, IndexFile]]:
         """What every rank wrote, by rank."""
@@ -266,16 +271,6 @@ def _covered(chunks: Sequence[StoredChunk], boxes: Sequence[Box]) -> bool:
     """Whether chunks have every element of some boxes, once."""
     held = [chunk.box for chunk in chunks]
     return not boxes or (bool(held) and not any(tiling_defect(box, held) for box in boxes))
-
-
-def _check_record(chunk: StoredChunk, found: str) -> None:
-    if found != chunk.checksum:
-        raise DamagedCheckpointError(
-            expected=f"{chunk.checksum} of {chunk.key} {chunk.box}",
-            found=f"{found} in bytes [{chunk.record.offset}, {chunk.record.end})",
-            remedy="The file was changed after it was written: use another checkpoint.",
-            key=str(chunk.path),
-        )
 
 
 def elements(data: Bytes, dtype: torch.dtype, box: Box) -> torch.Tensor:

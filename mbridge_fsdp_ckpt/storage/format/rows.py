@@ -15,15 +15,17 @@ class Chunk:
     Args:
         key: The key.
         box: Which block of the key, or which part of a large one; see `plan.records`.
-        record: What `torch.save` wrote, the raw elements in it; stock DCP reads that.
+        record: What `torch.save` wrote, the raw elements in it, which stock DCP reads, and its sums; see `sums`.
         lead: Bytes of the record before the raw elements, which are row-major and little-endian.
-        checksum: Of the record, 64 bits.
+        size: Bytes of the raw elements.
+        checksum: Of the record, or of its sums, 64 bits.
     """
 
     key: str
     box: Box
     record: ByteRange
     lead: int
+    size: int
     checksum: int
 
 

@@ -28,11 +28,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from mbridge_fsdp_ckpt.errors import UnsupportedStateError
-from mbridge_fsdp_ckpt.plan.boxes import Shape
+from mbridge_fsdp_ckpt.plan.boxes import Box, Shape, whole
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry, name_and_slot
 from mbridge_fsdp_ckpt.storage.format import columns
 from mbridge_fsdp_ckpt.storage.format.index import IndexFile
+from mbridge_fsdp_ckpt.storage.format.sums import sums_bytes
 
 KeyPath = tuple[str | int, ...]
 """Where stock nests a value; its key are the parts, with dots between them."""
@@ -156,10 +157,12 @@ class _View:
         for key, (entry, count) in zip(part.keys, part.described, strict=True):
             described = part.entries[entry]
             tensor = self._tensor(key, path_of(key), dtype_from_name(described.dtype), described.shape)
-            dimensions = len(described.shape)
+            dimensions, itemsize = len(described.shape), dtype_from_name(described.dtype).itemsize
             for rank, offset, length, start, extent in islice(each, count):
-                info = filesystem._StorageInfo(part.files[rank], offset, length)
-                self._add_chunk(key, tensor, tuple(start[:dimensions]), tuple(extent[:dimensions]), info)
+                box = Box(tuple(start[:dimensions]), tuple(extent[:dimensions]))
+                # stock's record: our sums follow it
+                info = filesystem._StorageInfo(part.files[rank], offset, length - sums_bytes(box.volume * itemsize))
+                self._add_chunk(key, tensor, box, info)
 
     def add_values(self, values: Values) -> None:
         for parent in values.parents:
@@ -171,7 +174,7 @@ class _View:
                     self._storage[MetadataIndex(key)] = self._info(leaf.record)
                 else:
                     tensor = self._tensor(key, path, leaf.dtype, leaf.shape)
-                    self._add_chunk(key, tensor, (0,) * len(leaf.shape), leaf.shape, self._info(leaf.record))
+                    self._add_chunk(key, tensor, whole(leaf.shape), self._info(leaf.record))
 
     def _tensor(self, key: str, path: KeyPath, dtype: torch.dtype, shape: Shape) -> TensorStorageMetadata:
         """The entry of a tensor; several index files may have rows of one."""
@@ -192,11 +195,9 @@ class _View:
             )
         self._state[key], self._paths[key] = entry, path
 
-    def _add_chunk(
-        self, key: str, tensor: TensorStorageMetadata, start: Shape, extent: Shape, info: filesystem._StorageInfo
-    ) -> None:
-        offset = self._size(start)
-        tensor.chunks.append(ChunkStorageMetadata(offset, self._size(extent)))
+    def _add_chunk(self, key: str, tensor: TensorStorageMetadata, box: Box, info: filesystem._StorageInfo) -> None:
+        offset = self._size(box.offset)
+        tensor.chunks.append(ChunkStorageMetadata(offset, self._size(box.size)))
         self._storage[MetadataIndex(key, offset)] = info
 
     def metadata(self) -> Metadata:

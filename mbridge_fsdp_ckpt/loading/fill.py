@@ -238,8 +238,9 @@ class _Filling:
         wanted = [number for number, each in enumerate(places) if chunk.box.intersect(each.box) is not None]
         dtype = dtype_from_name(source.head.keys[chunk.key].dtype)
         place = places[wanted[0]].place_in(chunk.box, dtype) if len(wanted) == 1 and chunk.record.length else None
-        if place is None:
-            self.copy(chunk.key, chunk.box, staged.read(chunk))
+        if place is None:  # some rows at a time, while the processor's cache has them
+            for box, data in source.read_rows(chunk, staged.scratch, verify=self._opened.verified):
+                self.copy(chunk.key, box, data)
             return
         source.read_part(chunk, place, staged.scratch, verify=self._opened.verified)
         self._filled[chunk.key, wanted[0]] += place.memory.size // dtype.itemsize

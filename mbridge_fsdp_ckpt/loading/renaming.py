@@ -81,6 +81,12 @@ class _Renamed:
         """See `CheckpointSource`."""
         return self._source.read(self._as_saved(chunk), verify=verify, scratch=scratch)
 
+    def read_rows(
+        self, chunk: StoredChunk, scratch: Scratch, *, verify: bool = True
+    ) -> Iterator[tuple[Box, torch.Tensor]]:
+        """See `CheckpointSource`."""
+        return self._source.read_rows(self._as_saved(chunk), scratch, verify=verify)
+
     def read_part(self, chunk: StoredChunk, place: Place, scratch: Scratch, *, verify: bool = True) -> None:
         """See `CheckpointSource`."""
         self._source.read_part(self._as_saved(chunk), place, scratch, verify=verify)

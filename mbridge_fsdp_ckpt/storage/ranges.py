@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -184,6 +184,32 @@ class OpenFiles:
             if hasher is not None:
                 hasher.update(block)
             scratch.progress()
+
+    def read_each(
+        self, path: AnyPath, offset: int, lengths: Sequence[int], hasher: Hashes | None, scratch: Scratch
+    ) -> Iterator[Bytes]:
+        """Bytes of a file from an offset on, so many at a time, in the scratch memory, until the next ones are taken.
+
+        Args:
+            path: The file.
+            offset: The first byte.
+            lengths: How many bytes at a time.
+            hasher: Gets all of them.
+            scratch: The memory.
+
+        Raises:
+            DamagedCheckpointError: The file ends too early, or is gone.
+            OSError: The storage refused.
+        """
+        fill, start = self._range_of(path, offset, sum(lengths)), 0
+        for length in lengths:
+            data = scratch.take(length)
+            fill(memoryview(data), start)
+            if hasher is not None:
+                hasher.update(data)
+            scratch.progress()
+            start += length
+            yield data
 
     def _range_of(self, path: AnyPath, offset: int, length: int) -> Callable[[memoryview, int], None]:
         """What fills memory with bytes of a range, from a place in it on."""

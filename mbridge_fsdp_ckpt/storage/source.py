@@ -142,6 +142,20 @@ class CheckpointSource(Protocol):
             DamagedCheckpointError: The file is gone or too short, or the bytes are not those that were written.
         """
 
+    def read_rows(
+        self, chunk: StoredChunk, scratch: Scratch, *, verify: bool = True
+    ) -> Iterator[tuple[Box, torch.Tensor]]:
+        """A chunk's elements, some rows at a time, each with their box and until the next ones are taken.
+
+        Args:
+            chunk: From `chunks`.
+            scratch: Memory that they pass through.
+            verify: See `read`; what is not verified has been handed out by then.
+
+        Raises:
+            DamagedCheckpointError: See `read`; after the last rows.
+        """
+
     def read_part(self, chunk: StoredChunk, place: Place, scratch: Scratch, *, verify: bool = True) -> None:
         """Read a chunk of which a part goes straight to where it is wanted.
 

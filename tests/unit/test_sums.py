@@ -14,6 +14,7 @@ from mbridge_fsdp_ckpt.care.audit import Audit
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, ManifestError
 from mbridge_fsdp_ckpt.plan import records
 from mbridge_fsdp_ckpt.plan.boxes import Box, whole
+from mbridge_fsdp_ckpt.storage.format import reader
 from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter
 from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
 from mbridge_fsdp_ckpt.storage.format.rows import Chunk
@@ -31,6 +32,7 @@ BLOCK = 8
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(records, "HASHED_BLOCK", BLOCK)
+    monkeypatch.setattr(reader, "HASHED_AT_ONCE", 12)  # a row
     return handmade.make(tmp_path / "iter_0000010")
 
 
@@ -105,6 +107,9 @@ def read_in_each_way(source: SafeSource, chunk: StoredChunk) -> torch.Tensor:
     memory = np.zeros(chunk.box.volume * found.element_size(), dtype=np.uint8)
     source.read_part(chunk, Place(0, memory), Scratch())
     source.verify(chunk, Scratch())
+    rows = [(box, row.clone()) for box, row in source.read_rows(chunk, Scratch())]
+    assert [box for box, _ in rows] == [chunk.box.part(0, row, row + 1) for row in range(chunk.box.size[0])]
+    assert torch.equal(torch.cat([row for _, row in rows]), found)
     with source.reading_ahead([chunk]):
         assert torch.equal(source.read(chunk, scratch=Scratch()), found)
     assert memory.tobytes() == expected_bytes(found)
@@ -118,6 +123,7 @@ def errors_in_each_way(source: SafeSource, chunk: StoredChunk) -> list[str]:
         lambda: source.read(chunk),
         lambda: source.read_part(chunk, Place(0, np.zeros(size, dtype=np.uint8)), Scratch()),
         lambda: source.verify(chunk, Scratch()),
+        lambda: list(source.read_rows(chunk, Scratch())),
     ]
     found = []
     for way in ways:
@@ -167,7 +173,7 @@ def test_a_load_of_some_rows_reads_and_verifies_their_blocks(
             continue
         before = spoiled(directory, at)
         if at in is_read:
-            assert len(errors_in_each_way(source, chunk)) == 3, at
+            assert len(errors_in_each_way(source, chunk)) == 4, at
         else:
             assert torch.equal(read_in_each_way(source, chunk), wanted), at
         (directory / handmade.payload(1)).write_bytes(before)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 import torch
 
+from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.storage.ranges import Bytes, Scratch
 
 _PIECE = 1 << 22  # bytes that are fetched from a device at once
@@ -53,6 +54,14 @@ def fetched(small: Sequence[torch.Tensor]) -> list[Bytes]:
 def host_bytes(elements: torch.Tensor) -> Bytes:
     """A tensor's elements as bytes; shares memory where it lies on the host already."""
     return byte_row(elements.detach().cpu().contiguous()).numpy()
+
+
+def elements(data: Bytes, dtype: torch.dtype, box: Box) -> torch.Tensor:
+    """Raw bytes as a tensor shaped like a box."""
+    if not data.size:
+        return torch.empty(box.size, dtype=dtype)
+    aligned = data if data.ctypes.data % dtype.itemsize == 0 else data.copy()
+    return torch.from_numpy(aligned).view(dtype).reshape(box.size)
 
 
 def byte_row(contiguous: torch.Tensor) -> torch.Tensor:

@@ -16,8 +16,10 @@ import torch
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
+from mbridge_fsdp_ckpt.plan.records import records_of
 from mbridge_fsdp_ckpt.plan.tiling import tiling_defect
 from mbridge_fsdp_ckpt.storage.ahead import Range
+from mbridge_fsdp_ckpt.storage.checksums import HASHED_AT_ONCE
 from mbridge_fsdp_ckpt.storage.entries import FileEntry
 from mbridge_fsdp_ckpt.storage.files import check_file, hold, malformed
 from mbridge_fsdp_ckpt.storage.format import columns
@@ -27,11 +29,12 @@ from mbridge_fsdp_ckpt.storage.format.index import IndexFile
 from mbridge_fsdp_ckpt.storage.format.indexes import Indexes
 from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
 from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, MANIFEST_NAME, Files
+from mbridge_fsdp_ckpt.storage.format.on_host import elements
 from mbridge_fsdp_ckpt.storage.format.rows import Chunk
 from mbridge_fsdp_ckpt.storage.format.schema import Manifest
 from mbridge_fsdp_ckpt.storage.format.values import decode
 from mbridge_fsdp_ckpt.storage.format.verified import RecordHashes, check, hasher_for, stored
-from mbridge_fsdp_ckpt.storage.ranges import Bytes, OpenFiles, Place, Scratch
+from mbridge_fsdp_ckpt.storage.ranges import OpenFiles, Place, Scratch
 from mbridge_fsdp_ckpt.storage.source import AT_PLACE, Head, RankRecord, StoredChunk, slots_in
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
@@ -199,6 +202,25 @@ class SafeSource:
         begin, size = chunk.elements_at, chunk.box.volume * dtype.itemsize
         return elements(record[begin : begin + size], dtype, chunk.box)
 
+    def read_rows(
+        self, chunk: StoredChunk, scratch: Scratch, *, verify: bool = True
+    ) -> Iterator[tuple[Box, torch.Tensor]]:
+        """See `CheckpointSource`."""
+        dtype = dtype_from_name(self.head.keys[chunk.key].dtype)
+        if chunk.record.length <= HASHED_AT_ONCE:
+            yield chunk.box, self.read(chunk, verify=verify, scratch=scratch)
+            return
+        hasher = self._hasher(chunk) if verify else None
+        boxes = list(records_of(chunk.box, dtype.itemsize, HASHED_AT_ONCE))
+        lengths = [chunk.elements_at, *(box.volume * dtype.itemsize for box in boxes)]
+        lengths.append(chunk.record.length - sum(lengths))
+        pieces = self._opened.read_each(chunk.path, chunk.record.offset, lengths, hasher, scratch)
+        for box, data in zip((None, *boxes, None), pieces, strict=True):
+            if box is not None:
+                yield box, elements(data, dtype, box)
+        if hasher is not None:
+            check(chunk, hasher, self._opened)
+
     def read_part(self, chunk: StoredChunk, place: Place, scratch: Scratch, *, verify: bool = True) -> None:
         """See `CheckpointSource`."""
         hasher = self._hasher(chunk) if verify else None
@@ -271,11 +293,3 @@ def _covered(chunks: Sequence[StoredChunk], boxes: Sequence[Box]) -> bool:
     """Whether chunks have every element of some boxes, once."""
     held = [chunk.box for chunk in chunks]
     return not boxes or (bool(held) and not any(tiling_defect(box, held) for box in boxes))
-
-
-def elements(data: Bytes, dtype: torch.dtype, box: Box) -> torch.Tensor:
-    """Raw bytes as a tensor shaped like a box."""
-    if not data.size:
-        return torch.empty(box.size, dtype=dtype)
-    aligned = data if data.ctypes.data % dtype.itemsize == 0 else data.copy()
-    return torch.from_numpy(aligned).view(dtype).reshape(box.size)

@@ -134,6 +134,12 @@ class DcpSource:
             )
         return tensor
 
+    def read_rows(
+        self, chunk: StoredChunk, scratch: Scratch, *, verify: bool = True
+    ) -> Iterator[tuple[Box, torch.Tensor]]:
+        """See `CheckpointSource`: all rows at a time."""
+        yield chunk.box, self.read(chunk, verify=verify, scratch=scratch)
+
     def read_part(self, chunk: StoredChunk, place: Place, scratch: Scratch, *, verify: bool = True) -> None:
         """See `CheckpointSource`: where the elements lie, only torch knows."""
         elements = host_bytes(self.read(chunk, verify=verify, scratch=scratch))

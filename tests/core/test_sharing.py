@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from mbridge_fsdp_ckpt.plan.records import LARGEST_RECORD
 from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
 from mbridge_fsdp_ckpt.testing.models import Recipe
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
@@ -53,12 +54,16 @@ def test_what_is_loaded_is_the_same_and_every_byte_is_read_once(
         assert near == [other for other in range(WORLD) if other != rank and blocks[other] & unwritten]
 
 
-def test_of_another_layout_only_what_is_needed_is_passed_on(megatron_ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("largest", [LARGEST_RECORD, 1 << 13])
+def test_of_another_layout_only_what_is_needed_is_passed_on(
+    largest: int, megatron_ranks: RankPool, tmp_path: Path
+) -> None:
+    """Of whole records, and of parts of them with checksums of their own."""
     saved = str(tmp_path / "c")
-    megatron_ranks.run(sharing.load_both_ways, saved, MODEL.on(strategy="no_shard", tensor=2), SMALL_ROUNDS, ranks=2)
-    results: list[dict[str, Any]] = megatron_ranks.run(
-        sharing.load_of_another_layout, saved, MODEL.on(instances=2), SMALL_ROUNDS, ranks=WORLD
-    )
+    save = sharing.load_both_ways, saved, MODEL.on(strategy="no_shard", tensor=2), SMALL_ROUNDS
+    megatron_ranks.run(cases.with_small_records, largest, *save, ranks=2)
+    load = sharing.load_of_another_layout, saved, MODEL.on(instances=2), SMALL_ROUNDS
+    results: list[dict[str, Any]] = megatron_ranks.run(cases.with_small_records, largest, *load, ranks=WORLD)
     for result in results:
         assert result["always, full"][0] == result["always, header"][0] == result["never, header"][0]
     assert sum(r["always, header"][1] for r in results) < sum(r["never, header"][1] for r in results)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from tests.core import cases
 from tests.core.conftest import megatron_ranks
 from tests.soak import damage, sampling
 from tests.unit import test_json_schema
@@ -19,14 +20,17 @@ __all__ = ["megatron_ranks"]
 pytestmark = pytest.mark.timeout(3000)
 CASES = 2_000
 
+LARGEST = 1 << 11
+"""Bytes of a record, of which a quarter is hashed at a time: matrices have several, with checksums of their parts."""
+
 
 @pytest.fixture(scope="module")
 def saved(megatron_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[str, Any]]:
     """Two saves of one model on two ranks, and what was live at the first."""
     root = tmp_path_factory.mktemp("damage")
     one, other = root / "iter_0000002", root / "iter_0000003"
-    live = megatron_ranks.run(damage.save, str(one), 2, ranks=2)[0]
-    megatron_ranks.run(damage.save, str(other), 3, ranks=2)
+    live = megatron_ranks.run(cases.with_small_records, LARGEST, damage.save, str(one), 2, ranks=2)[0]
+    megatron_ranks.run(cases.with_small_records, LARGEST, damage.save, str(other), 3, ranks=2)
     return one, other, live
 
 
@@ -56,11 +60,11 @@ def test_every_damage_is_refused_by_name(
     one, other, live = saved
     name, count, unread = LAYOUTS[ranks]
     names = list(damage.contents(one))
-    cases = sampling.drawn(name, damage.matrix(names, count))
+    drawn = sampling.drawn(name, damage.matrix(names, count))
     began = time.monotonic()
-    arguments = str(one), str(other), cases, unread, live
+    arguments = str(one), str(other), drawn, unread, live
     [(seen, at_the_end), *rest] = megatron_ranks.run(
-        damage.try_all, *arguments, ranks=ranks, time_limit=60 + 1.5 * len(cases)
+        cases.with_small_records, LARGEST, damage.try_all, *arguments, ranks=ranks, time_limit=60 + 1.5 * len(drawn)
     )
     with capsys.disabled():
         print(f"\n{len(seen)} damages; {sampling.how_to_repeat()}")
@@ -68,7 +72,7 @@ def test_every_damage_is_refused_by_name(
         _record(seen, time.monotonic() - began)
     missed = [result for found in (seen, *(found for found, _ in rest)) for result in found if _missed(result)]
     assert missed == [], sampling.how_to_repeat()
-    assert len(seen) == len(cases)
+    assert len(seen) == len(drawn)
     assert at_the_end == live, "the undamaged checkpoint did not come back"
 
 
@@ -89,6 +93,6 @@ def test_a_missing_manifest_is_not_taken_for_a_stock_checkpoint(
     saved: tuple[Path, Path, dict[str, Any]], megatron_ranks: RankPool
 ) -> None:
     one, other, live = saved
-    case = damage.Case("missing", damage.MANIFEST, 0)
-    [([seen], _)] = megatron_ranks.run(damage.try_all, str(one), str(other), [case], (), live, ranks=1)
+    arguments = str(one), str(other), [damage.Case("missing", damage.MANIFEST, 0)], (), live
+    [([seen], _)] = megatron_ranks.run(cases.with_small_records, LARGEST, damage.try_all, *arguments, ranks=1)
     assert not seen.outcome.startswith("missed"), seen

@@ -195,7 +195,7 @@ class SafeSource:
         dtype = dtype_from_name(self.head.keys[chunk.key].dtype)
         if chunk.data:
             return elements(np.frombuffer(bytearray(chunk.data), dtype=np.uint8), dtype, chunk.box)
-        hasher = self._hasher(chunk) if verify else None
+        hasher = hasher_for(chunk, dtype.itemsize) if verify else None
         record = self._opened.read(chunk.path, *chunk.record, hasher, scratch)
         if hasher is not None:
             check(chunk, hasher, self._opened)
@@ -210,7 +210,7 @@ class SafeSource:
         if chunk.record.length <= HASHED_AT_ONCE:
             yield chunk.box, self.read(chunk, verify=verify, scratch=scratch)
             return
-        hasher = self._hasher(chunk) if verify else None
+        hasher = hasher_for(chunk, dtype.itemsize) if verify else None
         boxes = list(records_of(chunk.box, dtype.itemsize, HASHED_AT_ONCE))
         lengths = [chunk.elements_at, *(box.volume * dtype.itemsize for box in boxes)]
         lengths.append(chunk.record.length - sum(lengths))

@@ -7,6 +7,7 @@ on-disk classes are used, not copied (torch 2.13, `checkpoint/metadata.py`).
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from mbridge_fsdp_ckpt.errors import UnsupportedStateError
-from mbridge_fsdp_ckpt.plan.boxes import Box, Shape, whole
+from mbridge_fsdp_ckpt.plan.boxes import Shape
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry, name_and_slot
 from mbridge_fsdp_ckpt.storage.format import columns
@@ -159,10 +160,10 @@ class _View:
             tensor = self._tensor(key, path_of(key), dtype_from_name(described.dtype), described.shape)
             dimensions, itemsize = len(described.shape), dtype_from_name(described.dtype).itemsize
             for rank, offset, length, start, extent in islice(each, count):
-                box = Box(tuple(start[:dimensions]), tuple(extent[:dimensions]))
-                # stock's record: our sums follow it
-                info = filesystem._StorageInfo(part.files[rank], offset, length - sums_bytes(box.volume * itemsize))
-                self._add_chunk(key, tensor, box, info)
+                size = tuple(extent[:dimensions])
+                record = length - sums_bytes(math.prod(size) * itemsize)  # stock's: our sums follow it
+                info = filesystem._StorageInfo(part.files[rank], offset, record)
+                self._add_chunk(key, tensor, tuple(start[:dimensions]), size, info)
 
     def add_values(self, values: Values) -> None:
         for parent in values.parents:
@@ -174,7 +175,7 @@ class _View:
                     self._storage[MetadataIndex(key)] = self._info(leaf.record)
                 else:
                     tensor = self._tensor(key, path, leaf.dtype, leaf.shape)
-                    self._add_chunk(key, tensor, whole(leaf.shape), self._info(leaf.record))
+                    self._add_chunk(key, tensor, (0,) * len(leaf.shape), leaf.shape, self._info(leaf.record))
 
     def _tensor(self, key: str, path: KeyPath, dtype: torch.dtype, shape: Shape) -> TensorStorageMetadata:
         """The entry of a tensor; several index files may have rows of one."""
@@ -195,9 +196,11 @@ class _View:
             )
         self._state[key], self._paths[key] = entry, path
 
-    def _add_chunk(self, key: str, tensor: TensorStorageMetadata, box: Box, info: filesystem._StorageInfo) -> None:
-        offset = self._size(box.offset)
-        tensor.chunks.append(ChunkStorageMetadata(offset, self._size(box.size)))
+    def _add_chunk(
+        self, key: str, tensor: TensorStorageMetadata, start: Shape, extent: Shape, info: filesystem._StorageInfo
+    ) -> None:
+        offset = self._size(start)
+        tensor.chunks.append(ChunkStorageMetadata(offset, self._size(extent)))
         self._storage[MetadataIndex(key, offset)] = info
 
     def metadata(self) -> Metadata:

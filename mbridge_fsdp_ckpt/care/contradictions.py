@@ -13,7 +13,7 @@ from mbridge_fsdp_ckpt.storage.format.directory import Directory
 from mbridge_fsdp_ckpt.storage.format.group_index import merged
 from mbridge_fsdp_ckpt.storage.format.index import IndexFile
 from mbridge_fsdp_ckpt.storage.format.schema import Manifest
-from mbridge_fsdp_ckpt.storage.format.values import decode
+from mbridge_fsdp_ckpt.storage.format.values import decode_mapping
 
 _OWN = "what its ranks' own index files make"
 
@@ -76,6 +76,6 @@ def undecodable(manifest: Manifest) -> Iterator[tuple[str, str]]:
     """Values of the head that no load can use: expected and found."""
     for values in (manifest.values, *manifest.hyperparameters.values()):
         try:
-            decode(values)
+            decode_mapping(values)
         except CheckpointError as error:
             yield error.expected, error.found

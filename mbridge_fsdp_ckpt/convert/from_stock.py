@@ -18,7 +18,7 @@ from mbridge_fsdp_ckpt.convert.description import Description, Parameters, Recor
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, UnsupportedStateError, brief
 from mbridge_fsdp_ckpt.storage.files import is_plain_file, read_bounded
 from mbridge_fsdp_ckpt.storage.format.schema import RankOwn
-from mbridge_fsdp_ckpt.storage.format.values import encode
+from mbridge_fsdp_ckpt.storage.format.values import encode, encode_mapping
 from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
 from mbridge_fsdp_ckpt.storage.stock.unpickler import REMEDY
 from mbridge_fsdp_ckpt.storage.store import AnyPath
@@ -43,10 +43,10 @@ def describe_stock(source: DcpSource) -> Description:
     hyperparameters = _hyperparameters(source)
     for name, found in hyperparameters.items():
         where = f"{_OPTIMIZER}.{_GROUP_META}.{name}"
-        parameters.add([name], {key: encode(value, f"{where}.{key}") for key, value in found.items()})
+        parameters.add([name], encode_mapping(found, where))
     places = sorted(source.ranks(), key=lambda record: (record.coordinates["pipeline"], record.coordinates["tensor"]))
     records = {
-        index: Record({"rank": index, **place.coordinates}, RankOwn(values=encode(place.values, _RANDOM)))
+        index: Record({"rank": index, **place.coordinates}, RankOwn(values=encode_mapping(place.values, _RANDOM)))
         for index, place in enumerate(places)
     }
     lost = [*unread, *_lost(source, hyperparameters)]
@@ -54,7 +54,7 @@ def describe_stock(source: DcpSource) -> Description:
         keys=source.head.keys,
         sections=source.head.sections,
         topology=topology_of(source.head.directory, [*records.values()]),
-        values=encode(values, "values"),
+        values=encode_mapping(values, "values"),
         records=records,
         parameters=parameters,
         writer=writer_versions(training=False),

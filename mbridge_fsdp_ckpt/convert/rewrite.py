@@ -32,7 +32,7 @@ from mbridge_fsdp_ckpt.storage.format.own_index import RankIndex
 from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter, number_of
 from mbridge_fsdp_ckpt.storage.format.rows import Row
 from mbridge_fsdp_ckpt.storage.format.told import Told, count_keys, together, write_group_index, write_own_index
-from mbridge_fsdp_ckpt.storage.format.values import decode
+from mbridge_fsdp_ckpt.storage.format.values import decode_mapping
 from mbridge_fsdp_ckpt.storage.source import StoredChunk
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
@@ -234,6 +234,6 @@ def _finish(commit: Commit, work: Rewriting, files: Files, told: Told) -> None:
         keys=count_keys(commit.directory, files, told),
         values=said.values,
     )
-    view_of = decode(said.values) or {} if work.stock_view(told["chunks"]) else None
+    view_of = decode_mapping(said.values) if work.stock_view(told["chunks"]) else None
     replaced = finish(commit, manifest, view_of=view_of, add_files=work.add_files, last_call=work.last_call)
     removal.delete_later(replaced)

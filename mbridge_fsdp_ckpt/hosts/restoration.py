@@ -130,5 +130,5 @@ def _states_at_place(loaded: Any, groups: Any) -> list[Any] | None:
     if any(loaded.topology.get(name, size) != size for name, size in sizes):
         return None
     record = loaded.nearest
-    states = (record.values or {}).get("rng_state", {}).get(place) if record is not None else None
+    states = record.values.get("rng_state", {}).get(place) if record is not None else None
     return list(states) if states else None

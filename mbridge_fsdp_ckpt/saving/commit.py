@@ -26,7 +26,7 @@ from mbridge_fsdp_ckpt.storage.commit.content import Commit
 from mbridge_fsdp_ckpt.storage.finishing import finish, head
 from mbridge_fsdp_ckpt.storage.format.names import Files, token
 from mbridge_fsdp_ckpt.storage.format.told import Told, count_keys, together
-from mbridge_fsdp_ckpt.storage.format.values import encode
+from mbridge_fsdp_ckpt.storage.format.values import encode_mapping
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 from mbridge_fsdp_ckpt.versions import writer_versions
 
@@ -131,7 +131,7 @@ class Job:
             files=self._files,
             told=told,
             keys=keys,
-            values=encode(dict(self.values), "values"),
+            values=encode_mapping(self.values, "values"),
             time=time.time(),
         )
         chunks = told["chunks"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Buffer, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from mbridge_fsdp_ckpt.agree import sketches
@@ -35,7 +35,7 @@ from mbridge_fsdp_ckpt.storage.format.on_host import fetched, pieces_of
 from mbridge_fsdp_ckpt.storage.format.own_index import RankIndex
 from mbridge_fsdp_ckpt.storage.format.rows import Number
 from mbridge_fsdp_ckpt.storage.format.schema import RankOwn
-from mbridge_fsdp_ckpt.storage.format.values import encode, hash_of
+from mbridge_fsdp_ckpt.storage.format.values import encode, encode_mapping, hash_of
 from mbridge_fsdp_ckpt.versions import require
 
 
@@ -152,7 +152,7 @@ def look(
         optimizers=optimizers,
         hyperparameters=_encoded(optimizers),
         place=job.place,
-        values=encode(dict(rank_values or {}), "rank_values"),
+        values=encode_mapping(rank_values or {}, "rank_values"),
         states=(encode(states, "extra_state"), sorted({name for kind in (states or {}).values() for name in kind})),
         shape={**job.sizes, "strategy": sharding_strategy(module)},
         include=include,
@@ -258,8 +258,7 @@ def _outgoing(
 def _encoded(optimizers: Iterable[Grouped]) -> list[dict[str, Json]]:
     """Hyperparameters of every param group, as they are now: a scheduler changes them."""
     groups = (group for optimizer in optimizers for group in optimizer.groups)
-    encoded = (encode(dict(group.hyperparameters), "optimizer.param_to_group_meta") for group in groups)
-    return cast("list[dict[str, Json]]", list(encoded))
+    return [encode_mapping(group.hyperparameters, "optimizer.param_to_group_meta") for group in groups]
 
 
 class _Hyperparameters(NamedTuple):

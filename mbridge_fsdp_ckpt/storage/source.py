@@ -56,14 +56,14 @@ class RankRecord:
 
     Args:
         coordinates: Its place: tensor, pipeline, expert, data, ...
-        values: Its own values, RNG states first of all.
-        extra_state: FP8 scaling state of modules.
+        values: Its own values, RNG states first of all; empty where it saved none.
+        extra_state: FP8 scaling state of modules, likewise.
         stateless: Optimizer parameters that it saved without state.
     """
 
     coordinates: Mapping[str, int]
-    values: Any
-    extra_state: Any = None
+    values: Mapping[str, Any]
+    extra_state: Mapping[str, Any] = field(default_factory=dict)
     stateless: tuple[str, ...] = ()
 
 

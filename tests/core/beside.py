@@ -140,11 +140,11 @@ def trainer_dies(root: str, victim: int) -> dict[str, Any]:
     return run.ended()
 
 
-def planning_fails(root: str) -> list[dict[str, Any]]:
-    """A save that one rank cannot plan: what the next one raises, and what the one after that comes to."""
+def planning_fails(root: str, values: dict[Any, Any]) -> list[dict[str, Any]]:
+    """A save that one rank cannot plan, for its values: what the next one raises; what the one after comes to."""
     run = Run(root)
     run.warm()
-    bad = {"rank_values": {"bad": object()}} if dist.get_rank() == 1 else {}
+    bad = {"rank_values": values} if dist.get_rank() == 1 else {}
     saving = run.save(**bad)
     assert saving is not None
     run.step()

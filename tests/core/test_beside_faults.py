@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -61,8 +61,11 @@ def test_a_trainer_that_dies_is_named_and_its_writer_ends(megatron_ranks: RankPo
         time.sleep(0.1)
 
 
-def test_what_one_rank_cannot_plan_all_raise_with_the_next_save(megatron_ranks: RankPool, tmp_path: Path) -> None:
-    results = megatron_ranks.run(beside.planning_fails, str(tmp_path), ranks=2)
+@pytest.mark.parametrize("values", [{"bad": {1, 2}}, {1: "a name that no load would take"}], ids=["a set", "a number"])
+def test_what_one_rank_cannot_plan_all_raise_with_the_next_save(
+    values: dict[Any, Any], megatron_ranks: RankPool, tmp_path: Path
+) -> None:
+    results = megatron_ranks.run(beside.planning_fails, str(tmp_path), values, ranks=2)
     errors = [found for found, _ in results]
     assert errors[0] == errors[1]
     assert (errors[0]["error"], errors[0]["rank"]) == ("UnsupportedStateError", 1)

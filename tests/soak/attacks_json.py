@@ -183,13 +183,33 @@ def typed_values() -> Made:
         record = json.dumps({"values": value}).encode()
         own = forge.edit_index(partial(forge.put, path=("record",), value=record), OWN)
         yield f"{what}, of a rank", partial(_alone, own), reason or VERIFIED
-        known = forge.edit_manifest(partial(_hyperparameters, value))
+        known = forge.edit_manifest(partial(_hyperparameters, {"lr": value}))
         yield f"{what}, of an optimizer", known, reason
+    for what, value in {**lies, **NO_MAPPINGS}.items():
+        yield f"{what}, as all values", forge.edit_manifest(partial(forge.put, path=("values",), value=value)), ""
+        for field in ("values", "extra_state"):
+            record = json.dumps({field: value}).encode()
+            own = forge.edit_index(partial(forge.put, path=("record",), value=record), OWN)
+            yield f"{what}, as all {field} of a rank", partial(_alone, own), VERIFIED
+        yield f"{what}, as hyperparameters", forge.edit_manifest(partial(_hyperparameters, value)), ""
+
+
+NO_MAPPINGS: dict[str, Any] = {
+    "a tuple": {"$tuple": [1]},
+    "a tuple of nothing": {"$tuple": []},
+    "a tuple of pairs": {"$tuple": [["lr", 0.1]]},
+    "infinity": {"$float": "inf"},
+    "bytes": {"$bytes": ""},
+    "a dtype": {"$dtype": "uint8"},
+    "an array of pairs": {"$ndarray": {"dtype": "uint8", "shape": [1, 2], "data": "AAE="}},
+    "names that are numbers": {"$dict": [[1, 2]]},
+    "names that are nothing": {"$dict": [[None, 2]]},
+}
+"""Typed values, each of them right where any may stand, and none that has names."""
 
 
 def _hyperparameters(value: Any, body: dict[str, Any]) -> None:
-    for known in body["hyperparameters"].values():
-        known["lr"] = value
+    body["hyperparameters"] = dict.fromkeys(body["hyperparameters"], value)
 
 
 def _nested(depth: int) -> Any:

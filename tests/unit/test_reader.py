@@ -302,6 +302,34 @@ def test_hyperparameters_that_the_head_has_not_are_named(directory: Path) -> Non
     assert caught.value.key == str(directory / "manifest.json")
 
 
+NO_MAPPINGS = [{"$tuple": [1]}, {"$tuple": []}, {"$dict": [[1, 2]]}, {"$float": "inf"}]
+
+
+@pytest.mark.parametrize("value", NO_MAPPINGS, ids=json.dumps)
+def test_hyperparameters_of_another_type_are_refused(directory: Path, value: Any) -> None:
+    head = read_manifest(directory)
+    known = dict.fromkeys(head.hyperparameters, value)
+    handmade.write_manifest(directory / "manifest.json", head.model_copy(update={"hyperparameters": known}))
+    with pytest.raises(ManifestError, match="a mapping by names"):
+        open_checkpoint(directory).hyperparameters([NAME])
+
+
+@pytest.mark.parametrize("value", [*NO_MAPPINGS, [], "x", None], ids=json.dumps)
+def test_values_of_another_type_are_refused(directory: Path, value: Any) -> None:
+    head = read_manifest(directory)
+    handmade.write_manifest(directory / "manifest.json", head.model_copy(update={"values": value}))
+    with pytest.raises(ManifestError, match="a mapping by names"):
+        open_checkpoint(directory)
+
+
+@pytest.mark.parametrize("value", [*NO_MAPPINGS, [], "x", 0], ids=json.dumps)
+@pytest.mark.parametrize("field", ["values", "extra_state"])
+def test_a_ranks_values_of_another_type_are_refused(directory: Path, field: str, value: Any) -> None:
+    handmade.edit(directory, 1, lambda part: part.update(record=json.dumps({field: value}).encode()))
+    with pytest.raises(ManifestError, match="a mapping by names"):
+        list(open_checkpoint(directory).ranks())
+
+
 def test_an_own_index_of_another_rank_is_refused(directory: Path) -> None:
     (directory / index(0)).write_bytes((directory / index(1)).read_bytes())
     with pytest.raises(ManifestError, match="the index file of rank 0"):

@@ -12,7 +12,7 @@ import torch
 
 from mbridge_fsdp_ckpt.errors import ManifestError, UnsupportedStateError
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name, dtype_name
-from mbridge_fsdp_ckpt.storage.format.values import decode, encode
+from mbridge_fsdp_ckpt.storage.format.values import decode, decode_mapping, encode, encode_mapping
 from tests.unit.elements import expected_bytes
 
 FLOAT8 = torch.tensor([0, 1, 127, 200], dtype=torch.uint8).view(torch.float8_e4m3fn)
@@ -265,6 +265,41 @@ def test_nesting_is_bounded(kind: type) -> None:
 def test_a_malformed_value_is_refused(data: Any) -> None:
     with pytest.raises(ManifestError):
         decode(data)
+
+
+@pytest.mark.parametrize("value", [{}, {"lr": 0.1}, {"$lr": (1, 2)}, {"": None}])
+def test_a_mapping_by_name_comes_back(value: dict[str, Any]) -> None:
+    assert decode_mapping(json.loads(json.dumps(encode_mapping(value, "values")))) == value
+
+
+@pytest.mark.parametrize(("name", "found"), [(1, "int 1"), (None, "NoneType None"), ((1,), "tuple (1,)")])
+def test_a_name_that_would_not_be_read_again_is_refused(name: Any, found: str) -> None:
+    with pytest.raises(UnsupportedStateError) as caught:
+        encode_mapping({"lr": 0.1, name: 2}, "rank_values")
+    assert (caught.value.expected, caught.value.found) == ("strings as names", found)
+    assert caught.value.key == "rank_values"
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (None, "NoneType"),
+        (0.1, "float"),
+        ("lr", "str"),
+        ([], "list"),
+        ([("lr", 0.1)], "list"),
+        ((), "tuple"),
+        ((1, 2), "tuple"),
+        (b"", "bytes"),
+        (torch.ones(0, 2), "Tensor"),
+        ({1: 2}, "int as a name"),
+        ({"lr": 0.1, None: 2}, "NoneType as a name"),
+    ],
+)
+def test_what_is_no_mapping_by_name_is_refused(value: Any, found: str) -> None:
+    with pytest.raises(ManifestError) as caught:
+        decode_mapping(json.loads(json.dumps(encode(value))))
+    assert (caught.value.expected, caught.value.found) == ("a mapping by names", found)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from mbridge_fsdp_ckpt.live.megatron_fsdp import local_shard, storage_of
 from mbridge_fsdp_ckpt.live.planned import Planned, plan_model
 from mbridge_fsdp_ckpt.loading.match import listed
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
-from mbridge_fsdp_ckpt.storage.format.values import encode
+from mbridge_fsdp_ckpt.storage.format.values import encode_mapping
 from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
 from mbridge_fsdp_ckpt.versions import require, writer_versions
 
@@ -80,7 +80,7 @@ def describe_torch_dist(
         keys=mapping.keys,
         sections=("model",) if trouble else ("model", "optimizer"),
         topology=topology_of(source.head.directory, [*records.values()]),
-        values=encode(common.values, "values"),
+        values=encode_mapping(common.values, "values"),
         records=records,
         parameters=Parameters() if trouble else parameters,
         writer=writer_versions(training=False),

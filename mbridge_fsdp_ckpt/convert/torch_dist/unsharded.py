@@ -18,7 +18,7 @@ from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.families.naming import is_expert_name
 from mbridge_fsdp_ckpt.live.megatron_fsdp import local_shard, storage_of
 from mbridge_fsdp_ckpt.live.planned import Planned
-from mbridge_fsdp_ckpt.storage.format.values import encode
+from mbridge_fsdp_ckpt.storage.format.values import encode_mapping
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 _IDENTIFYING = ("wd_mult", "lr_mult", "is_decoupled_lr")
@@ -115,7 +115,7 @@ def hyperparameters_of(model: UnshardedModel, planned: Iterable[Planned], common
         if saved is None:
             return parameters, f"optimizer state is left out: no param group of the checkpoint is that of {name}"
         known = {key: value for key, value in saved.items() if key not in _OF_THE_LAYOUT}
-        parameters.add([name], {key: encode(value, f"param_groups.{key}") for key, value in known.items()})
+        parameters.add([name], encode_mapping(known, "param_groups"))
     return parameters, ""
 
 

@@ -19,8 +19,8 @@ class Saved(Protocol):
         """Its place."""
 
     @property
-    def extra_state(self) -> Any:
-        """What `own_states` returned there."""
+    def extra_state(self) -> Mapping[str, Any]:
+        """What `own_states` returned there; empty where that was nothing."""
 
 
 _STATES, _OPEN = "states", "open_rows"
@@ -67,9 +67,8 @@ def restorations(module: Any, saved: Callable[[Iterable[str]], Iterable[Saved]])
     rows: dict[str, list[Any]] = {}
     asked = extra_state.names(module.named_modules(), naming.on_disk)
     for record in sorted(saved(asked), key=lambda rank: _nearness(rank.coordinates, place)):  # the nearest comes last
-        own = record.extra_state or {}
-        states |= own.get(_STATES, {})
-        for key, row in own.get(_OPEN, {}).items():
+        states |= record.extra_state.get(_STATES, {})
+        for key, row in record.extra_state.get(_OPEN, {}).items():
             rows.setdefault(key, []).append(row)
     checked = {key: extra_state.check(key, state) for key, state in states.items()}
     complete = {key: extra_state.with_open_rows(key, state, rows.get(key, ())) for key, state in checked.items()}

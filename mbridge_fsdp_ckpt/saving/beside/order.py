@@ -13,7 +13,7 @@ from mbridge_fsdp_ckpt.phases import Phases
 from mbridge_fsdp_ckpt.saving.snapshot import Prepared, Seen, plan_save
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.files import Json
-from mbridge_fsdp_ckpt.storage.format.values import encode
+from mbridge_fsdp_ckpt.storage.format.values import encode_mapping
 
 _DOING = "planning the save"
 
@@ -73,7 +73,7 @@ class Order:
         return self.seen.then(self._still, self.seat.rank, _DOING)
 
     def _still(self, seen: Seen) -> Still:
-        values = encode(dict(self.values), "values") if self.seat.rank == 0 else None
+        values = encode_mapping(self.values, "values") if self.seat.rank == 0 else None
         return Still(seen.held_still(), values)
 
     def planned(self, still: Outcome[Still]) -> Outcome[Snapshot]:

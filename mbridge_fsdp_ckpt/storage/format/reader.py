@@ -32,7 +32,7 @@ from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, MANIFEST_NAME, F
 from mbridge_fsdp_ckpt.storage.format.on_host import elements
 from mbridge_fsdp_ckpt.storage.format.rows import Chunk
 from mbridge_fsdp_ckpt.storage.format.schema import Manifest
-from mbridge_fsdp_ckpt.storage.format.values import decode
+from mbridge_fsdp_ckpt.storage.format.values import decode_mapping
 from mbridge_fsdp_ckpt.storage.format.verified import RecordHashes, check, hasher_for, stored
 from mbridge_fsdp_ckpt.storage.ranges import OpenFiles, Place, Scratch
 from mbridge_fsdp_ckpt.storage.source import AT_PLACE, Head, RankRecord, StoredChunk, slots_in
@@ -67,7 +67,7 @@ class SafeSource:
             format=FORMAT_NAME,
             sections=manifest.sections,
             keys=IndexedKeys(self._indexes.entry, self._indexes.entries, manifest.keys),
-            values=decode(manifest.values),
+            values=decode_mapping(manifest.values),
             topology=manifest.topology,
             files=manifest.files,
             families=manifest.families,
@@ -118,7 +118,7 @@ class SafeSource:
                 known = ", ".join(sorted(self.manifest.hyperparameters)[:3])
                 path = self._directory / MANIFEST_NAME
                 raise malformed(path, f"hyperparameters {hashed:016x}, which the index refers to", known or "none")
-            self._decoded[hashed] = decode(encoded)
+            self._decoded[hashed] = decode_mapping(encoded)
         return dict(self._decoded[hashed])
 
     def slots(self, name: str) -> dict[str, KeyEntry]:
@@ -286,7 +286,8 @@ class SafeSource:
         stateless = tuple(
             own.text_of_name(place) for place in np.flatnonzero(own.names["kind"] == columns.STATELESS).tolist()
         )
-        return RankRecord(own.coordinates_of(), decode(record.values), decode(record.extra_state), stateless)
+        values, extra_state = (decode_mapping({} if it is None else it) for it in (record.values, record.extra_state))
+        return RankRecord(own.coordinates_of(), values, extra_state, stateless)
 
 
 def _covered(chunks: Sequence[StoredChunk], boxes: Sequence[Box]) -> bool:

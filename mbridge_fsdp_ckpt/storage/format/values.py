@@ -44,6 +44,20 @@ def encode(value: Any, path: str = "") -> Json:
     return _encode(value, path, 0)
 
 
+def encode_mapping(value: Mapping[str, Any], path: str) -> dict[str, Json]:
+    """A mapping by names, for `decode_mapping`.
+
+    Raises:
+        UnsupportedStateError: See `encode`, or a name is no string.
+    """
+    for name in value:
+        if not isinstance(name, str):
+            raise _unsupported("strings as names", f"{type(name).__name__} {name!r}"[:200], path)
+    encoded = encode(dict(value), path)
+    assert isinstance(encoded, dict)
+    return encoded
+
+
 def hash_of(encoded: Json) -> int:
     """Checksum of encoded values: equal ones have the same, in whichever order their names come."""
     return digest(json.dumps(encoded, sort_keys=True, separators=(",", ":")).encode())
@@ -138,6 +152,21 @@ def decode(data: Json) -> Any:
         return _decode(data, 0)
     except MemoryError as error:
         raise _malformed("values that fit into memory", "more") from error
+
+
+def decode_mapping(data: Json) -> dict[str, Any]:
+    """The mapping by names that `encode` described.
+
+    Raises:
+        ManifestError: See `decode`, or it is none: a typed value is an object, too, and may stand for anything.
+    """
+    decoded = decode(data)
+    if not isinstance(decoded, dict):
+        raise _malformed("a mapping by names", type(decoded).__name__)
+    for name in decoded:
+        if not isinstance(name, str):
+            raise _malformed("a mapping by names", f"{type(name).__name__} as a name")
+    return decoded
 
 
 def _decode(data: Json, depth: int) -> Any:

@@ -56,7 +56,7 @@ def write_dcp_view(
             numbers[group.entry(place).dtype, number].append(group.text_of_key(place))
         progress()
     for record in source.ranks():
-        states = (record.values or {}).get("rng_state")
+        states = record.values.get("rng_state")
         if isinstance(states, Mapping):  # by place, as stock has it; a caller of `save` may have another
             merged["rng_state"] = {**states, **merged.get("rng_state", {})}
         progress()

@@ -135,6 +135,21 @@ def test_a_signed_manifest(changes: list[tuple[str, int, int, Any]]) -> None:
     read_bounded(False, change)
 
 
+@hypothesis.seed(sampling.seed())
+@hypothesis.settings(fuzzed, max_examples=EXAMPLES // 3)
+@hypothesis.given(mutations)
+def test_a_signed_record(changes: list[tuple[str, int, int, Any]]) -> None:
+    """What a rank says of itself is something else."""
+
+    def shaken(file: forge.Index) -> None:
+        record = json.loads(file["record"])
+        for mutation in changes:
+            mutate(record, mutation)
+        file["record"] = json.dumps(record).encode()
+
+    read_bounded(False, forge.edit_index(shaken, handmade.index(0)))
+
+
 ARRAYS = ("ranks", "keys", "names", "numbers", "rows")
 numbers = st.one_of(st.integers(0, 20), st.integers(0, 1 << 64), st.integers(0, 63).map(lambda bit: 1 << bit))
 

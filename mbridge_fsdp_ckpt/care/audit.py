@@ -34,7 +34,7 @@ from mbridge_fsdp_ckpt.storage.format.names import MANIFEST_NAME, Files
 from mbridge_fsdp_ckpt.storage.format.rows import Chunk
 from mbridge_fsdp_ckpt.storage.format.schema import IndexEntry
 from mbridge_fsdp_ckpt.storage.format.sums import RecordHasher, hasher_of
-from mbridge_fsdp_ckpt.storage.format.values import decode_mapping
+from mbridge_fsdp_ckpt.storage.format.values import decode_mapping_or_null
 from mbridge_fsdp_ckpt.storage.ranges import OpenFiles
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
@@ -183,7 +183,7 @@ class Audit:
             own = self._own(rank)
             record = own.record()
             for values in (record.values, record.extra_state):
-                decode_mapping({} if values is None else values)
+                decode_mapping_or_null(values)
             chunks = _chunks(own)
             if own.ranks.tolist() != [group.ranks[place].tolist()]:
                 part.findings.append(Finding("index", name, f"that of rank {rank}", "another"))

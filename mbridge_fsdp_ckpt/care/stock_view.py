@@ -14,7 +14,6 @@ from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
 from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, MANIFEST_NAME
 from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
 from mbridge_fsdp_ckpt.storage.format.schema import Manifest
-from mbridge_fsdp_ckpt.storage.format.values import decode_mapping
 from mbridge_fsdp_ckpt.storage.stock.writer import write_dcp_view
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
@@ -64,7 +63,8 @@ def _write_view(directory: AnyPath, head: Manifest) -> list[AnyPath]:
         DamagedCheckpointError: The index is damaged, or the manifest lists a view of other content.
     """
     with tempfile.TemporaryDirectory() as folder:
-        write_dcp_view(Path(folder), SafeSource(directory, manifest=head), decode_mapping(head.values))
+        source = SafeSource(directory, manifest=head)
+        write_dcp_view(Path(folder), source, source.head.values)
         made = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
     listed = {entry.name: entry.checksum for entry in head.files}
     for name, data in made.items():

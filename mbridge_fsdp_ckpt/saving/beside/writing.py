@@ -26,7 +26,7 @@ from mbridge_fsdp_ckpt.saving.run import give_up, run
 from mbridge_fsdp_ckpt.saving.saved import Saved
 from mbridge_fsdp_ckpt.saving.writer import Watching
 from mbridge_fsdp_ckpt.settings import Settings
-from mbridge_fsdp_ckpt.storage.format.values import decode_mapping
+from mbridge_fsdp_ckpt.storage.format.values import decode_mapping_or_null
 from mbridge_fsdp_ckpt.storage.store import as_path
 
 _log = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class Writer:
             as_path(asked["target"]),
             _settings(asked["settings"]),
             task.agreement,
-            decode_mapping(asked.get("values") or {}),
+            decode_mapping_or_null(asked.get("values")),
             self._add_files if asked["adds_files"] else None,
             self._after_commit if asked["follows_up"] else None,
         )

@@ -32,7 +32,7 @@ from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, MANIFEST_NAME, F
 from mbridge_fsdp_ckpt.storage.format.on_host import elements
 from mbridge_fsdp_ckpt.storage.format.rows import Chunk
 from mbridge_fsdp_ckpt.storage.format.schema import Manifest
-from mbridge_fsdp_ckpt.storage.format.values import decode_mapping
+from mbridge_fsdp_ckpt.storage.format.values import decode_mapping, decode_mapping_or_null
 from mbridge_fsdp_ckpt.storage.format.verified import RecordHashes, check, hasher_for, stored
 from mbridge_fsdp_ckpt.storage.ranges import OpenFiles, Place, Scratch
 from mbridge_fsdp_ckpt.storage.source import AT_PLACE, Head, RankRecord, StoredChunk, slots_in
@@ -286,7 +286,7 @@ class SafeSource:
         stateless = tuple(
             own.text_of_name(place) for place in np.flatnonzero(own.names["kind"] == columns.STATELESS).tolist()
         )
-        values, extra_state = (decode_mapping({} if it is None else it) for it in (record.values, record.extra_state))
+        values, extra_state = map(decode_mapping_or_null, (record.values, record.extra_state))
         return RankRecord(own.coordinates_of(), values, extra_state, stateless)
 
 

@@ -53,9 +53,7 @@ def encode_mapping(value: Mapping[str, Any], path: str) -> dict[str, Json]:
     for name in value:
         if not isinstance(name, str):
             raise _unsupported("strings as names", f"{type(name).__name__} {name!r}"[:200], path)
-    encoded = encode(dict(value), path)
-    assert isinstance(encoded, dict)
-    return encoded
+    return _encode_mapping(value, path, 0)
 
 
 def hash_of(encoded: Json) -> int:
@@ -106,7 +104,7 @@ def _known(depth: int) -> frozenset[type]:
     return _AS_THEY_ARE if depth < _MAX_DEPTH else frozenset()
 
 
-def _encode_mapping(value: Mapping[Any, Any], path: str, depth: int) -> Json:
+def _encode_mapping(value: Mapping[Any, Any], path: str, depth: int) -> dict[str, Json]:
     if all(isinstance(key, str) and not key.startswith("$") for key in value):
         known = _known(depth)
         return {  # training waits for hyperparameters, most of which are floats
@@ -167,6 +165,15 @@ def decode_mapping(data: Json) -> dict[str, Any]:
         if not isinstance(name, str):
             raise _malformed("a mapping by names", f"{type(name).__name__} as a name")
     return decoded
+
+
+def decode_mapping_or_null(data: Json) -> dict[str, Any]:
+    """The same; empty for null, which stands where nothing was saved.
+
+    Raises:
+        ManifestError: See `decode_mapping`.
+    """
+    return {} if data is None else decode_mapping(data)
 
 
 def _decode(data: Json, depth: int) -> Any:

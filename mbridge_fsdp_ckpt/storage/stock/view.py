@@ -157,11 +157,11 @@ class _View:
         each = zip(*(rows[name].tolist() for name in names), strict=True)
         for key, (entry, count) in zip(part.keys, part.described, strict=True):
             described = part.entries[entry]
-            tensor = self._tensor(key, path_of(key), dtype_from_name(described.dtype), described.shape)
-            dimensions, itemsize = len(described.shape), dtype_from_name(described.dtype).itemsize
+            dtype, dimensions = dtype_from_name(described.dtype), len(described.shape)
+            tensor = self._tensor(key, path_of(key), dtype, described.shape)
             for rank, offset, length, start, extent in islice(each, count):
                 size = tuple(extent[:dimensions])
-                record = length - sums_bytes(math.prod(size) * itemsize)  # stock's: our sums follow it
+                record = length - sums_bytes(math.prod(size) * dtype.itemsize)  # stock's: our sums follow it
                 info = filesystem._StorageInfo(part.files[rank], offset, record)
                 self._add_chunk(key, tensor, tuple(start[:dimensions]), size, info)
 

@@ -24,6 +24,7 @@ from mbridge_fsdp_ckpt.agree.agreement import next_agreement
 from mbridge_fsdp_ckpt.agree.elsewhere import Seat
 from mbridge_fsdp_ckpt.agree.outcome import Outcome
 from mbridge_fsdp_ckpt.live.holdings import KeyFilter
+from mbridge_fsdp_ckpt.live.optimizer import loss_scales
 from mbridge_fsdp_ckpt.loading import run as loading
 from mbridge_fsdp_ckpt.loading.loaded import Loaded
 from mbridge_fsdp_ckpt.loading.opened import Wanted
@@ -48,6 +49,7 @@ __all__ = [
     "Settings",
     "finish_saves",
     "load",
+    "load_optimizer_only",
     "load_weights_only",
     "release_staging",
     "save",
@@ -97,7 +99,8 @@ def save(
     Args:
         directory: The iteration directory, a path or a URL that fsspec knows; replaced as a whole where it exists.
         model: A model wrapped in Megatron-FSDP, or the `MegatronFSDP` module itself.
-        optimizer: Megatron's optimizer over it, or a torch optimizer; None saves no optimizer state.
+        optimizer: Megatron's optimizer over it, or a torch optimizer; None saves no optimizer state. The loss scales of
+            Megatron's fp16 optimizer are saved with it, among the values as "grad_scaler".
         values: Non-tensor state, the same on all ranks; rank 0's is written.
         rank_values: State of this rank alone, such as RNG states.
         include: Which model keys to save (adapters only, say); all by default.
@@ -120,7 +123,8 @@ def save(
     """
     settings, phases, place = settings or _DEFAULTS, Phases(), called(directory)
     purpose, limits = f"save to {place}", (settings.time_limit, settings.storage_limit)
-    look = partial(snapshot.look, model, optimizer, include, rank_values, settings.vocabulary_size)
+    look = partial(snapshot.look, model, optimizer, include, rank_values, values, settings.vocabulary_size)
+    values = loss_scales.with_loss_scales(values, optimizer)
     if background:
         seat = Seat.next(purpose, *limits)
         if trainer().skips(seat, settings):
@@ -129,11 +133,11 @@ def save(
             trainer().settle()
         with phases("plan"):
             seen = Outcome.of(partial(look, beside=True), seat.rank, "planning the save")
-        what = Order(place, seat, settings, values or {}, seen, phases, add_files, after_commit)
+        what = Order(place, seat, settings, values, seen, phases, add_files, after_commit)
         return trainer().begin(what)
     trainer().settle()
     agreement = next_agreement(purpose, *limits)
-    job = Job(as_path(directory), settings, agreement, values or {}, add_files, after_commit)
+    job = Job(as_path(directory), settings, agreement, values, add_files, after_commit)
     with phases("plan"):
         prepared = Outcome.of(lambda: snapshot.plan_save(look()), agreement.rank, "planning the save")
     outgoing = prepared.then(lambda own: own.read(), agreement.rank, "planning the save")
@@ -181,7 +185,8 @@ def load(
         model: The model to fill, wrapped in Megatron-FSDP.
         optimizer: Its optimizer.  None loads weights only.  Host copies of weights that an optimizer keeps are
             refreshed only if it is given; see `load_weights_only`.
-        include: Which model keys to load.
+        include: Which model keys to load, with the optimizer state of these parameters; all others stay as they are.
+            What a param group has for all of its parameters is loaded where one of them is.
         accept: Called on every rank with what was read, before anything changes.  It checks the values and returns
             what puts them in place, which is called once the tensors are filled.  Where it raises, all ranks fail.
         settings: See `Settings`.
@@ -190,7 +195,7 @@ def load(
         LoadInterruptedError: Reading failed after live tensors had begun to change: don't go on with them.
         CheckpointError: Any other; the same on every rank, and nothing was changed.
     """
-    return _load(directory, Wanted(model, optimizer, include, with_state=True), accept, settings)
+    return _load(directory, Wanted(model, optimizer, include, weights=True, state=True), accept, settings)
 
 
 def load_weights_only(
@@ -202,10 +207,11 @@ def load_weights_only(
     accept: Accept | None = None,
     settings: Settings | None = None,
 ) -> Loaded:
-    """Like `load`, but the optimizer keeps its state and only refreshes its copies of the weights.
+    """Like `load`, but the optimizer keeps its state and only refreshes its copies of the weights that were loaded.
 
     An optimizer may keep fp32 weights of its own, on the host or on the device.  Left as they were, they would put the
-    old weights back in its first step.
+    old weights back in its first step.  Slots of an optimizer that this package does not know may be such copies, too:
+    these stay as they are, and `Loaded.unknown_slots` and the log name them.
 
     Args:
         directory: As in `load`.
@@ -218,7 +224,32 @@ def load_weights_only(
     Raises:
         CheckpointError: As in `load`.
     """
-    return _load(directory, Wanted(model, optimizer, include, with_state=False), accept, settings)
+    return _load(directory, Wanted(model, optimizer, include, weights=True, state=False), accept, settings)
+
+
+def load_optimizer_only(
+    directory: Directory,
+    *,
+    model: Any,
+    optimizer: Any,
+    include: KeyFilter | None = None,
+    accept: Accept | None = None,
+    settings: Settings | None = None,
+) -> Loaded:
+    """Like `load`, but the model keeps its weights and buffers.
+
+    Args:
+        directory: As in `load`.
+        model: As in `load`.
+        optimizer: The one whose state to fill.  Copies of weights that the checkpoint lacks are set from the weights.
+        include: The model keys of those parameters whose state to load.
+        accept: As in `load`.
+        settings: As in `load`.
+
+    Raises:
+        CheckpointError: As in `load`.
+    """
+    return _load(directory, Wanted(model, optimizer, include, weights=False, state=True), accept, settings)
 
 
 def _load(directory: Directory, wanted: Wanted, accept: Accept | None, settings: Settings | None) -> Loaded:

@@ -49,6 +49,8 @@ class Settings:
             Say "marker" for a mounted file system whose renames are not atomic.
         allow_missing: Patterns (`fnmatch`) of keys that a load may not find.
         allow_unexpected: Patterns of keys in the checkpoint that a load may leave unread.
+        allow_cast: Patterns of keys of optimizer slots that a load may round to the lower precision in which the live
+            optimizer keeps them.
         vocabulary_size: Rows of embeddings and output layer that are tokens; the others are padding, and a checkpoint
             with other padding loads.  Bridge's plug-in takes it from the model's configuration.
         staging_limit: Bytes of host memory, in portions of 8 MiB, into which each rank copies what a save beside the
@@ -73,6 +75,7 @@ class Settings:
     commit: CommitMethod = "auto"
     allow_missing: tuple[str, ...] = ()
     allow_unexpected: tuple[str, ...] = ()
+    allow_cast: tuple[str, ...] = ()
     vocabulary_size: int | None = None
     staging_limit: int | None = None
     when_busy: Literal["wait", "skip"] = "wait"
@@ -115,6 +118,10 @@ class Settings:
     def may_be_unexpected(self, key: str) -> bool:
         """Whether the user allows a key of the checkpoint to stay unread."""
         return any(fnmatchcase(key, pattern) for pattern in self.allow_unexpected)
+
+    def may_be_cast(self, key: str) -> bool:
+        """Whether the user allows a slot to lose precision."""
+        return any(fnmatchcase(key, pattern) for pattern in self.allow_cast)
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

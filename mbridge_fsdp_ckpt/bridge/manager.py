@@ -28,7 +28,6 @@ from mbridge_fsdp_ckpt.bridge.scalars import log_scalars
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.hosts import pending
 from mbridge_fsdp_ckpt.hosts.pending import Pending
-from mbridge_fsdp_ckpt.hosts.restoration import saved_loss_scales
 from mbridge_fsdp_ckpt.saving.beside.trainer import trainer
 from mbridge_fsdp_ckpt.storage.format.names import STOCK_FORMAT
 from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path
@@ -117,7 +116,7 @@ def save_checkpoint(
     options: dict[str, Any] = {
         "model": model[0] if len(model) == 1 else model,
         "optimizer": optimizer if cfg.checkpoint.save_optim else None,
-        "values": _values(state, optimizer, opt_param_scheduler, train_state),
+        "values": _values(state, opt_param_scheduler, train_state),
         "rank_values": _rank_values(cfg, pg_collection),
         "include": cfg.peft.adapter_key_filter if cfg.peft is not None else None,
         "add_files": run_files(cfg, train_state),
@@ -187,7 +186,7 @@ def _train_state(state: Any, operations: int) -> dict[str, torch.Tensor]:
     return found
 
 
-def _values(state: Any, optimizer: Any, scheduler: Any, train_state: dict[str, torch.Tensor]) -> dict[str, Any]:
+def _values(state: Any, scheduler: Any, train_state: dict[str, torch.Tensor]) -> dict[str, Any]:
     values: dict[str, Any] = {
         "checkpoint_version": 3.0,
         "iteration": state.train_state.step,
@@ -195,7 +194,7 @@ def _values(state: Any, optimizer: Any, scheduler: Any, train_state: dict[str, t
     }
     if scheduler is not None:
         values["opt_param_scheduler"] = scheduler.state_dict()
-    return values | saved_loss_scales(optimizer)
+    return values
 
 
 def _rank_values(cfg: Any, pg_collection: Any) -> dict[str, Any]:

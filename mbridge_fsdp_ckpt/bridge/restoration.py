@@ -15,7 +15,7 @@ from megatron.core.num_microbatches_calculator import update_num_microbatches
 
 from mbridge_fsdp_ckpt.bridge.locate import Located
 from mbridge_fsdp_ckpt.bridge.names import PROGRESS
-from mbridge_fsdp_ckpt.hosts.restoration import generators, loss_scales, schedule
+from mbridge_fsdp_ckpt.hosts.restoration import generators, schedule
 from mbridge_fsdp_ckpt.storage.store import as_path
 
 
@@ -34,11 +34,10 @@ def restoration(
     """Check progress, scheduler, loss scale and RNG states; the result puts them in place."""
     values, steps = loaded.values, list[Callable[[], None]]()
     progress = _read_train_state(values, found) if wanted.progress else None
-    if progress is not None and state.cfg.checkpoint.load_optim:
-        if scheduler is not None and "opt_param_scheduler" in values:
-            remedy = "Resume with the same schedule, or set scheduler.override_opt_param_scheduler=True."
-            steps.append(schedule(scheduler, dict(values["opt_param_scheduler"]), remedy))
-        steps += loss_scales(optimizer, values.get("grad_scaler", {}))
+    resumes_optimizer = progress is not None and state.cfg.checkpoint.load_optim
+    if resumes_optimizer and scheduler is not None and "opt_param_scheduler" in values:
+        remedy = "Resume with the same schedule, or set scheduler.override_opt_param_scheduler=True."
+        steps.append(schedule(scheduler, dict(values["opt_param_scheduler"]), remedy))
     if wanted.random:
         one_each, remedy = bool(state.cfg.rng.data_parallel_random_init), "Load with checkpoint.load_rng=False."
         steps.append(generators(loaded, pg_collection, one_a_data_rank=one_each, remedy=remedy))

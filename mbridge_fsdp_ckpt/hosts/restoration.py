@@ -6,7 +6,6 @@ import copy
 import logging
 import random
 from collections.abc import Callable
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +15,6 @@ import torch.distributed as dist
 from megatron.core import tensor_parallel
 
 from mbridge_fsdp_ckpt.errors import ConfigurationError, ManifestError
-from mbridge_fsdp_ckpt.live.optimizer.adapters import grad_scalers
 
 _log = logging.getLogger(__name__)
 
@@ -51,21 +49,6 @@ def schedule(scheduler: Any, saved: dict[str, Any], remedy: str) -> Callable[[],
 def _copied(group: dict[str, Any]) -> dict[str, Any]:
     """A learning rate in a tensor is filled where it is, so that too."""
     return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
-
-
-def saved_loss_scales(optimizer: Any) -> dict[str, Any]:
-    """What `loss_scales` puts back, among a checkpoint's values under Megatron's name; empty without fp16."""
-    scales = {str(index): scaler.state_dict() for index, scaler in enumerate(grad_scalers(optimizer))}
-    return {"grad_scaler": scales} if scales else {}
-
-
-def loss_scales(optimizer: Any, saved: dict[str, Any]) -> list[Callable[[], None]]:
-    """The states of an optimizer's loss scalers, one result each; empty without fp16."""
-    steps = list[Callable[[], None]]()
-    for scaler, scale in zip(grad_scalers(optimizer), saved.values(), strict=False):
-        copy.deepcopy(scaler).load_state_dict(scale)
-        steps.append(partial(scaler.load_state_dict, scale))
-    return steps
 
 
 def generators(loaded: Any, groups: Any, *, one_a_data_rank: bool, remedy: str) -> Callable[[], None]:

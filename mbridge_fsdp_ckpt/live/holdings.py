@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from mbridge_fsdp_ckpt.errors import ConfigurationError
-from mbridge_fsdp_ckpt.live.optimizer.base import Grouped, OptimizerAdapter
+from mbridge_fsdp_ckpt.live.optimizer.base import KNOWN_CLASSES, Grouped, OptimizerAdapter, Slot
 from mbridge_fsdp_ckpt.live.planned import Planned
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_name
@@ -81,7 +81,7 @@ def model_holdings(
     """
     for item in planned:
         if item.plan.pieces and (include is None or include(item.plan.layout.key)):
-            named = _blocks(item.plan, None, dtype_name(item.tensor.dtype), "sharded", vocabulary_size)
+            named = _blocks(item.plan, None, _Kept(dtype_name(item.tensor.dtype)), vocabulary_size)
             flat = item.elements()
             for key, entry, piece in named:
                 yield Holding(key, entry, piece, flat, item.plan, item.is_buffer)
@@ -93,6 +93,11 @@ class OptimizerPart:
 
     adapter: OptimizerAdapter
     groups: list[list[tuple[torch.Tensor, ParameterPlan]]]
+
+    def only(self, include: KeyFilter) -> OptimizerPart:
+        """The same without parameters whose key is filtered out; all groups are there, if without any."""
+        groups = [[item for item in group if include(item[1].layout.key)] for group in self.groups]
+        return OptimizerPart(self.adapter, groups)
 
     def parameters(self) -> Iterator[tuple[torch.Tensor, ParameterPlan]]:
         """Its parameters with their plans."""
@@ -145,16 +150,33 @@ def optimizer_holdings(
             slots = part.adapter.slots(parameter) if plan.pieces else {}
             if not slots and plan.pieces:
                 stateless.append(plan.layout.optimizer_name)
+            kept_by = part.adapter.class_name(parameter) if slots else ""
             for name, slot in slots.items():
                 flat = slot.tensor
-                for key, entry, piece in _blocks(plan, name, dtype_name(flat.dtype), slot.kind, vocabulary_size):
+                for key, entry, piece in _blocks(plan, name, _Kept.of(slot, kept_by), vocabulary_size):
                     holdings.append(Holding(key, entry, piece, flat, plan))
     return holdings, stateless
 
 
+class _Kept(NamedTuple):
+    """What a key's description says of the tensor: fields of `KeyEntry`."""
+
+    dtype: str
+    kind: Kind = "sharded"
+    kept_as: str | None = None
+    kept_by: str | None = None
+
+    @staticmethod
+    def of(slot: Slot, kept_by: str) -> _Kept:
+        """Of a slot; classes whose slots are known are not named: ranks may use one or the other of them."""
+        kept_as = slot.tensor.dtype if slot.scaled_from is None else slot.scaled_from
+        known = kept_by.startswith(KNOWN_CLASSES)
+        return _Kept(dtype_name(slot.tensor.dtype), slot.kind, dtype_name(kept_as), None if known else kept_by)
+
+
 @lru_cache(maxsize=1 << 16)
 def _blocks(
-    plan: ParameterPlan, slot: str | None, dtype: str, kind: Kind, vocabulary_size: int | None
+    plan: ParameterPlan, slot: str | None, kept: _Kept, vocabulary_size: int | None
 ) -> tuple[tuple[str, KeyEntry, Piece], ...]:
     """What a rank holds of a parameter's weight, or of a slot: keys, their descriptions, and blocks.
 
@@ -164,24 +186,24 @@ def _blocks(
     def key_of(component: Component) -> str:
         return plan.model_key(component) if slot is None else plan.slot_key(component, slot)
 
-    if kind != "sharded":
-        number = KeyEntry(dtype=dtype, shape=(), kind=kind, family=_family(plan))
+    if kept.kind != "sharded":
+        number = KeyEntry(shape=(), family=_family(plan), **kept._asdict())
         by_component = {piece.component: piece for piece in sorted(plan.pieces, key=lambda piece: piece.is_origin)}
         return tuple((key_of(component), number, piece) for component, piece in by_component.items())
     tokens = vocabulary_size if plan.layout.is_vocabulary else None
-    entries = {component: _entry(dtype, component, _family(plan), tokens) for component in plan.components}
+    entries = {component: _entry(kept, component, _family(plan), tokens) for component in plan.components}
     keys = {component: key_of(component) for component in plan.components}
     return tuple((keys[piece.component], entries[piece.component], piece) for piece in plan.pieces)
 
 
 @lru_cache(maxsize=1 << 16)
-def _entry(dtype: str, component: Component, family: str | None, tokens: int | None) -> KeyEntry:
+def _entry(kept: _Kept, component: Component, family: str | None, tokens: int | None) -> KeyEntry:
     return KeyEntry(
-        dtype=dtype,
         shape=component.global_shape,
         family=family,
         component=component.suffix.lstrip("._") or component.module,
         unpadded_rows=tokens if tokens and tokens <= component.global_shape[0] else None,
+        **kept._asdict(),
     )
 
 

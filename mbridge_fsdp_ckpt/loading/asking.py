@@ -15,7 +15,7 @@ from mbridge_fsdp_ckpt.errors import ConfigurationError, ErrorData, KeyMismatchE
 from mbridge_fsdp_ckpt.loading import exchange
 from mbridge_fsdp_ckpt.loading.match import NAMED, listed
 from mbridge_fsdp_ckpt.loading.opened import Opened
-from mbridge_fsdp_ckpt.plan.keys import MODEL_PREFIX, STATE_PREFIX
+from mbridge_fsdp_ckpt.plan.keys import MODEL_PREFIX, name_and_slot
 from mbridge_fsdp_ckpt.plan.pieces import ParameterPlan, Piece
 from mbridge_fsdp_ckpt.plan.tiling import PRIME
 
@@ -161,10 +161,18 @@ def at_a_time(buckets: Sequence[int], keys: int, replicas: int) -> Iterator[list
 
 def _offered(opened: Opened) -> list[str]:
     """Of this rank's share of the checkpoint's keys, those that somebody has to ask for."""
-    keys, include = opened.offered, opened.include or (lambda key: True)
-    model = [key for key in keys if key.startswith(MODEL_PREFIX) and include(key.removeprefix(MODEL_PREFIX))]
-    state = [key for key in keys if key.startswith(STATE_PREFIX)] if opened.with_state else []
-    return [key for key in model + state if not opened.settings.may_be_unexpected(key)]
+    offered = [key for key in opened.offered if _is_wanted(opened, key)]
+    return [key for key in offered if not opened.settings.may_be_unexpected(key)]
+
+
+def _is_wanted(opened: Opened, key: str) -> bool:
+    """Whether a key belongs to what is loaded, as far as its name tells."""
+    named, include = name_and_slot(key), opened.include
+    if key.startswith(MODEL_PREFIX):
+        return opened.with_weights and (include is None or include(key.removeprefix(MODEL_PREFIX)))
+    if named is None or not opened.with_state:
+        return False
+    return include is None or include(named[0].removeprefix(opened.state_prefix))
 
 
 def by_name(opened: Opened, buckets: Sequence[int]) -> AskedByName:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from mbridge_fsdp_ckpt.errors import InternalError, UnsupportedStateError
 from mbridge_fsdp_ckpt.live.megatron_fsdp import refuse_quantized, storage_of
 from mbridge_fsdp_ckpt.plan.boxes import Box, whole
-from mbridge_fsdp_ckpt.plan.pieces import Piece
+from mbridge_fsdp_ckpt.plan.pieces import Component, ParameterPlan, Piece
 from mbridge_fsdp_ckpt.storage.format.on_host import byte_row
 from mbridge_fsdp_ckpt.storage.ranges import Place
 
@@ -87,6 +87,32 @@ def block(piece: Piece, live: torch.Tensor, key: str) -> Destination:
     if storage_of(memory) != storage_of(live):
         raise _no_view(piece, live, key)
     return Destination(piece.box, memory)
+
+
+Targets = dict[str, list[Destination]]
+"""For each key, the blocks that are wanted of it."""
+
+
+def add_targets(
+    targets: Targets,
+    plan: ParameterPlan,
+    key_of: Callable[[Component], str],
+    live: torch.Tensor,
+    asked: Collection[str],
+) -> None:
+    """Add the pieces of a local shard, of those keys that the checkpoint has.
+
+    Args:
+        targets: Where to add them.
+        plan: The parameter's.
+        key_of: The key of a component.
+        live: The local shard, of the weight or of a slot.
+        asked: Keys that are to be filled.
+    """
+    for piece in plan.pieces:
+        key = key_of(piece.component)
+        if key in asked:
+            targets[key].append(block(piece, live, key))
 
 
 def refuse_copy(buffer: torch.Tensor, held: Collection[int], key: str) -> None:

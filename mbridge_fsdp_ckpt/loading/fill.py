@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 
 from mbridge_fsdp_ckpt.agree.agreement import Agreement
 from mbridge_fsdp_ckpt.errors import InternalError
-from mbridge_fsdp_ckpt.live.holdings import OptimizerPart
 from mbridge_fsdp_ckpt.live.megatron_fsdp import local_shard, storage_of
-from mbridge_fsdp_ckpt.live.optimizer.base import STEP, Hyperparameters, Slot, SlotSpec
-from mbridge_fsdp_ckpt.loading.destinations import Destination, block, refuse_copy, scalar
+from mbridge_fsdp_ckpt.loading import state
+from mbridge_fsdp_ckpt.loading.destinations import Targets, add_targets, refuse_copy
 from mbridge_fsdp_ckpt.loading.exchange import Exchange
 from mbridge_fsdp_ckpt.loading.match import in_file_order
 from mbridge_fsdp_ckpt.loading.opened import Opened
 from mbridge_fsdp_ckpt.loading.sharing import Sharing
+from mbridge_fsdp_ckpt.loading.state import Allocated
 from mbridge_fsdp_ckpt.phases import Phases
-from mbridge_fsdp_ckpt.plan.boxes import Box, whole
+from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
-from mbridge_fsdp_ckpt.plan.pieces import Component, ParameterPlan
 from mbridge_fsdp_ckpt.storage.progress import Progress
 from mbridge_fsdp_ckpt.storage.ranges import Arena, Scratch
 from mbridge_fsdp_ckpt.storage.source import StoredChunk
-
-Targets = dict[str, list[Destination]]
-"""For each key, the blocks that are wanted of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +46,7 @@ class Staged:
     opened: Opened
     weights: Targets
     slots: Targets
-    allocated: list[_Allocated]
+    allocated: list[Allocated]
     exchange: Exchange
     scratch: Scratch
     phases: Phases
@@ -96,9 +91,9 @@ def prepare(opened: Opened, agreement: Agreement, *, shared: bool, phases: Phase
     for item in opened.planned:
         if item.is_buffer:
             refuse_copy(item.tensor, held, item.plan.layout.key)
-        _add_targets(weights, item.plan, item.plan.model_key, local_shard(item.tensor), opened.asked)
+        add_targets(weights, item.plan, item.plan.model_key, local_shard(item.tensor), opened.asked)
     slots: Targets = defaultdict(list)
-    allocated = [item for part in opened.parts for item in _allocate(opened, part, slots)] if opened.with_state else []
+    allocated = list(state.allocate(opened, slots)) if opened.with_state else []
     exchange = Exchange(opened, Sharing(opened, agreement.rank, shared=shared), agreement)
     return Staged(opened, weights, slots, allocated, exchange, Scratch(agreement.beat), phases, progress)
 
@@ -113,6 +108,7 @@ def stage(staged: Staged, budget: int, agreement: Agreement) -> int:
         Bytes of payload that this rank reads, here or, of weights, when it fills; each counted once.
 
     Raises:
+        ConfigurationError: See `state.check_counters`.
         CheckpointError, OSError: Bytes are damaged, or cannot be read.
     """
     opened, sharing, phases = staged.opened, staged.exchange.sharing, staged.phases
@@ -137,6 +133,7 @@ def stage(staged: Staged, budget: int, agreement: Agreement) -> int:
         with phases("exchange"), opened.source.reading_ahead(shared):
             staged.exchange.pass_on(staged.slots, staged.read_for_all, filling.copy)
         filling.finish()
+    state.check_counters(opened, staged.allocated)
     return _size((*own, *shared))
 
 
@@ -177,52 +174,9 @@ def fill(staged: Staged, agreement: Agreement) -> None:
 def finish(staged: Staged) -> None:
     """Put optimizer state and scaling state in place."""
     with torch.no_grad():
-        _install(staged.opened, staged.allocated)
+        state.install(staged.opened, staged.allocated)
     for restoration in staged.opened.scaling:
         restoration.apply()
-
-
-@dataclass(frozen=True, slots=True)
-class _Allocated:
-    part: OptimizerPart
-    parameter: torch.Tensor
-    plan: ParameterPlan
-    slots: dict[str, Slot]
-    step: torch.Tensor | None
-
-
-def _allocate(opened: Opened, part: OptimizerPart, targets: Targets) -> Iterator[_Allocated]:
-    for parameter, plan in part.parameters():
-        if not plan.pieces:
-            yield _Allocated(part, parameter, plan, {}, None)
-            continue
-        held = plan.pieces[0].component
-        entries = opened.slots.get(plan.state_name(held), {})
-        specs = {slot: SlotSpec(entry.kind, dtype_from_name(entry.dtype)) for slot, entry in entries.items()}
-        slots = part.adapter.allocate(parameter, specs)
-        for name, slot in slots.items():
-            if slot.kind == "sharded":
-                _add_targets(targets, plan, partial(plan.slot_key, slot=name), slot.tensor, opened.asked)
-            else:
-                targets[plan.slot_key(held, name)].append(scalar(slot.tensor))
-        step = None
-        if STEP in specs:
-            step = torch.zeros((), dtype=torch.float64)
-            targets[plan.slot_key(held, STEP)].append(scalar(step))
-        yield _Allocated(part, parameter, plan, slots, step)
-
-
-def _add_targets(
-    targets: Targets,
-    plan: ParameterPlan,
-    key_of: Callable[[Component], str],
-    live: torch.Tensor,
-    asked: set[str],
-) -> None:
-    for piece in plan.pieces:
-        key = key_of(piece.component)
-        if key in asked:
-            targets[key].append(block(piece, live, key))
 
 
 class _Filling:
@@ -258,9 +212,8 @@ class _Filling:
             InternalError: Some were left as they were.
         """
         for key, places in self._targets.items():
-            saved = whole(self._opened.source.head.keys[key].shape)
             for number, destination in enumerate(places):
-                common = destination.box.intersect(saved)
+                common = self._opened.covered(key, destination.box)
                 wanted = 0 if common is None else common.volume
                 if self._filled[key, number] != wanted:
                     raise InternalError(
@@ -269,28 +222,6 @@ class _Filling:
                         remedy="Report it with the layouts of the save and of this job.",
                         key=key,
                     )
-
-
-def _install(opened: Opened, allocated: list[_Allocated]) -> None:
-    if not opened.with_state:
-        for part in opened.parts:
-            for parameter, _ in part.parameters():
-                part.adapter.install(parameter, None, None)
-            part.adapter.finish(None)
-        return
-    for item in allocated:
-        step = item.step.item() if item.step is not None else None
-        if step is None:
-            counted = opened.hyperparameters.get(item.plan.layout.optimizer_name, {}).get(STEP)
-            step = None if counted is None else float(counted)
-        item.part.adapter.install(item.parameter, item.slots, step if item.slots else None)
-    for part in opened.parts:
-        part.adapter.finish([_saved_group(opened, names) for names in part.group_names()])
-
-
-def _saved_group(opened: Opened, names: list[str]) -> Hyperparameters:
-    """The one set of hyperparameters that a group's parameters were saved with; nothing where none was."""
-    return next((opened.hyperparameters[name] for name in names if name in opened.hyperparameters), {})
 
 
 def refresh(module: Any) -> None:

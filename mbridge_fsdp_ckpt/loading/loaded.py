@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict
 
 from mbridge_fsdp_ckpt.errors import CheckpointError, ErrorData, LoadInterruptedError
 from mbridge_fsdp_ckpt.loading import exchange
+from mbridge_fsdp_ckpt.loading.match import NAMED
+from mbridge_fsdp_ckpt.phases import Phases
 from mbridge_fsdp_ckpt.storage.source import RankRecord
 
 
@@ -27,6 +29,9 @@ class Loaded:
         seconds: By phase, in order: open (and match with the live model), agree (meetings), read (and verify),
             exchange (with ranks that read for each other), fill, refresh (the compute weights).
         duration: Seconds from the call to its end.
+        unknown_slots: Names of optimizer slots that may be copies of weights, as far as this package knows, and that
+            the load left as they were although it changed the weights, or filled with zeros where the checkpoint lacks
+            elements.
     """
 
     values: Mapping[str, Any]
@@ -38,25 +43,53 @@ class Loaded:
     bytes_of_all: int = 0
     seconds: Mapping[str, float] = field(default_factory=dict)
     duration: float = 0.0
+    unknown_slots: tuple[str, ...] = field(default=())
+
+    def with_results(self, skipped: Iterable[str], filled: Filled, read: int, phases: Phases) -> Loaded:
+        """The same of a load that is done.
+
+        Args:
+            skipped: Of all ranks.
+            filled: What all ranks said at the end.
+            read: Bytes that this rank read.
+            phases: The load's clock.
+        """
+        return replace(
+            self,
+            skipped=tuple(sorted({*self.skipped, *skipped})),
+            bytes=read,
+            bytes_of_all=filled["bytes"],
+            seconds=phases.seconds,
+            duration=phases.elapsed,
+            unknown_slots=tuple(filled["unknown_slots"]),
+        )
 
 
 class Filled(TypedDict):
-    """A rank's message when it is through, or several ranks': see `exchange.message`; and bytes that were read."""
+    """A rank's message when it is through, or several ranks'.
+
+    Args:
+        lost: See `exchange.message`.
+        bytes: That were read.
+        unknown_slots: See `Loaded`; the first 20.
+    """
 
     lost: ErrorData | None
     bytes: int
+    unknown_slots: list[str]
 
 
 def combine(messages: list[Filled]) -> Filled:
     """What several ranks say, as one message."""
     lost = exchange.first([message["lost"] for message in messages])
-    return {"lost": lost, "bytes": sum(message["bytes"] for message in messages)}
+    slots = sorted({slot for message in messages for slot in message["unknown_slots"]})[:NAMED]
+    return {"lost": lost, "bytes": sum(message["bytes"] for message in messages), "unknown_slots": slots}
 
 
-def judge(filled: Filled) -> int:
-    """Second meeting: bytes that all ranks have read, unless one lost those that read for it."""
+def judge(filled: Filled) -> Filled:
+    """Second meeting: what all ranks say together, unless one lost those that read for it."""
     exchange.judge(filled["lost"])
-    return filled["bytes"]
+    return filled
 
 
 def interrupted(error: CheckpointError) -> CheckpointError:

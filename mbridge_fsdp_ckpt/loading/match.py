@@ -5,14 +5,17 @@ from __future__ import annotations
 import difflib
 from collections import defaultdict
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from mbridge_fsdp_ckpt.errors import KeyMismatchError, ManifestError
+from mbridge_fsdp_ckpt.live.optimizer.base import MASTER, STEP, SlotSpec
 from mbridge_fsdp_ckpt.live.planned import Planned
 from mbridge_fsdp_ckpt.plan.boxes import Box, Shape, whole
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
-from mbridge_fsdp_ckpt.plan.keys import STATE_PREFIX, KeyEntry, Kind
+from mbridge_fsdp_ckpt.plan.keys import STATE_PREFIX, KeyEntry
 from mbridge_fsdp_ckpt.plan.pieces import Component, ParameterPlan
 from mbridge_fsdp_ckpt.plan.tiling import tiling_defect
 from mbridge_fsdp_ckpt.settings import Settings
@@ -42,30 +45,71 @@ class Match:
 
     def weights(self, item: Planned) -> None:
         """The weight's components."""
+        spec = SlotSpec("sharded", item.tensor.dtype)
         for component in self._components(item.plan):
-            key = item.plan.model_key(component)
-            self._key(key, component.global_shape, item.tensor.dtype, "sharded", item.plan, component)
+            self._key(item.plan.model_key(component), spec, item.plan, component)
 
     def _components(self, plan: ParameterPlan) -> Collection[Component]:
         return plan.components if self._everything else dict.fromkeys(piece.component for piece in plan.pieces)
 
-    def slots(self, plan: ParameterPlan) -> dict[str, dict[str, KeyEntry]]:
-        """All slots that the checkpoint has of a parameter; every component must have the same.
+    def slots(self, plan: ParameterPlan, live: LiveState) -> MatchedSlots:
+        """The slots of a parameter, those of the checkpoint and those that the live optimizer keeps.
 
-        Returns:
-            The slots of each component, by its name in the optimizer's state.
+        Args:
+            plan: The parameter's.
+            live: What its optimizer keeps of it, and how it counts.
         """
         names = [plan.state_name(component) for component in self._components(plan)]
         found = {name: self._source.slots(name) for name in names}
-        kinds = {slot: entry for component in found.values() for slot, entry in component.items()}
-        if not kinds and plan.pieces and not self._source.stateless([name := plan.layout.optimizer_name]):
-            self._absent(f"{STATE_PREFIX}{name}.*")
-        for slot, entry in kinds.items():
-            for component in self._components(plan):
-                shape = component.global_shape if entry.kind == "sharded" else ()
-                dtype = dtype_from_name(entry.dtype)
-                self._key(plan.slot_key(component, slot), shape, dtype, entry.kind, plan, component)
-        return found
+        saved = {slot: entry for component in found.values() for slot, entry in component.items()}
+        if not saved:
+            name = plan.layout.optimizer_name
+            if plan.pieces and not self._source.stateless([name]):
+                self._absent(f"{STATE_PREFIX}{name}.*")
+            return MatchedSlots(found, {})
+        specs = {slot: SlotSpec(entry.kind, dtype_from_name(entry.dtype)) for slot, entry in saved.items()}
+        if live.slots is not None:
+            for slot in specs.keys() - live.slots.keys() - ({STEP} if live.counts_elsewhere else set()):
+                self._surplus(plan, slot, saved[slot], live)
+            specs = dict(live.slots) | ({STEP: specs[STEP]} if STEP in specs and live.counts_elsewhere else {})
+        for slot, spec in specs.items():
+            if slot in saved or not (slot == MASTER or (slot == STEP and live.counted)):
+                for component in self._components(plan):
+                    self._slot(plan.slot_key(component, slot), slot, spec, plan, component, live)
+        return MatchedSlots(found, specs)
+
+    def _slot(
+        self, key: str, slot: str, spec: SlotSpec, plan: ParameterPlan, component: Component, live: LiveState
+    ) -> None:
+        """A slot of a component: it is there, was kept by an optimizer of the same kind, and fits."""
+        entry = self._source.head.keys.get(key)
+        if entry is not None and live.slots is None and entry.kept_by not in (None, live.class_name):
+            self._unlike.append(f"{key}: kept by {entry.kept_by} in the checkpoint, {live.class_name} here")
+        elif entry is not None and slot != STEP and (problem := self._cast(key, entry, spec)):
+            self._unlike.append(problem)
+        else:  # a counter is a number, however it is kept
+            self._key(key, spec if slot != STEP or entry is None else _as_saved(entry), plan, component, of_slot=True)
+
+    def _cast(self, key: str, entry: KeyEntry, spec: SlotSpec) -> str:
+        """What is wrong with the precision of a saved slot, if something is."""
+        saved, live = dtype_from_name(entry.dtype), spec.dtype if spec.scaled_from is None else spec.scaled_from
+        kept = saved if entry.kept_as is None else dtype_from_name(entry.kept_as)
+        narrows = not fits(kept, live) and saved.is_floating_point and live.is_floating_point
+        if spec.scaled_from is not None:
+            narrows = entry.kept_as is not None and kept != live and kept.itemsize >= live.itemsize
+        if narrows and not self._settings.may_be_cast(key):
+            return f"{key}: {kept} in the checkpoint, {live} here, which allow_cast has to name"
+        return "" if entry.kind == spec.kind else f"{key}: {entry.kind} in the checkpoint, {spec.kind} here"
+
+    def _surplus(self, plan: ParameterPlan, slot: str, entry: KeyEntry, live: LiveState) -> None:
+        """A slot that the live optimizer does not keep; a master that only repeats an fp32 weight is let go."""
+        for component in self._components(plan):
+            key = plan.slot_key(component, slot)
+            weight = self._source.head.keys.get(plan.model_key(component))
+            if slot == MASTER and weight is not None and weight.dtype == entry.dtype:
+                self.asked.add(key)
+            elif key in self._source.head.keys and not self._settings.may_be_unexpected(key):
+                self._unlike.append(f"{key}: in the checkpoint, {live.class_name} here keeps no {slot}")
 
     def section(self, name: str) -> None:
         """A whole section that must be there."""
@@ -73,22 +117,24 @@ class Match:
             self._absent(f"{name}.*")
 
     def _key(
-        self, key: str, shape: Shape, dtype: torch.dtype, kind: Kind, plan: ParameterPlan, component: Component
+        self, key: str, spec: SlotSpec, plan: ParameterPlan, component: Component, *, of_slot: bool = False
     ) -> None:
         entry = self._source.head.keys.get(key)
         if entry is None:
             self._absent(key)
             return
         self.asked.add(key)
+        shape = component.global_shape if spec.kind == "sharded" else ()
         if entry.shape != shape and not self._is_padding(entry, shape, plan):
             self._unlike.append(self._unlike_shape(key, entry, shape, plan))
-        elif not fits(dtype_from_name(entry.dtype), dtype):
-            self._unlike.append(f"{key}: {entry.dtype} in the checkpoint, {dtype} here")
-        elif kind != "sharded":
+        elif not fits(saved := dtype_from_name(entry.dtype), spec.dtype) and not (
+            of_slot and saved.is_floating_point and spec.dtype.is_floating_point  # see `_cast`
+        ):
+            self._unlike.append(f"{key}: {entry.dtype} in the checkpoint, {spec.dtype} here")
+        elif spec.kind != "sharded":
             self.needed[key].append(Box((), ()))
         else:
-            saved = whole(entry.shape)
-            boxes = (piece.box.intersect(saved) for piece in plan.pieces if piece.component == component)
+            boxes = (covered(entry, piece.box) for piece in plan.pieces if piece.component == component)
             self.needed[key].extend(box for box in boxes if box is not None)
 
     def _is_padding(self, entry: KeyEntry, shape: Shape, plan: ParameterPlan) -> bool:
@@ -134,9 +180,53 @@ class Match:
         raise KeyMismatchError(
             expected="a checkpoint of this model",
             found="; ".join(found),
-            remedy="Load a checkpoint of the same model. Keys that may be absent can be named in allow_missing; "
-            "optimizer state is not loaded with checkpoint.load_optim=False.",
+            remedy="Load a checkpoint of the same model and optimizer. Keys that may be absent can be named in "
+            "allow_missing, such that may stay unread in allow_unexpected; weights alone are loaded with "
+            "load_weights_only (checkpoint.load_optim=False).",
         )
+
+
+@dataclass(frozen=True, slots=True)
+class LiveState:
+    """What a live optimizer keeps of a parameter.
+
+    Args:
+        slots: See `OptimizerAdapter.expected`.
+        class_name: Of the optimizer.
+        counts_elsewhere: Whether the param group counts its steps.
+        counted: Whether the checkpoint has a counter of its param group.
+    """
+
+    slots: dict[str, SlotSpec] | None
+    class_name: str
+    counts_elsewhere: bool
+    counted: bool
+
+
+class MatchedSlots(NamedTuple):
+    """The slots of one parameter.
+
+    Args:
+        found: Those of each component in the checkpoint, by its name in the optimizer's state.
+        specs: Those that are to be filled, whether they were found or not.
+    """
+
+    found: dict[str, dict[str, KeyEntry]]
+    specs: dict[str, SlotSpec]
+
+
+def covered(entry: KeyEntry, box: Box) -> Box | None:
+    """What of a block the checkpoint has.  The rest is padding of the vocabulary, beyond the saved rows.
+
+    Args:
+        entry: The key's description in the checkpoint.
+        box: The block, in the global tensor.
+    """
+    return box.intersect(whole(entry.shape))
+
+
+def _as_saved(entry: KeyEntry) -> SlotSpec:
+    return SlotSpec(entry.kind, dtype_from_name(entry.dtype))
 
 
 def fits(saved: torch.dtype, live: torch.dtype) -> bool:

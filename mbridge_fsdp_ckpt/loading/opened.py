@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,10 +18,10 @@ from mbridge_fsdp_ckpt.live.fp8.state import Restoration
 from mbridge_fsdp_ckpt.live.holdings import KeyFilter, OptimizerPart, holds_some, optimizer_parts
 from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module
 from mbridge_fsdp_ckpt.live.optimizer.adapters import grouped
-from mbridge_fsdp_ckpt.live.optimizer.base import Hyperparameters
+from mbridge_fsdp_ckpt.live.optimizer.base import STEP, Hyperparameters, SlotSpec
 from mbridge_fsdp_ckpt.live.planned import Planned, plan_model
 from mbridge_fsdp_ckpt.live.topology import coordinates
-from mbridge_fsdp_ckpt.loading.match import Match, check_coverage
+from mbridge_fsdp_ckpt.loading.match import LiveState, Match, check_coverage, covered
 from mbridge_fsdp_ckpt.loading.renaming import under_new_names
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
@@ -42,16 +43,23 @@ class Wanted:
         model: See `checkpoint.load`.
         optimizer: See there.
         include: See there.
-        with_state: Whether the optimizer gets state, or only refreshes its copies of the weights.
+        weights: Whether the model gets weights and buffers.
+        state: Whether the optimizer gets state, or only refreshes its copies of the weights.
     """
 
     model: Any
     optimizer: Any
     include: KeyFilter | None
-    with_state: bool
+    weights: bool
+    state: bool
+
+    @property
+    def called(self) -> str:
+        """What the load is called among ranks, and in errors."""
+        return "load" if self.weights and self.state else f"load of {'weights' if self.weights else 'optimizer state'}"
 
 
-@dataclass(slots=True)
+@dataclass
 class Opened:
     """A checkpoint that fits this rank; its bytes are read by `fill`.
 
@@ -59,7 +67,11 @@ class Opened:
         module: The model's `MegatronFSDP` module.
         planned: What of it is loaded.
         chunks: Where each needed key lies.
+        parts: The optimizer's, over the parameters that are loaded.
+        all_parts: The same over all parameters.
         needed: The blocks of each key that this rank needs.
+        slots: Of each component, by its name in the optimizer's state, what the checkpoint has.
+        specs: The slots of each parameter that are to be filled.
         asked: Keys that have a place in this model.
         offered: Of the checkpoint's keys, those that this rank sees to it that somebody asks for.
     """
@@ -70,11 +82,14 @@ class Opened:
     include: KeyFilter | None
     planned: list[Planned]
     parts: list[OptimizerPart]
+    all_parts: list[OptimizerPart]
+    with_weights: bool
     with_state: bool
     chunks: dict[str, list[StoredChunk]] = field(default_factory=dict)
     needed: dict[str, list[Box]] = field(default_factory=dict)
     hyperparameters: dict[str, Hyperparameters] = field(default_factory=dict)
     slots: dict[str, dict[str, KeyEntry]] = field(default_factory=dict)
+    specs: dict[ParameterPlan, dict[str, SlotSpec]] = field(default_factory=dict)
     scaling: list[Restoration] = field(default_factory=list)
     asked: set[str] = field(default_factory=set)
     offered: Sequence[str] = ()
@@ -86,6 +101,16 @@ class Opened:
         for part in self.parts if self.with_state else ():
             for _, plan in part.parameters():
                 yield plan
+
+    def covered(self, key: str, box: Box) -> Box | None:
+        """What of a block a load fills: nothing of a key that may be missing and is."""
+        return covered(self.source.head.keys[key], box) if key in self.asked else None
+
+    @cached_property
+    def state_prefix(self) -> str:
+        """What the optimizer's name of a parameter has in front of the model's own key: more modules."""
+        plans = (plan for part in self.all_parts for _, plan in part.parameters())
+        return next((plan.layout.optimizer_name.removesuffix(plan.layout.key) for plan in plans), "")
 
     @property
     def verified(self) -> bool:
@@ -108,16 +133,27 @@ def open_and_match(directory: AnyPath, wanted: Wanted, settings: Settings, agree
     everything = plan_model(module)
     source.look_near(ranks_with_copies(Mates(module), (item.plan for item in everything), agreement.rank))
     source = under_new_names(source, [item.plan for item in everything])
-    planned = [p for p in everything if include is None or include(p.plan.layout.key)]
-    parts = optimizer_parts(grouped(wanted.optimizer), everything) if wanted.optimizer is not None else []
-    opened = Opened(source, settings, module, include, planned, parts, wanted.with_state and bool(parts))
+    planned = [p for p in everything if wanted.weights and (include is None or include(p.plan.layout.key))]
+    all_parts = optimizer_parts(grouped(wanted.optimizer), everything) if wanted.optimizer is not None else []
+    opened = Opened(
+        source,
+        settings,
+        module,
+        include,
+        planned,
+        parts=all_parts if include is None else [part.only(include) for part in all_parts],
+        all_parts=all_parts,
+        with_weights=wanted.weights,
+        with_state=wanted.state and bool(all_parts),
+    )
+    if opened.with_state:
+        for part in opened.parts:
+            for plans in filter(holds_some, part.group_plans()):
+                opened.hyperparameters |= source.hyperparameters(plan.layout.optimizer_name for plan in plans)
     match = _match(opened, everything=False)
     if not match.fits:
         match = _match(opened, everything=True)
     if opened.with_state:
-        for part in parts:
-            for plans in filter(holds_some, part.group_plans()):
-                opened.hyperparameters |= source.hyperparameters(plan.layout.optimizer_name for plan in plans)
         _check_groups(opened)
     match.finish()
     opened.scaling = restorations(module, source.states)
@@ -137,9 +173,21 @@ def _match(opened: Opened, *, everything: bool) -> Match:
     if opened.with_state:
         match.section("optimizer")
         opened.slots = {}
-        for plan in opened.updated:
-            opened.slots |= match.slots(plan)
+        for part in opened.parts:
+            for parameter, plan in part.parameters():
+                found, opened.specs[plan] = match.slots(plan, _live_state(opened, part, parameter, plan))
+                opened.slots |= found
     return match
+
+
+def _live_state(opened: Opened, part: OptimizerPart, parameter: torch.Tensor, plan: ParameterPlan) -> LiveState:
+    counted = not plan.pieces or STEP in opened.hyperparameters.get(plan.layout.optimizer_name, {})
+    return LiveState(
+        slots=part.adapter.expected(parameter),
+        class_name=part.adapter.class_name(parameter),
+        counts_elsewhere=part.adapter.counter(parameter) is not None,
+        counted=counted,
+    )
 
 
 def look_again(opened: Opened) -> None:
@@ -184,7 +232,8 @@ def _check_groups(opened: Opened) -> None:
             saved = [name for name in names if name in opened.hyperparameters]
             for name in saved[1:]:
                 first, other = opened.hyperparameters[saved[0]], opened.hyperparameters[name]
-                unlike = sorted(key for key in first.keys() | other.keys() if not _same(first.get(key), other.get(key)))
+                names_of_both = (first.keys() | other.keys()) - {"param_names"}
+                unlike = sorted(key for key in names_of_both if not _same(first.get(key), other.get(key)))
                 if unlike:
                     raise ConfigurationError(
                         expected=f"one set of hyperparameters for the param group of {saved[0]}",

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from mbridge_fsdp_ckpt.agree.agreement import Agreement, next_agreement
 from mbridge_fsdp_ckpt.agree.outcome import Outcome
 from mbridge_fsdp_ckpt.agree.wire import nothing
 from mbridge_fsdp_ckpt.errors import CheckpointError
-from mbridge_fsdp_ckpt.loading import asking, exchange, fill, loaded, opened
+from mbridge_fsdp_ckpt.live.optimizer import loss_scales
+from mbridge_fsdp_ckpt.loading import asking, exchange, fill, loaded, opened, state
 from mbridge_fsdp_ckpt.loading.budget import read_budget
 from mbridge_fsdp_ckpt.loading.loaded import Loaded
+from mbridge_fsdp_ckpt.loading.match import NAMED
 from mbridge_fsdp_ckpt.loading.opened import Opened, Wanted
 from mbridge_fsdp_ckpt.loading.sharing import reads_are_shared
 from mbridge_fsdp_ckpt.phases import Phases, tell
@@ -23,6 +26,8 @@ from mbridge_fsdp_ckpt.storage.bar import job_bar
 from mbridge_fsdp_ckpt.storage.commit.retention import reading
 from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path, called
 
+_log = logging.getLogger(__name__)
+
 Accept = Callable[[Loaded], Callable[[], None]]
 """See `checkpoint.load`."""
 
@@ -30,31 +35,21 @@ Accept = Callable[[Loaded], Callable[[], None]]
 def run(
     directory: str | os.PathLike[str] | AnyPath, wanted: Wanted, accept: Accept | None, settings: Settings
 ) -> Loaded:
-    """Load what is wanted.
-
-    Args:
-        directory: See `checkpoint.load`.
-        wanted: What to fill.
-        accept: See `checkpoint.load`.
-        settings: See `Settings`.
-
-    Raises:
-        LoadInterruptedError: Reading failed after live tensors had begun to change: don't go on with them.
-        CheckpointError: Any other; the same on every rank, and nothing was changed.
-    """
+    """Load what is wanted; arguments and errors are those of `checkpoint.load`."""
     source, phases = as_path(directory), Phases()
     shared = reads_are_shared(settings, source)
-    purpose = f"{'load' if wanted.with_state else 'load of weights'} from {called(directory)}"
-    purpose += ", reads shared" if shared else ""
+    purpose = f"{wanted.called} from {called(directory)}{', reads shared' if shared else ''}"
     agreement = next_agreement(purpose, settings.time_limit, settings.storage_limit)
 
     def prepare() -> _Prepared:
         found = opened.open_and_match(source, wanted, settings, agreement)
         values, topology = found.source.head.values, opened.topology_of(found.source)
         read = Loaded(values, topology, *opened.records_of(found), skipped=tuple(found.skipped))
-        put_in_place = accept(read) if accept is not None else _nothing
+        steps = [accept(read)] if accept is not None else []
+        if found.with_state:
+            steps.append(loss_scales.restoration(values, wanted.optimizer))
         staged = fill.prepare(found, agreement, shared=shared, phases=phases, progress=progress)
-        return _Prepared(staged, read, put_in_place)
+        return _Prepared(staged, read, steps, state.unknown_origin(found, staged.allocated)[:NAMED])
 
     with ExitStack() as stack:
         progress = stack.enter_context(job_bar(agreement.rank, wanted=settings.progress))
@@ -70,15 +65,24 @@ def run(
         staged = prepared.then(lambda own: stage(own.staged), agreement.rank, "reading the checkpoint")
         with phases("agree"):
             skipped = _agree(prepared, staged, agreement)
-        total = _fill(prepared.value, staged.value, agreement, phases)
-    own = prepared.value
-    with phases("refresh"):
-        fill.refresh(own.opened.module)
-    done = replace(own.loaded, skipped=tuple(sorted({*own.loaded.skipped, *skipped})))
-    done = replace(done, bytes=staged.value, bytes_of_all=total, seconds=phases.seconds, duration=phases.elapsed)
+        filled = _fill(prepared.value, staged.value, agreement, phases)
+    if prepared.value.opened.with_weights:
+        with phases("refresh"):
+            fill.refresh(prepared.value.opened.module)
+    done = prepared.value.loaded.with_results(skipped, filled, staged.value, phases)
     if agreement.rank == 0:
-        tell("load", called(directory), done)
+        _tell(directory, done)
     return done
+
+
+def _tell(directory: str | os.PathLike[str] | AnyPath, done: Loaded) -> None:
+    tell("load", called(directory), done)
+    if done.unknown_slots:
+        _log.warning(
+            "The optimizer keeps %s. It is not known whether they are copies of weights, so the load did not set them. "
+            "If they are, clear the optimizer's state: otherwise its next step undoes the load.",
+            ", ".join(done.unknown_slots),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +91,8 @@ class _Prepared:
 
     staged: fill.Staged
     loaded: Loaded
-    put_in_place: Callable[[], None]
+    put_in_place: list[Callable[[], None]]
+    unknown_slots: list[str]
 
     @property
     def opened(self) -> Opened:
@@ -111,8 +116,8 @@ def _agree(prepared: Outcome[_Prepared], staged: Outcome[int], agreement: Agreem
     return judged["skipped"]
 
 
-def _fill(prepared: _Prepared, read: int, agreement: Agreement, phases: Phases) -> int:
-    """Change what is live, and the second meeting; returns the bytes that all ranks have read.
+def _fill(prepared: _Prepared, read: int, agreement: Agreement, phases: Phases) -> loaded.Filled:
+    """Change what is live, and the second meeting; returns what all ranks say of it.
 
     Raises:
         LoadInterruptedError: Some rank could not.
@@ -122,18 +127,17 @@ def _fill(prepared: _Prepared, read: int, agreement: Agreement, phases: Phases) 
         fill.fill(prepared.staged, agreement)
         with phases("fill"), agreement.at_work():
             fill.finish(prepared.staged)
-            prepared.put_in_place()
+            for step in prepared.put_in_place:
+                step()
 
     filled = Outcome.of(action, agreement.rank, "filling tensors")
-    message = exchange.message(filled, lambda lost: loaded.Filled(lost=lost, bytes=read))
+    message = exchange.message(
+        filled, lambda lost: loaded.Filled(lost=lost, bytes=read, unknown_slots=prepared.unknown_slots)
+    )
     try:
         with phases("agree"):
-            total = agreement.meet("completion of the load", message, loaded.judge, loaded.combine)
+            whole = agreement.meet("completion of the load", message, loaded.judge, loaded.combine)
             agreement.end()
     except CheckpointError as error:
         raise loaded.interrupted(error) from error
-    return total
-
-
-def _nothing() -> None:
-    """What puts in place nothing."""
+    return whole

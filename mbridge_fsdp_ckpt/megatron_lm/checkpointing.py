@@ -69,7 +69,7 @@ def save_checkpoint(
         directory,
         model=model[0] if len(model) == 1 else model,
         optimizer=None if args.no_save_optim else optimizer,
-        values=_values(args, iteration, optimizer, opt_param_scheduler, num_floating_point_operations_so_far),
+        values=_values(args, iteration, opt_param_scheduler, num_floating_point_operations_so_far),
         rank_values=_rank_values(args),
         after_commit=lambda: following.publish(root, iteration, release=release, interval=interval),
         settings=_settings_of(args),
@@ -83,7 +83,7 @@ def save_checkpoint(
     ft_integration.on_checkpointing_end(is_async_finalization=False)
 
 
-def _values(args: Any, iteration: int, optimizer: Any, scheduler: Any, operations: float) -> dict[str, Any]:
+def _values(args: Any, iteration: int, scheduler: Any, operations: float) -> dict[str, Any]:
     values: dict[str, Any] = {
         "checkpoint_version": 3.0,
         "iteration": iteration,
@@ -92,7 +92,7 @@ def _values(args: Any, iteration: int, optimizer: Any, scheduler: Any, operation
     }
     if scheduler is not None and not args.no_save_optim:
         values["opt_param_scheduler"] = scheduler.state_dict()
-    return values | restoration.saved_loss_scales(optimizer)
+    return values
 
 
 def _rank_values(args: Any) -> dict[str, Any]:
@@ -206,8 +206,6 @@ def _restoration(
         if scheduler is not None and not args.no_load_optim and "opt_param_scheduler" in values:
             remedy = "Resume with the same schedule, or with --override-opt_param-scheduler."
             steps.append(restoration.schedule(scheduler, dict(values["opt_param_scheduler"]), remedy))
-        if not args.no_load_optim:
-            steps += restoration.loss_scales(optimizer, values.get("grad_scaler", {}))
         if not args.no_load_rng:
             one_each = bool(args.data_parallel_random_init)
             groups = _groups()

@@ -70,6 +70,21 @@ class Box:
             return None
         return Box(offset, size)
 
+    def without(self, other: Box | None) -> Iterator[Box]:
+        """What is left of the block beside its part in another one: at most two boxes a dimension."""
+        common = None if other is None else self.intersect(other)
+        if common is None:
+            yield from [self] if self.volume else []
+            return
+        left = self
+        for dim, (begin, end) in enumerate(zip(common.offset, common.end, strict=True)):
+            first = left.offset[dim]
+            if begin > first:
+                yield left.part(dim, 0, begin - first)
+            if end < left.end[dim]:
+                yield left.part(dim, end - first, left.size[dim])
+            left = left.part(dim, begin - first, end - first)
+
     def slices_in(self, outer: Box) -> tuple[slice, ...]:
         """Index of this box in the array that holds `outer`."""
         return tuple(

@@ -35,7 +35,19 @@ class Entry(BaseModel):
 
 
 class KeyEntry(Entry):
-    """One key: a tensor over all ranks."""
+    """One key: a tensor over all ranks.
+
+    Args:
+        dtype: Of its elements on disk.
+        shape: Over all ranks.
+        kind: See `Kind`.
+        family: The family that split it, with its version.
+        component: What the family calls it.
+        unpadded_rows: Rows of the vocabulary without its padding.
+        kept_as: Of an optimizer slot, the dtype in which the optimizer kept it: of one that is kept with a scale, on
+            disk are the values that it stands for.
+        kept_by: Of an optimizer slot, the class that kept it, where that is none of torch's or Transformer Engine's.
+    """
 
     dtype: Annotated[str, AfterValidator(_dtype)]
     shape: tuple[Count, ...]
@@ -43,6 +55,8 @@ class KeyEntry(Entry):
     family: str | None = None
     component: str = ""
     unpadded_rows: Count | None = None
+    kept_as: Annotated[str, AfterValidator(_dtype)] | None = None
+    kept_by: str | None = None
 
     @property
     def nbytes(self) -> int:

@@ -79,7 +79,7 @@ def plan_rank(subject: Subject, rank: int) -> RankPlan:
     gc.collect()  # what building the model has left behind is none of planning's cost
     for _ in range(2):  # the plan is kept for the next save
         start = time.process_time()
-        holdings = plan_save(look(model, optimizer, None, None, subject.vocabulary_size)).holdings
+        holdings = plan_save(look(model, optimizer, None, None, None, subject.vocabulary_size)).holdings
         seconds.append(time.process_time() - start)
     return RankPlan(holdings, (seconds[0], seconds[1]))
 

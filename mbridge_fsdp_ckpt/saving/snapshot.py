@@ -21,7 +21,8 @@ from mbridge_fsdp_ckpt.live.holdings import (
 )
 from mbridge_fsdp_ckpt.live.marks import marks_of_job
 from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module
-from mbridge_fsdp_ckpt.live.optimizer.adapters import grouped
+from mbridge_fsdp_ckpt.live.optimizer import loss_scales
+from mbridge_fsdp_ckpt.live.optimizer.adapters import grouped, refuse_state_of_nothing
 from mbridge_fsdp_ckpt.live.optimizer.base import Grouped
 from mbridge_fsdp_ckpt.live.planned import PlannedTensors, Remembered, plan_with_parts, remember
 from mbridge_fsdp_ckpt.live.topology import sharding_strategy
@@ -123,6 +124,7 @@ def look(
     optimizer: Any,
     include: KeyFilter | None,
     rank_values: Mapping[str, Any] | None,
+    values: Mapping[str, Any] | None = None,
     vocabulary_size: int | None = None,
     *,
     beside: bool = False,
@@ -134,6 +136,7 @@ def look(
         optimizer: See `checkpoint.save`.
         include: See `checkpoint.save`.
         rank_values: See `checkpoint.save`.
+        values: See `checkpoint.save`.
         vocabulary_size: See `Settings`.
         beside: Whether training goes on before it is planned: what only an optimizer's step changes is then seen there.
 
@@ -142,6 +145,9 @@ def look(
     """
     require("save and load")
     module = find_fsdp_module(model)
+    if optimizer is not None:
+        refuse_state_of_nothing(optimizer)
+        loss_scales.check_name(values, optimizer)
     job = marks_of_job()
     tensors, modules = remember(module, job) if beside else plan_with_parts(module, job)
     optimizers = grouped(optimizer) if optimizer is not None else []

@@ -98,8 +98,8 @@ def _fill(optimizer: Any, asked: Asked) -> None:
         for group in groups:
             for parameter in group.parameters:
                 weight = local_shard(parameter).reshape(-1)
-                slots = adapter.allocate(parameter, {n: s for n, s in specs.items() if n != STEP})
-                for number, slot in enumerate(slots.values(), 1):
+                slots = adapter.allocate(parameter, specs)
+                for number, slot in enumerate((slot for name, slot in slots.items() if name != STEP), 1):
                     slot.tensor.copy_(weight.abs() * number)
                 if weight.numel():
                     adapter.install(parameter, slots, STEPS)

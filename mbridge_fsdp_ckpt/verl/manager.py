@@ -24,7 +24,6 @@ import torch.distributed as dist
 from mbridge_fsdp_ckpt import checkpoint
 from mbridge_fsdp_ckpt.bridge.choice import tokens_of
 from mbridge_fsdp_ckpt.errors import KeyMismatchError, NotACheckpointError
-from mbridge_fsdp_ckpt.hosts.restoration import saved_loss_scales
 from mbridge_fsdp_ckpt.live.holdings import optimizer_parts
 from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module
 from mbridge_fsdp_ckpt.live.optimizer.adapters import grouped
@@ -88,10 +87,8 @@ def _values(manager: Any) -> dict[str, Any]:
         CONTENTS: [str(name) for name in manager.checkpoint_save_contents],
         "iteration": manager.previous_global_step,
     }
-    if manager.should_save_optimizer:
-        if manager.lr_scheduler is not None:
-            values["lr_scheduler"] = manager.lr_scheduler.state_dict()
-        values |= saved_loss_scales(manager.optimizer)
+    if manager.should_save_optimizer and manager.lr_scheduler is not None:
+        values["lr_scheduler"] = manager.lr_scheduler.state_dict()
     return values
 
 
@@ -115,13 +112,15 @@ def load(manager: Any, directory: str, export: Export, settings: Settings) -> No
         _check_export(export)
     wanted = Parts(optimizer=manager.should_load_optimizer, random=manager.should_load_extra)
     if model or wanted.optimizer or wanted.random:
-        read = checkpoint.load if wanted.optimizer else checkpoint.load_weights_only
+        read: Callable[..., checkpoint.Loaded] = checkpoint.load_weights_only
+        if wanted.optimizer:
+            read = checkpoint.load if model else checkpoint.load_optimizer_only
         with _remedies_named():
             loaded = read(
                 directory,
                 model=manager.model[0],
                 optimizer=manager.optimizer,
-                include=None if model else _no_weights,
+                include=None if model or wanted.optimizer else _no_weights,
                 accept=lambda found: restoration(manager, found, wanted),
                 settings=settings.for_vocabulary(tokens_of(manager.provider)),
             )
@@ -136,6 +135,10 @@ def load(manager: Any, directory: str, export: Export, settings: Settings) -> No
 
 def _no_weights(key: str) -> bool:
     return False
+
+
+def _all_of_it(destination: torch.Tensor, source: torch.Tensor) -> None:
+    destination.copy_(source)
 
 
 def _check_export(export: Export) -> None:
@@ -154,7 +157,7 @@ def _adopt_weights(model: Any, optimizer: Any) -> None:
     with torch.no_grad():
         for part in optimizer_parts(grouped(optimizer), plan_model(module)):
             for parameter, _ in part.parameters():
-                part.adapter.install(parameter, None, None)
+                part.adapter.refresh(parameter, _all_of_it)
             part.adapter.finish(None)
     refresh(module)
 

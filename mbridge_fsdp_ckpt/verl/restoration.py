@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mbridge_fsdp_ckpt.errors import KeyMismatchError
-from mbridge_fsdp_ckpt.hosts.restoration import generators, loss_scales, schedule
+from mbridge_fsdp_ckpt.hosts.restoration import generators, schedule
 
 CONTENTS = "save_contents"
 """The value that lists what a checkpoint was to hold; stock VeRL's have none."""
@@ -33,10 +33,8 @@ def restoration(manager: Any, loaded: Any, wanted: Parts) -> Callable[[], None]:
         ManifestError: Random-number states are not what VeRL saves.
     """
     steps = list[Callable[[], None]]()
-    if wanted.optimizer:
-        if manager.use_checkpoint_opt_param_scheduler and manager.lr_scheduler is not None:
-            steps.append(_schedule(manager.lr_scheduler, loaded.values))
-        steps += loss_scales(manager.optimizer, loaded.values.get("grad_scaler", {}))
+    if wanted.optimizer and manager.use_checkpoint_opt_param_scheduler and manager.lr_scheduler is not None:
+        steps.append(_schedule(manager.lr_scheduler, loaded.values))
     if wanted.random:
         steps.append(_random(loaded))
 

@@ -9,7 +9,7 @@ import torch
 
 from mbridge_fsdp_ckpt.hosts.restoration import schedule
 from mbridge_fsdp_ckpt.live.optimizer.adapters import adapter_for
-from mbridge_fsdp_ckpt.live.optimizer.base import STEP, SlotSpec
+from mbridge_fsdp_ckpt.live.optimizer.base import STEP
 from mbridge_fsdp_ckpt.storage.format.values import decode, encode
 from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
 from mbridge_fsdp_ckpt.testing.ranks import no_process_group
@@ -46,9 +46,9 @@ def transfer(saved: Any, live: Any) -> None:
     reading, filling = adapter_for(saved), adapter_for(live)
     groups = [decode(json.loads(json.dumps(encode(group.hyperparameters)))) for group in reading.groups()]
     stored = reading.slots(source)
-    slots = filling.allocate(target, {name: SlotSpec(slot.kind, slot.tensor.dtype) for name, slot in stored.items()})
+    slots = filling.allocate(target, filling.expected(target) or {})
     for name, slot in slots.items():
-        slot.tensor.copy_(stored[name].tensor)
+        slot.tensor.copy_(stored[name].tensor if name in stored else torch.zeros(()))
     counted = stored[STEP].tensor if STEP in stored else groups[0][STEP]
     filling.install(target, slots, float(counted))
     filling.finish(groups)

@@ -12,7 +12,7 @@ import mbridge_fsdp_ckpt
 
 PACKAGE = Path(mbridge_fsdp_ckpt.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-FUNCTION_LINES, FILE_LINES = 40, 300
+FUNCTION_LINES, FILE_LINES = 40, 600
 
 BRIDGES = (
     "run_config.yaml",

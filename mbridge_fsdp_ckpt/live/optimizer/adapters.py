@@ -46,6 +46,26 @@ def adapter_for(optimizer: Any) -> OptimizerAdapter:
     )
 
 
+def refuse_state_of_nothing(optimizer: Any) -> None:
+    """Refuse to save an optimizer with state that belongs to none of its parameters: no load could bring it back.
+
+    Raises:
+        UnsupportedStateError: There is some, of a name (`state["global"]`), or of a parameter in no param group.
+    """
+    for inner in _inner(optimizer):
+        for each in (inner, *getattr(inner, "sub_optimizers", ())):
+            known = {id(parameter) for group in each.param_groups for parameter in group["params"]}
+            for owner, kept in each.state.items():
+                if kept and id(owner) not in known:
+                    shape = f"a parameter of shape {tuple(owner.shape)} that is in no param group"
+                    raise UnsupportedStateError(
+                        expected="optimizer state of parameters alone",
+                        found=f"state of {shape if isinstance(owner, torch.Tensor) else repr(owner)}",
+                        remedy=f"Keep it elsewhere than in the state of {type(each).__qualname__}, such as in values=; "
+                        "or remove it, or save without optimizer state.",
+                    )
+
+
 def grad_scalers(optimizer: Any) -> list[Any]:
     """Loss scalers of a Megatron optimizer's parts, in order; empty without fp16."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])

@@ -1,12 +1,13 @@
 """What save and load need of an optimizer, whatever its class.
 
 A *slot* is one entry of an optimizer's per-parameter state: `exp_avg`, `step`, or whatever an optimizer keeps.
-Slots of the parameter's size follow the parameter's plan; the others are scalars.  Nothing here names a slot of a
-particular optimizer, but for the step counter: optimizers disagree on whether it lives in the state or in the group.
+Slots that are sharded like the parameter follow the parameter's plan; the others are scalars.  Two slots have names
+here: the step counter, which lives in the state or in the group, and the copy of the weight in higher precision.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -20,6 +21,26 @@ from mbridge_fsdp_ckpt.plan.keys import Kind
 
 STEP = "step"
 MASTER = "master_param"
+KNOWN_CLASSES = ("torch.optim.", "transformer_engine.")
+"""What qualified names of classes begin with of which `OptimizerAdapter.expected` knows the slots."""
+
+STATISTICS = frozenset(
+    {
+        "acc_delta",
+        "exp_avg",
+        "exp_avg_sq",
+        "exp_inf",
+        "grad_avg",
+        "max_exp_avg_sq",
+        "momentum_buffer",
+        "prev",
+        "square_avg",
+        "step_size",
+        "sum",
+    }
+)
+"""Slots that are made of gradients, not of weights, whichever optimizer keeps them under these names."""
+
 _NUMBERS: dict[str, Callable[[float], int | float]] = {"int": int, "float": float, "bool": bool}
 
 
@@ -30,10 +51,13 @@ class Slot:
     Args:
         kind: "sharded" has the parameter's local elements; "tensor" is a 0-d tensor; the rest are Python numbers.
         tensor: Flat local elements, or a 0-d tensor.
+        scaled_from: The dtype in which the optimizer keeps it together with a scale, where `tensor` is what they stand
+            for.
     """
 
     kind: Kind
     tensor: torch.Tensor
+    scaled_from: torch.dtype | None = None
 
     def value(self) -> torch.Tensor | int | float:
         """A scalar slot as the optimizer keeps it."""
@@ -44,10 +68,16 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class SlotSpec:
-    """A slot to allocate."""
+    """What a slot is, without its elements; the fields of `Slot`."""
 
     kind: Kind
     dtype: torch.dtype
+    scaled_from: torch.dtype | None = None
+
+    @staticmethod
+    def of(slot: Slot) -> SlotSpec:
+        """The description of a slot."""
+        return SlotSpec(slot.kind, slot.tensor.dtype, slot.scaled_from)
 
 
 Hyperparameters = dict[str, Any]
@@ -65,8 +95,17 @@ class Group:
     parameters: list[torch.Tensor]
 
 
+Copy = Callable[[torch.Tensor, torch.Tensor], None]
+"""Copies to the first from the second, flat local tensors of one parameter, those elements that a load has filled."""
+
+
 class OptimizerAdapter(Protocol):
-    """One optimizer instance, seen by save and load.  Nobody steps it."""
+    """One optimizer instance, seen by save and load.  Nobody steps it.
+
+    A save calls `groups`, `slots` and `class_name`.  A load calls `expected` and `counter` to match a checkpoint with
+    the optimizer, `allocate` for memory to read into, and, once all ranks have verified what they read, `install`,
+    `refresh` and `finish`.  A load of weights calls `refresh` and `finish` alone.
+    """
 
     def groups(self) -> list[Group]:
         """Param groups without what the constructor chose (classes, fractions, pinning)."""
@@ -74,20 +113,35 @@ class OptimizerAdapter(Protocol):
     def slots(self, parameter: torch.Tensor) -> dict[str, Slot]:
         """The parameter's slots on this rank; empty where it has no state."""
 
-    def allocate(self, parameter: torch.Tensor, specs: dict[str, SlotSpec]) -> dict[str, Slot]:
-        """Destinations for loaded slots, without those that this optimizer keeps elsewhere."""
+    def class_name(self, parameter: torch.Tensor) -> str:
+        """The qualified name of the class that updates the parameter."""
 
-    def install(self, parameter: torch.Tensor, slots: dict[str, Slot] | None, step: float | None) -> None:
-        """Refresh copies of the (loaded) main weight and put filled slots in place.
+    def expected(self, parameter: torch.Tensor) -> dict[str, SlotSpec] | None:
+        """The slots that the parameter has after a step, with the dtypes that it keeps them in.
+
+        None where only a step would tell: for an optimizer class of somebody's own that has no state yet.
+        """
+
+    def counter(self, parameter: torch.Tensor) -> Hyperparameters | None:
+        """The param group whose `step` counts for the parameter; None where a slot of its own does."""
+
+    def allocate(self, parameter: torch.Tensor, specs: dict[str, SlotSpec]) -> dict[str, Slot]:
+        """Memory to load slots into; nothing is written to it yet.  The optimizer stays as it is."""
+
+    def install(self, parameter: torch.Tensor, slots: dict[str, Slot], step: float | None) -> None:
+        """Put filled slots in place.
 
         Args:
             parameter: One of `groups()`.
-            slots: From `allocate`, filled; empty for a parameter saved without state; None to keep what is there.
+            slots: From `allocate`, filled; empty for a parameter that was saved without state.
             step: The saved counter, wherever the saving optimizer kept it.
         """
 
+    def refresh(self, parameter: torch.Tensor, copy: Copy) -> None:
+        """Set the copies that the optimizer keeps of the (loaded) weight."""
+
     def finish(self, groups: list[Hyperparameters] | None) -> None:
-        """Set each group's hyperparameters, in `groups()` order; None keeps them."""
+        """Set each group's hyperparameters, in `groups()` order; None keeps them, as does an empty set."""
 
 
 class Grouped(NamedTuple):
@@ -97,17 +151,29 @@ class Grouped(NamedTuple):
     groups: list[Group]
 
 
-def slot_of(name: str, value: object, parameter: torch.Tensor) -> Slot:
+def slot_of(name: object, value: object, parameter: torch.Tensor, *, is_local: bool = False) -> Slot:
     """Classify one entry of an optimizer's state.
 
+    Args:
+        name: Its name.
+        value: What the optimizer keeps.
+        parameter: The parameter.
+        is_local: Whether a tensor without distribution is known to be this rank's shard.
+
     Raises:
-        UnsupportedStateError: It is neither of the parameter's local size, nor a number.
+        UnsupportedStateError: It is neither sharded like the parameter nor a number, or its name cannot come back.
     """
+    if not isinstance(name, str) or not name or "." in name:
+        raise UnsupportedStateError(
+            expected="names of optimizer slots to be strings without a dot, which keys on disk end with",
+            found=f"{name!r}",
+            remedy="Rename it in the optimizer, or save without optimizer state.",
+        )
     if isinstance(value, torch.Tensor):
         local = local_shard(value)
         if local.dim() == 0:
             return Slot("tensor", local)
-        if local.numel() == local_shard(parameter).numel():
+        if _is_sharded_like(value, parameter, is_local=is_local):
             return Slot("sharded", local.reshape(-1))
     elif isinstance(value, bool):
         return Slot("bool", torch.tensor(value))
@@ -116,10 +182,30 @@ def slot_of(name: str, value: object, parameter: torch.Tensor) -> Slot:
     elif isinstance(value, float):
         return Slot("float", torch.tensor(value, dtype=torch.float64))
     raise UnsupportedStateError(
-        expected=f"slot {name!r} to be a number or to have the {local_shard(parameter).numel()} elements of the shard",
-        found=f"{type(value).__name__} of shape {tuple(getattr(value, 'shape', ()))}",
+        expected=f"slot {name!r} to be a number, or a {_described(parameter)} as its parameter is",
+        found=_described(value),
         remedy="Optimizers with factored or other state than this need an adapter of their own.",
     )
+
+
+def _is_sharded_like(value: torch.Tensor, parameter: torch.Tensor, *, is_local: bool) -> bool:
+    """Whether a tensor has the parameter's elements; as many elements do not make it so (a preconditioner)."""
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(value, DTensor) and isinstance(parameter, DTensor):
+        alike = value.shape == parameter.shape and value.placements == parameter.placements
+        return bool(alike and value.device_mesh == parameter.device_mesh)
+    if isinstance(value, DTensor) or (isinstance(parameter, DTensor) and not is_local):
+        return False
+    return value.shape == local_shard(parameter).shape
+
+
+def _described(value: object) -> str:
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    placements = getattr(value, "placements", None)
+    kind = "tensor" if placements is None else f"DTensor of placements {placements} and"
+    return f"{kind} of shape {tuple(value.shape)}" if placements is None else f"{kind} shape {tuple(value.shape)}"
 
 
 def empty_slot(parameter: torch.Tensor, spec: SlotSpec, device: torch.device) -> Slot:
@@ -157,12 +243,17 @@ def groups_of(optimizer: Any) -> dict[int, Hyperparameters]:
 
 
 def restored(live: object, saved: object) -> object:
-    """A saved number as the live optimizer keeps it: in its tensor, which a captured graph reads, or as a number."""
+    """A saved number as the live optimizer keeps it: in its tensor, which a captured graph reads, or as a number.
+
+    What several groups were saved with is one object; each gets one of its own.
+    """
     if not isinstance(saved, torch.Tensor | int | float) or getattr(saved, "numel", lambda: 1)() != 1:
-        return saved
+        return copy.deepcopy(saved)
     if isinstance(live, torch.Tensor) and live.numel() == 1:
         return live.fill_(saved.item() if isinstance(saved, torch.Tensor) else saved)
-    return saved.item() if isinstance(saved, torch.Tensor) and isinstance(live, int | float) else saved
+    if isinstance(saved, torch.Tensor) and isinstance(live, int | float):
+        return saved.item()
+    return copy.deepcopy(saved)
 
 
 def like_parameter(parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:

@@ -4,10 +4,14 @@ Its state is a DTensor for DTensor parameters since Transformer Engine's pull re
 before; both are read.  `initialize_state` (public) makes a state as the installed version keeps it: a load fills
 that memory, and puts it in place, without another copy of it.
 fp16 and fp8 states carry a scale a shard: they are stored as the fp32 values they stand for.
+
+With `master_weights` it keeps a copy of the weight in high precision, or, of bf16 weights, the 16 bits that these lack
+(`store_param_remainders`).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -16,7 +20,9 @@ import torch
 from mbridge_fsdp_ckpt.errors import UnsupportedStateError
 from mbridge_fsdp_ckpt.live.megatron_fsdp import local_shard
 from mbridge_fsdp_ckpt.live.optimizer.base import (
+    MASTER,
     STEP,
+    Copy,
     Group,
     Hyperparameters,
     Slot,
@@ -28,7 +34,7 @@ from mbridge_fsdp_ckpt.live.optimizer.base import (
     restored,
     slot_of,
 )
-from mbridge_fsdp_ckpt.live.optimizer.torch_optimizer import TorchOptimizerAdapter, set_hyperparameters
+from mbridge_fsdp_ckpt.live.optimizer.torch_optimizer import TorchOptimizerAdapter, class_name, set_hyperparameters
 from mbridge_fsdp_ckpt.versions import probe
 
 _SCALED = (torch.float16, torch.uint8)
@@ -43,6 +49,7 @@ class FusedAdamAdapter:
         probe("a FusedAdam", optimizer)
         self.optimizer = optimizer
         self._made: dict[torch.Tensor, _Kept] = {}
+        self._kept: dict[torch.dtype, dict[str, SlotSpec]] = {}
 
     @cached_property
     def _groups(self) -> dict[int, Hyperparameters]:
@@ -56,23 +63,45 @@ class FusedAdamAdapter:
     def slots(self, parameter: torch.Tensor) -> dict[str, Slot]:
         """See `OptimizerAdapter`."""
         state = self.optimizer.state.get(parameter, {})
-        return {
-            name: slot_of(
-                name, self.optimizer.get_unscaled_state(parameter, name) if self._scaled(name) else value, parameter
-            )
-            for name, value in state.items()
-        }
+        return {name: self._slot(name, value, parameter) for name, value in state.items()}
+
+    def _slot(self, name: str, value: object, parameter: torch.Tensor) -> Slot:
+        if not self._scaled(name):
+            return slot_of(name, value, parameter, is_local=True)
+        unscaled = self.optimizer.get_unscaled_state(parameter, name)
+        return replace(slot_of(name, unscaled, parameter, is_local=True), scaled_from=self._dtype_of(name))
+
+    def class_name(self, parameter: torch.Tensor) -> str:
+        """See `OptimizerAdapter`."""
+        return class_name(self.optimizer)
+
+    def expected(self, parameter: torch.Tensor) -> dict[str, SlotSpec]:
+        """See `OptimizerAdapter`: what it makes of a parameter of two elements."""
+        if parameter.dtype not in self._kept:
+            small = torch.zeros(2, dtype=parameter.dtype, device=parameter.device)
+            made, _ = self._make_state(small)
+            self._kept[parameter.dtype] = {
+                name: SlotSpec("sharded", torch.float32, self._dtype_of(name))
+                if self._scaled(name)
+                else SlotSpec("sharded", value.dtype)
+                for name, value in made.items()
+            }
+        return self._kept[parameter.dtype]
+
+    def counter(self, parameter: torch.Tensor) -> Hyperparameters | None:
+        """See `OptimizerAdapter`."""
+        return self._groups.get(id(parameter))
 
     def allocate(self, parameter: torch.Tensor, specs: dict[str, SlotSpec]) -> dict[str, Slot]:
         """See `OptimizerAdapter`.  Slots are the memory of a new state; those that get a scale wait on the host.
 
         Raises:
-            UnsupportedStateError: A saved slot is none that this optimizer keeps.
+            UnsupportedStateError: A slot is none that this optimizer keeps.
         """
         made, _ = self._made[parameter] = self._make_state(parameter)
-        return {name: self._slot(parameter, name, spec, made) for name, spec in specs.items() if name != STEP}
+        return {name: self._allocated(parameter, name, spec, made) for name, spec in specs.items() if name != STEP}
 
-    def _slot(self, parameter: torch.Tensor, name: str, spec: SlotSpec, made: State) -> Slot:
+    def _allocated(self, parameter: torch.Tensor, name: str, spec: SlotSpec, made: State) -> Slot:
         live = local_shard(made[name]) if name in made else None
         if live is None or spec.kind != "sharded" or spec.dtype.is_floating_point != live.is_floating_point():
             kept = ", ".join(f"{slot} ({local_shard(value).dtype})" for slot, value in made.items())
@@ -97,11 +126,10 @@ class FusedAdamAdapter:
             _put(optimizer, parameter, before)
         return made
 
-    def install(self, parameter: torch.Tensor, slots: dict[str, Slot] | None, step: float | None) -> None:
+    def install(self, parameter: torch.Tensor, slots: dict[str, Slot], step: float | None) -> None:
         """See `OptimizerAdapter`."""
         if not slots:
-            if slots is not None:
-                self.optimizer.state.pop(parameter, None)
+            self.optimizer.state.pop(parameter, None)
             return
         self._set_step(parameter, step)
         made, scales = self._made.pop(parameter)
@@ -112,9 +140,24 @@ class FusedAdamAdapter:
             if self._scaled(name):
                 self.optimizer.set_scaled_state(parameter, name, slot.tensor.view(local_shard(parameter).shape))
 
+    def refresh(self, parameter: torch.Tensor, copy: Copy) -> None:
+        """See `OptimizerAdapter`."""
+        master = self.optimizer.state.get(parameter, {}).get(MASTER)
+        if master is None:
+            return
+        weight, live = local_shard(parameter).reshape(-1), local_shard(master)
+        if self._scaled(MASTER):
+            unscaled = local_shard(self.optimizer.get_unscaled_state(parameter, MASTER)).reshape(-1)
+            copy(unscaled, weight)
+            self.optimizer.set_scaled_state(parameter, MASTER, unscaled.view(live.shape))
+        elif live.is_floating_point():
+            copy(live.view(-1), weight)
+        else:  # bits that the weight lacks: it lacks none
+            copy(live.view(-1), torch.zeros_like(live).view(-1))
+
     def finish(self, groups: list[Hyperparameters] | None) -> None:
         """See `OptimizerAdapter`."""
-        for live, saved in zip(self.optimizer.param_groups, groups or (), strict=False):
+        for live, saved in zip(self.optimizer.param_groups, groups or (), strict=groups is not None):
             if STEP in saved:
                 live.setdefault(STEP, self._counter())
         set_hyperparameters(self.optimizer, groups)
@@ -132,7 +175,11 @@ class FusedAdamAdapter:
         return torch.zeros(1, dtype=torch.int, device=self.optimizer._dummy_overflow_buf.device)
 
     def _scaled(self, name: str) -> bool:
-        return self.optimizer.name_to_dtype_map.get(name) in _SCALED
+        return self._dtype_of(name) in _SCALED
+
+    def _dtype_of(self, name: str) -> Any:
+        """The dtype that the optimizer keeps a slot in."""
+        return self.optimizer.name_to_dtype_map.get(name)
 
 
 def _take(optimizer: Any, parameter: torch.Tensor) -> _Kept:

@@ -17,6 +17,7 @@ from mbridge_fsdp_ckpt.live.megatron_fsdp import local_shard
 from mbridge_fsdp_ckpt.live.optimizer.base import (
     MASTER,
     STEP,
+    Copy,
     Group,
     Hyperparameters,
     OptimizerAdapter,
@@ -78,26 +79,51 @@ class HybridAdapter:
             slots[MASTER] = Slot("sharded", local_shard(inner).reshape(-1))
         return slots
 
+    def class_name(self, parameter: torch.Tensor) -> str:
+        """See `OptimizerAdapter`: that of the inner optimizer."""
+        inner = self._inner(parameter)
+        return self._owners[id(inner)][0].class_name(inner)
+
+    def expected(self, parameter: torch.Tensor) -> dict[str, SlotSpec] | None:
+        """See `OptimizerAdapter`."""
+        inner = self._inner(parameter)
+        kept = self._owners[id(inner)][0].expected(inner)
+        if kept is None:
+            return None
+        own = {name: spec for name, spec in kept.items() if name != MASTER}
+        return own | ({MASTER: SlotSpec("sharded", inner.dtype)} if inner.dtype != parameter.dtype else {})
+
+    def counter(self, parameter: torch.Tensor) -> Hyperparameters | None:
+        """See `OptimizerAdapter`."""
+        inner = self._inner(parameter)
+        return self._owners[id(inner)][0].counter(inner)
+
     def allocate(self, parameter: torch.Tensor, specs: dict[str, SlotSpec]) -> dict[str, Slot]:
         """See `OptimizerAdapter`."""
         inner = self._inner(parameter)
         own = {name: spec for name, spec in specs.items() if name != MASTER}
         slots = self._owners[id(inner)][0].allocate(inner, own)
-        if MASTER in specs and inner.dtype != parameter.dtype:
+        if MASTER in specs:
             slots[MASTER] = Slot("sharded", torch.empty_like(local_shard(inner)).reshape(-1))
         return slots
 
-    def install(self, parameter: torch.Tensor, slots: dict[str, Slot] | None, step: float | None) -> None:
+    def install(self, parameter: torch.Tensor, slots: dict[str, Slot], step: float | None) -> None:
         """See `OptimizerAdapter`."""
         inner = self._inner(parameter)
-        master = (slots or {}).get(MASTER)
-        local_shard(inner).copy_(local_shard(parameter) if master is None else master.tensor.view(inner.shape))
-        own = None if slots is None else {name: slot for name, slot in slots.items() if name != MASTER}
+        if MASTER in slots:
+            local_shard(inner).copy_(slots[MASTER].tensor.view(inner.shape))
+        own = {name: slot for name, slot in slots.items() if name != MASTER}
         self._owners[id(inner)][0].install(inner, own, step)
+
+    def refresh(self, parameter: torch.Tensor, copy: Copy) -> None:
+        """See `OptimizerAdapter`."""
+        inner = local_shard(self._inner(parameter))
+        if inner.data_ptr() != local_shard(parameter).data_ptr():
+            copy(inner.view(-1), local_shard(parameter).reshape(-1))
 
     def finish(self, groups: list[Hyperparameters] | None) -> None:
         """See `OptimizerAdapter`."""
-        set_hyperparameters(self.optimizer, groups)
+        set_hyperparameters(self.optimizer, groups, without=(STEP,))
         self.optimizer._sync_hdo_param_groups_to_sub_optimizers()
         self.optimizer._sync_sub_optimizers_state_to_hdo()
 

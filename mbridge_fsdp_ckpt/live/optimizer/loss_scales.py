@@ -1,0 +1,84 @@
+"""Loss scales of Megatron's fp16 optimizers: state of an optimizer that belongs to no parameter."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from mbridge_fsdp_ckpt.errors import ConfigurationError, ManifestError
+from mbridge_fsdp_ckpt.live.optimizer.adapters import grad_scalers
+
+NAME = "grad_scaler"
+"""What Megatron's checkpoints call it among a checkpoint's values."""
+
+
+def with_loss_scales(values: Mapping[str, Any] | None, optimizer: Any) -> Mapping[str, Any]:
+    """What a save is given, and the states of the optimizer's loss scalers; without fp16 there are none."""
+    scalers = grad_scalers(optimizer) if optimizer is not None else []
+    states = {NAME: {str(index): scaler.state_dict() for index, scaler in enumerate(scalers)}} if scalers else {}
+    return {**(values or {}), **states}
+
+
+def check_name(values: Mapping[str, Any] | None, optimizer: Any) -> None:
+    """Refuse a value of a save that has the name of the optimizer's loss scales.
+
+    Raises:
+        ConfigurationError: There is one.
+    """
+    if values and NAME in values and optimizer is not None and grad_scalers(optimizer):
+        raise ConfigurationError(
+            expected=f"values without {NAME!r}, under which the loss scales of the optimizer are saved",
+            found="one",
+            remedy="Leave it out, or give it another name.",
+        )
+
+
+def restoration(values: Mapping[str, Any], optimizer: Any) -> Callable[[], None]:
+    """What puts saved loss scales in place; they are checked here.
+
+    Nothing where the checkpoint has none, as one of bf16 training, or the optimizer needs none.
+
+    Raises:
+        ManifestError: They are not what a loss scaler of this kind saves.
+        ConfigurationError: There are several that differ, and not as many as the optimizer has.
+    """
+    scalers, saved = grad_scalers(optimizer) if optimizer is not None else [], values.get(NAME)
+    if not scalers or not saved:
+        return _nothing
+    states = list(saved.values()) if isinstance(saved, Mapping) else [saved]
+    if len(states) != len(scalers):
+        if any(state != states[0] for state in states):
+            raise ConfigurationError(
+                expected=f"the loss scales of {len(scalers)} optimizers",
+                found=f"different ones of {len(states)}",
+                remedy="Resume with as many optimizers (dense and expert parameters) as were saved.",
+                key=NAME,
+            )
+        states = states[:1] * len(scalers)
+    for scaler, state in zip(scalers, states, strict=True):
+        _check(scaler, state)
+    loads = [partial(scaler.load_state_dict, state) for scaler, state in zip(scalers, states, strict=True)]
+
+    def restore() -> None:
+        for load in loads:
+            load()
+
+    return restore
+
+
+def _check(scaler: Any, state: Any) -> None:
+    try:
+        copy.deepcopy(scaler).load_state_dict(state)
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise ManifestError(
+            expected=f"the state of a {type(scaler).__name__}",
+            found=f"{type(error).__name__}: {error}",
+            remedy="Resume with the kind of loss scaling that was saved, or load weights alone.",
+            key=NAME,
+        ) from error
+
+
+def _nothing() -> None:
+    """What puts in place nothing."""

@@ -1,0 +1,198 @@
+"""Optimizer state in a load: memory for it, what the checkpoint does not cover of it, and how it gets into place.
+
+Every element that becomes live was read, or is what a rule says: zero in a slot, the weight in a copy of the weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from mbridge_fsdp_ckpt.errors import ConfigurationError, UnsupportedStateError
+from mbridge_fsdp_ckpt.live.holdings import OptimizerPart
+from mbridge_fsdp_ckpt.live.optimizer.base import MASTER, STATISTICS, STEP, Hyperparameters, Slot
+from mbridge_fsdp_ckpt.loading.destinations import Targets, add_targets, scalar
+from mbridge_fsdp_ckpt.loading.opened import Opened
+from mbridge_fsdp_ckpt.plan.boxes import Box
+from mbridge_fsdp_ckpt.plan.pieces import ParameterPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Allocated:
+    """Memory for the state of one parameter, which nobody uses yet.
+
+    Args:
+        part: Its optimizer.
+        parameter: The parameter.
+        plan: Its plan.
+        slots: Its slots; none where it was saved without state, or has no elements here.
+        step: Its counter, as read; None where the checkpoint has none of its own.
+    """
+
+    part: OptimizerPart
+    parameter: torch.Tensor
+    plan: ParameterPlan
+    slots: dict[str, Slot]
+    step: torch.Tensor | None
+
+    def counted(self, opened: Opened) -> float | None:
+        """Its steps, wherever the saving optimizer counted them."""
+        if self.step is not None:
+            return float(self.step.item())
+        counted = opened.hyperparameters.get(self.plan.layout.optimizer_name, {}).get(STEP)
+        return None if counted is None else float(counted)
+
+
+def allocate(opened: Opened, targets: Targets) -> Iterator[Allocated]:
+    """Make memory for what is loaded; what the checkpoint does not cover of a slot is zero.
+
+    Args:
+        opened: The checkpoint.
+        targets: Where to add what is to be read.
+    """
+    for part in opened.parts:
+        for parameter, plan in part.parameters():
+            yield _allocate(opened, part, parameter, plan, targets)
+
+
+def _allocate(
+    opened: Opened, part: OptimizerPart, parameter: torch.Tensor, plan: ParameterPlan, targets: Targets
+) -> Allocated:
+    specs = opened.specs.get(plan, {})
+    if not plan.pieces or not specs:
+        return Allocated(part, parameter, plan, {}, None)
+    held = plan.pieces[0].component
+    slots = part.adapter.allocate(parameter, specs)
+    for name, slot in slots.items():
+        if slot.kind == "sharded":
+            key_of = partial(plan.slot_key, slot=name)
+            if _covered_elements(opened, plan, name) < slot.tensor.numel():
+                slot.tensor.zero_()
+            add_targets(targets, plan, key_of, slot.tensor, opened.asked)
+        elif name != STEP and plan.slot_key(held, name) in opened.asked:
+            targets[plan.slot_key(held, name)].append(scalar(slot.tensor))
+    step = None
+    if plan.slot_key(held, STEP) in opened.asked:
+        step = torch.zeros((), dtype=torch.float64)
+        targets[plan.slot_key(held, STEP)].append(scalar(step))
+    return Allocated(part, parameter, plan, slots, step)
+
+
+def _covered_elements(opened: Opened, plan: ParameterPlan, slot: str) -> int:
+    """How many elements of a slot's local shard the checkpoint has."""
+    boxes = (opened.covered(plan.slot_key(piece.component, slot), piece.box) for piece in plan.pieces)
+    return sum(box.volume for box in boxes if box is not None)
+
+
+def check_counters(opened: Opened, allocated: list[Allocated]) -> None:
+    """Where one counter counts for a param group, its parameters have made as many steps.
+
+    Raises:
+        ConfigurationError: They were saved after different numbers of steps, or some that are not loaded have another.
+    """
+    steps: dict[int, tuple[str, float]] = {}
+    for item in allocated:
+        counter, step = item.part.adapter.counter(item.parameter), item.counted(opened)
+        if not item.slots or counter is None or step is None:
+            continue
+        name = item.plan.layout.optimizer_name
+        first, known = steps.setdefault(id(counter), (name, step))
+        if known != step:
+            raise _differing_steps(f"{known:g} of {first} and {step:g} of {name} in the checkpoint", name)
+    loaded = {id(item.parameter) for item in allocated}
+    for part in opened.all_parts:
+        for parameter, plan in part.parameters():
+            counter = part.adapter.counter(parameter) if id(parameter) not in loaded and plan.pieces else None
+            if counter is None or id(counter) not in steps or not part.adapter.slots(parameter):
+                continue
+            first, step = steps[id(counter)]
+            if float(counter.get(STEP, step)) != step:
+                name = plan.layout.optimizer_name
+                found = (
+                    f"{step:g} of {first} in the checkpoint and {float(counter[STEP]):g} of {name}, which is left out"
+                )
+                raise _differing_steps(found, name)
+
+
+def _differing_steps(found: str, name: str) -> ConfigurationError:
+    return ConfigurationError(
+        expected="the same number of steps for all parameters of a param group that counts them together",
+        found=found,
+        remedy="Put parameters that were trained for different numbers of steps in param groups of their own, or load "
+        "weights alone. Nothing was changed.",
+        key=name,
+    )
+
+
+def install(opened: Opened, allocated: list[Allocated]) -> None:
+    """Put state in place, if some is loaded, then set what the optimizer derives from weights."""
+    for item in allocated:
+        item.part.adapter.install(item.parameter, item.slots, item.counted(opened) if item.slots else None)
+    with_new_state = {id(item.parameter) for item in allocated if item.slots}
+    for part in opened.parts:
+        for parameter, plan in part.parameters():
+            regions = list(_to_refresh(opened, plan, has_new_state=id(parameter) in with_new_state))
+            if regions:
+                part.adapter.refresh(parameter, partial(_copy, plan, regions))
+    for part in opened.parts:
+        groups = [_saved_group(opened, names) for names in part.group_names()] if opened.with_state else None
+        part.adapter.finish(groups)
+
+
+def _saved_group(opened: Opened, names: list[str]) -> Hyperparameters:
+    """The one set of hyperparameters that a group's parameters were saved with; nothing where none was."""
+    return next((opened.hyperparameters[name] for name in names if name in opened.hyperparameters), {})
+
+
+type _Region = tuple[int, Box]
+"""The number of a piece, and a block of it."""
+
+
+def _to_refresh(opened: Opened, plan: ParameterPlan, *, has_new_state: bool) -> Iterator[_Region]:
+    """Where copies of a weight are to be set from the weight.
+
+    Of a new state all that was not read; otherwise where the weight was filled: elsewhere a copy may know the weight
+    more precisely than the weight itself.
+    """
+    for number, piece in enumerate(plan.pieces):
+        if not has_new_state:
+            filled = opened.covered(plan.model_key(piece.component), piece.box)
+            yield from [(number, filled)] if filled is not None else []
+            continue
+        read = opened.covered(plan.slot_key(piece.component, MASTER), piece.box)
+        yield from ((number, box) for box in piece.box.without(read))
+
+
+def _copy(plan: ParameterPlan, regions: list[_Region], destination: torch.Tensor, source: torch.Tensor) -> None:
+    """See `live.optimizer.base.Copy`."""
+    for number, box in regions:
+        piece = plan.pieces[number]
+        index = box.slices_in(piece.box)
+        piece.block(destination)[index].copy_(piece.block(source)[index])
+
+
+def unknown_origin(opened: Opened, allocated: list[Allocated]) -> list[str]:
+    """Slots of which nobody knows whether they are made of weights, and that a load leaves, or fills with zeros.
+
+    Slots of weights that a load changes, if it does not read them; and slots of which the checkpoint lacks elements.
+    """
+    found = set[str]()
+    for part in opened.parts if opened.with_weights and not opened.with_state else ():
+        for parameter, plan in part.parameters():
+            if any(opened.covered(plan.model_key(piece.component), piece.box) for piece in plan.pieces):
+                found |= _sharded_slots(part, parameter)
+    for item in allocated:
+        for name, slot in item.slots.items():
+            if slot.kind == "sharded" and _covered_elements(opened, item.plan, name) < slot.tensor.numel():
+                found.add(name)
+    return sorted(found - STATISTICS - {MASTER})
+
+
+def _sharded_slots(part: OptimizerPart, parameter: torch.Tensor) -> set[str]:
+    try:
+        return {name for name, slot in part.adapter.slots(parameter).items() if slot.kind == "sharded"}
+    except UnsupportedStateError:  # which a save refuses: there is state, and nothing of it is loaded
+        return {f"state of {part.adapter.class_name(parameter)}"}

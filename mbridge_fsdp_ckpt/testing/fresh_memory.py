@@ -24,7 +24,8 @@ _active = Patches()
 def fill_with_nan() -> None:
     """Begin; modules that a case imports later than this keep their memory as it comes.  A second call does nothing."""
     restore()
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    torchs_own: Any = torch.utils.deterministic
+    torchs_own.fill_uninitialized_memory = True
     _set_deterministic(True)
     ranges: Any = sys.modules.get(_RANGES)
     if ranges is not None:

@@ -31,7 +31,7 @@ class Lion(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": 0.1})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         """The sign of an average, and then another average."""
         for group in self.param_groups:
             first, second = group["betas"]
@@ -67,9 +67,9 @@ def built(kind: str, job: Job, seed: int) -> Trainable:
 
     replace_cuda_only_kernels()
     corrections.apply(__name__)
-    if parallel_state.model_parallel_is_initialized():
-        if parallel_state.get_tensor_model_parallel_world_size() != job.tensor:
-            parallel_state.destroy_model_parallel()
+    initialized = parallel_state.model_parallel_is_initialized()
+    if initialized and parallel_state.get_tensor_model_parallel_world_size() != job.tensor:
+        parallel_state.destroy_model_parallel()
     recipe = Recipe(layers=LAYERS, vocabulary=job.vocabulary, tensor=job.tensor, **KINDS[kind].recipe)
     trainable = models._built(recipe, seed, _frozen_gpt if job.frozen else models.gpt)
     inner = trainable.optimizer.optimizer
@@ -161,7 +161,7 @@ def _step(trainable: Trainable, number: int) -> float:
     mask = future[None, None].expand(own.shape[0], 1, -1, -1)
     logits = gather_from_tensor_model_parallel_region(trainable.model(own[:, :-1], positions, mask))
     loss = F.cross_entropy(logits[..., :TOKENS].float().flatten(0, 1), own[:, 1:].flatten())
-    loss.backward()  # type: ignore[no-untyped-call]  # torch's
+    loss.backward()
     finalize_model_grads([trainable.model])
     trainable.optimizer.step()
     total = loss.detach().clone()

@@ -192,7 +192,7 @@ def expected(case: Case, saved: Snapshot, before: Snapshot) -> Snapshot:
         state = _slots(case, name, saved, weight) if takes_state else before.slots.get(name, {})
         if state:
             want.slots[name] = state
-        if takes_state and (how.lacks == "state" and missing(case, name, "") or name not in saved.numbers):
+        if takes_state and (name not in saved.numbers or (how.lacks == "state" and missing(case, name, ""))):
             want.optional.add(name)
         if (live.master and state) or name in before.masters:
             want.masters[name] = _master(case, name, saved, before, want.weights[name], takes_weight, takes_state)

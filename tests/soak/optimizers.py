@@ -68,7 +68,7 @@ def run(directory: str, cases: Sequence[Case]) -> list[Ended]:
         for case in cases:
             key = case.saved, case.how.saved, case.how.lacks
             if case.how.saved.tensor == tensor and key not in saved:
-                saved[key] = _all_agree(lambda place=len(saved), case=case: _save(f"{directory}/{place}", case))
+                saved[key] = _saved(f"{directory}/{len(saved)}", case)
         for live in (1, 2):
             for number, case in enumerate(cases):
                 if (case.how.saved.tensor, case.how.live.tensor) == (tensor, live):
@@ -77,9 +77,9 @@ def run(directory: str, cases: Sequence[Case]) -> list[Ended]:
     return [found[number] for number in range(len(cases))]
 
 
-def _all_agree(save: Callable[[], Saved]) -> Saved:
+def _saved(directory: str, case: Case) -> Saved:
     try:
-        return save()
+        return _save(directory, case)
     except CheckpointError as error:  # the same on all ranks
         return Saved("", Snapshot(), failure=f"the save: {type(error).__name__}: {error}")
 

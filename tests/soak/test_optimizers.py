@@ -1,4 +1,4 @@
-"""Every optimizer x what may be otherwise at a load: each element is right, or the load was refused and nothing changed.
+"""Every optimizer x what may be otherwise at a load: each element is right, or it was refused and nothing changed.
 
 Memory that nothing has written is NaN, as in all tests that run ranks.
 """

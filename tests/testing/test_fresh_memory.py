@@ -43,7 +43,8 @@ def unwritten() -> dict[str, bool]:
 @no_process_group
 def switch_off() -> None:
     torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torchs_own: Any = torch.utils.deterministic
+    torchs_own.fill_uninitialized_memory = False
 
 
 @no_process_group

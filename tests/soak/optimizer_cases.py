@@ -100,7 +100,8 @@ class Job:
         names: Whether groups have the names of their parameters, as torch keeps them where it is given some.
         frozen: Whether a parameter is frozen.
         steps: Steps before the save, or before the load.
-        extra: What else is special: "initial_lr", as schedulers leave it; "int64 step"; "a step of its own".
+        extra: What else is special: "initial_lr", as schedulers leave it; "int64 step"; "a step of its own"; "loss
+            scale", as training in fp16 has one.
     """
 
     vocabulary: int = 64
@@ -124,7 +125,7 @@ class Change:
     Args:
         saved: The job that saved.
         live: The job that loads.
-        load: What is loaded.
+        load: What is loaded; "parts" for the weights first, and then the rest.
         half: Whether only the first layer is (`include=`).
         lacks: What of the fused parameter's state the checkpoint does not have: a slot of one of its two halves or of
             the other, or all.
@@ -133,7 +134,7 @@ class Change:
 
     saved: Job = SAVED
     live: Job = LIVE
-    load: Literal["all", "weights", "optimizer"] = "all"
+    load: Literal["all", "weights", "optimizer", "parts"] = "all"
     half: bool = False
     lacks: Literal["", "slot", "other slot", "state"] = ""
     allowed: bool = False
@@ -161,6 +162,7 @@ CHANGES: dict[str, Change] = {
     "weights only, padding 64 to 96": Change(load="weights", live=_over(vocabulary=96)),
     "optimizer only": Change(load="optimizer"),
     "optimizer only, over live state": Change(load="optimizer", live=_over()),
+    "weights, then the optimizer": Change(load="parts"),
     "half of the layers": Change(half=True),
     "half of the layers, over live state": Change(half=True, live=_over(2)),
     "half of the layers, other steps": Change(half=True, live=_over(1)),
@@ -182,6 +184,7 @@ CHANGES: dict[str, Change] = {
     "a number that a scheduler left": Change(saved=_saved(extra="initial_lr")),
     "steps in int64": Change(saved=_saved(extra="int64 step")),
     "a step of its own": Change(saved=_saved(extra="a step of its own")),
+    "a loss scale": Change(saved=_saved(extra="loss scale"), live=Job(extra="loss scale")),
     "before the first step": Change(saved=Job()),
     "before the first step, over live state": Change(saved=Job(), live=_over()),
     "frozen": Change(live=Job(frozen=True)),

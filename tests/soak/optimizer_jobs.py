@@ -20,6 +20,8 @@ SAVES, LOADS = 1, 2
 """Seeds of jobs that save, and of those that load: nothing is the same by chance."""
 
 _OF_MEGATRON = ("params", "is_expert_parallel", "default_config", "wd_mult", "lr_mult", "is_decoupled_lr", "max_lr")
+_LOSS_SCALES = {SAVES: (2048.0, 3), LOADS: (512.0, 0)}
+"""And how many steps went well with it."""
 _NUMBERS = {SAVES: ((1e-2, 0.1), (5e-3, 0.0)), LOADS: ((3e-3, 0.05), (2e-3, 0.02))}
 """Learning rate and weight decay of matrices and of norms."""
 
@@ -122,8 +124,10 @@ def parameters(trainable: Trainable) -> list[tuple[str, Any]]:
     return [(key.removeprefix("module."), p) for key, p in state.items() if isinstance(p, torch.nn.Parameter)]
 
 
-def made_special(trainable: Trainable, extra: str) -> None:
-    """Steps as they are after some history."""
+def made_special(trainable: Trainable, extra: str, seed: int) -> None:
+    """What some history leaves, just before a save or load; `without_scale` undoes that of training in fp16."""
+    if extra == "loss scale":
+        trainable.optimizer.grad_scaler = _scaler(*_LOSS_SCALES[seed])
     inner = trainable.optimizer.optimizer
     optimizers = getattr(inner, "sub_optimizers", [inner])
     of_parameter = getattr(inner, "param_to_inner_param", {})
@@ -134,6 +138,19 @@ def made_special(trainable: Trainable, extra: str) -> None:
                 state["step"] = torch.tensor(2, dtype=torch.int64)
             elif extra == "a step of its own" and name == OWN_STEP:
                 state["step"] = torch.ones_like(state["step"])
+
+
+def _scaler(scale: float, went_well: int) -> Any:
+    from megatron.core.optimizer.grad_scaler import DynamicGradScaler
+
+    scaler = DynamicGradScaler(scale, 1.0, 2.0, 0.5, growth_interval=10, hysteresis=2)
+    scaler._growth_tracker = went_well
+    return scaler
+
+
+def without_scale(trainable: Trainable) -> None:
+    """Megatron's cannot unscale gradients of shards that Megatron-FSDP left empty: no step is made with one."""
+    trainable.optimizer.grad_scaler = None
 
 
 def train(trainable: Trainable, steps: range) -> list[float]:

@@ -41,7 +41,8 @@ class Snapshot:
         numbers: Of each parameter, those of its param group.
         names: The parameters' names that each group has, if any.
         rng: A hash of the states of generators.
-        optional: Parameters whose state may be absent.
+        scaler: What finds the loss scale, if anything does.
+        optional: Parameters whose state, masters included, may be absent.
     """
 
     weights: Slots = field(default_factory=dict)
@@ -50,12 +51,13 @@ class Snapshot:
     numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
     names: list[Any] = field(default_factory=list)
     rng: str = ""
+    scaler: dict[str, Any] | None = None
     optional: set[str] = field(default_factory=set)
 
 
 def seen(trainable: Trainable) -> Snapshot:
     """The job as it is; all ranks call it."""
-    found, own = Snapshot(rng=_rng()), list(_own_blocks(trainable))
+    found, own = Snapshot(rng=_rng(), scaler=_scaler(trainable)), list(_own_blocks(trainable))
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, own)
     parts: dict[tuple[str, str], list[Any]] = {}
@@ -155,6 +157,11 @@ def _rng() -> str:
     return hashlib.sha256(b"".join(states)).hexdigest()
 
 
+def _scaler(trainable: Trainable) -> dict[str, Any] | None:
+    scaler = trainable.optimizer.grad_scaler
+    return None if scaler is None else {name: _copied(value) for name, value in scaler.state_dict().items()}
+
+
 def _copied(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.item() if value.numel() == 1 else value.tolist()
@@ -182,7 +189,7 @@ def included(key: str) -> bool:
 def expected(case: Case, saved: Snapshot, before: Snapshot) -> Snapshot:
     """What is live after a load of all that fits."""
     how, live = case.how, case.kinds[1]
-    want = Snapshot(rng=before.rng, names=before.names)
+    want = Snapshot(rng=before.rng, names=before.names, scaler=saved.scaler if how.load != "weights" else before.scaler)
     for name, weight in before.weights.items():
         filled = not how.half or included(name)
         takes_weight, takes_state = filled and how.load != "optimizer", filled and how.load != "weights"
@@ -192,6 +199,8 @@ def expected(case: Case, saved: Snapshot, before: Snapshot) -> Snapshot:
         state = _slots(case, name, saved, weight) if takes_state else before.slots.get(name, {})
         if state:
             want.slots[name] = state
+        elif takes_state and live.counts == "group":
+            want.optional.add(name)  # its masters are state, too
         if takes_state and (name not in saved.numbers or (how.lacks == "state" and missing(case, name, ""))):
             want.optional.add(name)
         if (live.master and state) or name in before.masters:
@@ -235,8 +244,8 @@ def _master(
     takes_state: bool,
 ) -> torch.Tensor:
     copy = weight.float()
-    if not takes_weight:
-        return before.masters.get(name, copy)
+    if not takes_weight and not takes_state:
+        return before.masters[name]
     if takes_state and case.kinds[0].master and name in saved.masters and saved.slots.get(name):
         return copy if missing(case, name, "master_param") else _over(saved.masters[name], copy)
     return copy
@@ -254,6 +263,8 @@ def _numbers(case: Case, name: str, saved: Snapshot, before: Snapshot) -> dict[s
         own = {**own, "step": int(saved.slots[name]["step"])}
     if case.how.half or not own:
         return {key: value for key, value in own.items() if key == "step"}
+    if case.kinds[1].counts == "group":
+        found["step"] = 0  # unless the checkpoint has another
     if case.saved == case.live:
         return found | own
     in_group = {"step"} if case.kinds[1].counts == "group" else set()
@@ -291,7 +302,7 @@ def _other_state(saved: Kind, live: Kind) -> str:
 def trains_alike(case: Case) -> str:
     """Whether training goes on as that of the job that saved: "exactly", "nearly", or nobody knows: ""."""
     how, (saved, live) = case.how, case.kinds
-    whole = how.load == "all" and not (how.half or how.lacks or how.live.frozen or how.saved.frozen)
+    whole = how.load in ("all", "parts") and not (how.half or how.lacks or how.live.frozen or how.saved.frozen)
     if not whole or saved.updates != live.updates:
         return ""
     layout = _layout(how.saved) == _layout(how.live)

@@ -19,10 +19,11 @@ from mbridge_fsdp_ckpt.testing.models import Trainable
 from tests.patched import patched
 from tests.soak import optimizer_oracle as oracle
 from tests.soak.optimizer_cases import FROZEN, FUSED_WEIGHT, TOKENS, Case, Job
-from tests.soak.optimizer_jobs import LOADS, SAVES, built, made_special, train
+from tests.soak.optimizer_jobs import LOADS, SAVES, built, made_special, train, without_scale
 from tests.soak.optimizer_oracle import Snapshot
 
 STEPS = 3  # after a load
+NO_STEP = {"step": 0}  # a counter that is not there yet
 NAMED = 4  # differences that are told
 
 
@@ -89,13 +90,14 @@ def _save(directory: str, case: Case) -> Saved:
     job, how = case.how.saved, case.how
     trainable = built(case.saved, job, SAVES)
     train(trainable, range(job.steps))
-    made_special(trainable, job.extra)
+    made_special(trainable, job.extra, SAVES)
     live = oracle.seen(trainable)
     with ExitStack() as stack:
         if how.lacks:
             stack.enter_context(patched("mbridge_fsdp_ckpt.saving.snapshot:optimizer_holdings", _leaving_out(case)))
         settings = Settings(vocabulary_size=TOKENS, progress=False)
         mbridge_fsdp_ckpt.save(directory, model=trainable.model, optimizer=trainable.optimizer, settings=settings)
+    without_scale(trainable)
     losses = train(trainable, range(job.steps, job.steps + STEPS))
     return Saved(directory, live, losses, oracle.seen(trainable))
 
@@ -125,6 +127,7 @@ def _load(case: Case, saved: Saved) -> Ended:
     job = case.how.live
     trainable = built(case.live, job, LOADS)
     train(trainable, range(20, 20 + job.steps))
+    made_special(trainable, job.extra, LOADS)
     before, error = oracle.seen(trainable), _loaded(trainable, case, saved.directory)
     after, wrong = oracle.seen(trainable), list[str]()
     must = oracle.may_be_refused(case)
@@ -143,24 +146,26 @@ def _load(case: Case, saved: Saved) -> Ended:
 
 def _loaded(trainable: Trainable, case: Case, directory: str) -> Exception | None:
     """The error of the load, if any."""
-    how, state = case.how, "optimizer.state.*"
+    how, any_state = case.how, "optimizer.state.*"
     missing, unexpected = list[str](), list[str]()
     if how.allowed and how.lacks in ("slot", "other slot"):
-        missing = [f"{state}{oracle.lacking(case)}.{next(iter(case.kinds[0].slots))}"]
+        missing = [f"{any_state}{oracle.lacking(case)}.{next(iter(case.kinds[0].slots))}"]
     elif how.allowed and how.lacks:
-        missing = [f"{state}{FUSED_WEIGHT}*"]
+        missing = [f"{any_state}{FUSED_WEIGHT}*"]
     elif how.allowed and how.saved.frozen:
-        missing = [f"{state}{FROZEN}.*"]
+        missing = [f"{any_state}{FROZEN}.*"]
     elif how.allowed and how.live.frozen:
-        unexpected = [f"{state}{FROZEN}.*"]
+        unexpected = [f"{any_state}{FROZEN}.*"]
     settings = Settings(
         vocabulary_size=TOKENS, allow_missing=tuple(missing), allow_unexpected=tuple(unexpected), progress=False
     )
-    names = {"all": "load", "weights": "load_weights_only", "optimizer": "load_optimizer_only"}
+    weights, state = "load_weights_only", "load_optimizer_only"
+    calls = {"all": ["load"], "weights": [weights], "optimizer": [state], "parts": [weights, state]}
     options: dict[str, Any] = {"settings": settings, **({"include": oracle.included} if how.half else {})}
     try:
-        load = getattr(mbridge_fsdp_ckpt, names[how.load])
-        load(Path(directory), model=trainable.model, optimizer=trainable.optimizer, **options)
+        for name in calls[how.load]:
+            load = getattr(mbridge_fsdp_ckpt, name)
+            load(Path(directory), model=trainable.model, optimizer=trainable.optimizer, **options)
     except Exception as error:  # whatever it is, the case tells
         return error
     return None
@@ -169,6 +174,7 @@ def _loaded(trainable: Trainable, case: Case, directory: str) -> Exception | Non
 def _trained(trainable: Trainable, case: Case, saved: Saved) -> list[str]:
     """What is wrong with the steps after a load."""
     errors: list[str] = []
+    without_scale(trainable)
     inner = trainable.optimizer.optimizer
     plain = inner.step
 
@@ -231,7 +237,9 @@ def _differences(want: Snapshot, found: Snapshot, case: Case | None, *, slots: b
     """Every element that is otherwise."""
     near = case is not None and (case.kinds[1].is_scaled or case.kinds[0].is_scaled)
     wrong = _unlike("weight", want.weights, found.weights)
-    wrong += _unlike("master", want.masters, found.masters)
+    masters = want.masters.items()
+    may_lack = want.optional - found.masters.keys()
+    wrong += _unlike("master", {name: master for name, master in masters if name not in may_lack}, found.masters)
     for name in (want.slots.keys() | found.slots.keys()) if slots else ():
         if name in want.optional and name not in found.slots:
             continue
@@ -241,10 +249,11 @@ def _differences(want: Snapshot, found: Snapshot, case: Case | None, *, slots: b
         wrong += _unlike(f"slot of {name}:", one, other, near=near)
     for name, numbers in want.numbers.items():
         live = found.numbers.get(name, {})
-        unlike = {key for key, value in numbers.items() if key not in live or live[key] != value}
+        unlike = {key for key, value in numbers.items() if (live[key] if key in live else NO_STEP.get(key)) != value}
         unlike |= {key for key in live.keys() - numbers.keys() if case is None}
         wrong += [f"{key} of {name}: {live.get(key)}, not {numbers.get(key)}" for key in sorted(unlike)]
     wrong += [f"names of parameters: {found.names}, not {want.names}"] * (found.names != want.names and slots)
+    wrong += [f"loss scale: {found.scaler}, not {want.scaler}"] * (found.scaler != want.scaler)
     wrong += ["random numbers"] * (found.rng != want.rng and slots)
     return wrong[:NAMED] + [f"and {len(wrong) - NAMED} more"] * (len(wrong) > NAMED)
 

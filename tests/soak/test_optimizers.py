@@ -43,8 +43,8 @@ def test_a_load_is_right_to_the_last_element_or_refused(pool: RankPool, tmp_path
     for first in range(0, len(cases), AT_ONCE):
         some = cases[first : first + AT_ONCE]
         for case, ended in zip(some, ended_on_all_ranks(pool, some, tmp_path / str(first)), strict=True):
-            kind = case.change if case.saved == case.live else f"{case.change}: {case.saved}"
-            outcomes.append((kind, "loaded" if ended.how == "loaded" else ended.how))
+            kind = case.change if case.saved == case.live else f"{case.change}: a checkpoint of {case.saved}"
+            outcomes.append((kind, "loaded, every element right" if ended.how == "loaded" else ended.how))
             if ended.wrong:
                 wrong.append(f"{case}, {ended.how}: {'; '.join(ended.wrong)}")
     found = sampling.tally(outcomes)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from mbridge_fsdp_ckpt.testing.models import Trainable
-from tests.soak.optimizer_cases import FUSED_WEIGHT, Case, Job, Kind
+from tests.soak.optimizer_cases import FUSED_WEIGHT, Case
 from tests.soak.optimizer_jobs import parameters
 
 Slots = dict[str, torch.Tensor]
@@ -269,46 +269,3 @@ def _numbers(case: Case, name: str, saved: Snapshot, before: Snapshot) -> dict[s
         return found | own
     in_group = {"step"} if case.kinds[1].counts == "group" else set()
     return found | {key: value for key, value in own.items() if key in found or key in in_group}
-
-
-def may_be_refused(case: Case) -> str:
-    """Whether a load must go through, may be refused, or must be: "never", "may", "must"."""
-    how, (saved, live) = case.how, case.kinds
-    lacking = bool(how.lacks) or how.saved.frozen or how.live.frozen
-    if lacking and how.live.frozen and live.main == torch.float32 and how.load != "optimizer":
-        return "must"  # Megatron-FSDP keeps frozen weights in bf16
-    if lacking and not how.allowed:
-        return "must"
-    if how.live.groups == "one" and not how.saved.alike:
-        return "must"
-    if how.half and live.counts == "group" and how.load == "all" and how.live.steps != how.saved.steps:
-        return "may"  # one counter for a group of which half is loaded
-    if how.saved.extra == "a step of its own" and live.counts == "group":
-        return "must"
-    return _other_state(saved, live) if case.saved != case.live else "never"
-
-
-def _other_state(saved: Kind, live: Kind) -> str:
-    stored = {name: torch.float32 if dtype == torch.float16 else dtype for name, dtype in saved.slots.items()}
-    if saved.main != live.main or saved.master != live.master:
-        return "must"
-    if stored.keys() != live.slots.keys() or (saved.counts == "nowhere") != (live.counts == "nowhere"):
-        return "must"
-    if torch.bfloat16 in live.slots.values() and torch.bfloat16 not in stored.values():
-        return "must"
-    return "may" if live.is_scaled and not saved.is_scaled else "never"
-
-
-def trains_alike(case: Case) -> str:
-    """Whether training goes on as that of the job that saved: "exactly", "nearly", or nobody knows: ""."""
-    how, (saved, live) = case.how, case.kinds
-    whole = how.load in ("all", "parts") and not (how.half or how.lacks or how.live.frozen or how.saved.frozen)
-    if not whole or saved.updates != live.updates:
-        return ""
-    layout = _layout(how.saved) == _layout(how.live)
-    same = case.saved == case.live and (how.live.groups == how.saved.groups or "0.5" not in case.live)
-    return "exactly" if same and layout else "nearly"
-
-
-def _layout(job: Job) -> tuple[int, int]:
-    return job.vocabulary, job.tensor

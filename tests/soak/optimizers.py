@@ -18,7 +18,7 @@ from mbridge_fsdp_ckpt.errors import CheckpointError, InternalError, LoadInterru
 from mbridge_fsdp_ckpt.testing.models import Trainable
 from tests.patched import patched
 from tests.soak import optimizer_oracle as oracle
-from tests.soak.optimizer_cases import FROZEN, FUSED_WEIGHT, TOKENS, Case, Job
+from tests.soak.optimizer_cases import FROZEN, FUSED_WEIGHT, TOKENS, Case, Job, may_be_refused, trains_alike
 from tests.soak.optimizer_jobs import LOADS, SAVES, built, made_special, train, without_scale
 from tests.soak.optimizer_oracle import Snapshot
 
@@ -130,7 +130,7 @@ def _load(case: Case, saved: Saved) -> Ended:
     made_special(trainable, job.extra, LOADS)
     before, error = oracle.seen(trainable), _loaded(trainable, case, saved.directory)
     after, wrong = oracle.seen(trainable), list[str]()
-    must = oracle.may_be_refused(case)
+    must = may_be_refused(case)
     if error is None:
         wrong += ["it was loaded, and must be refused"] * (must == "must")
         wrong += _differences(oracle.expected(case, saved.live, before), after, case) if must != "must" else []
@@ -189,7 +189,7 @@ def _trained(trainable: Trainable, case: Case, saved: Saved) -> list[str]:
     del inner.step
     if errors:
         return errors[:1]
-    wrong, end, alike = list[str](), oracle.seen(trainable), oracle.trains_alike(case)
+    wrong, end, alike = list[str](), oracle.seen(trainable), trains_alike(case)
     if not all(map(math.isfinite, losses)):
         wrong.append(f"losses {losses}")
     for kind, tensors in (("weight", end.weights), ("master", end.masters)):
@@ -275,3 +275,23 @@ def _unlike(
             most = (one.double() - other.double()).abs().nan_to_num().max().item()
             wrong.append(f"{what} {name}: {bad} of {one.numel()} elements, {nan} not finite, by up to {most:.3g}")
     return wrong
+
+
+def told_of_changes() -> dict[str, list[str]]:
+    """What is told where one element, or one number, becomes another; by what became another."""
+    trainable = built("offload 1.0 over bf16", Job(), LOADS)
+    train(trainable, range(1))
+    inner = trainable.optimizer.optimizer
+    parameter = max((p for p in inner.param_to_inner_param if p._local_tensor.numel()), key=torch.numel)
+    master = inner.param_to_inner_param[parameter]
+    state, told = inner.sub_optimizers[0].state[master], dict[str, list[str]]()
+    tensors = {"weight": parameter._local_tensor, "master": master}
+    for name, tensor in (tensors | {slot: state[slot] for slot in ("exp_avg", "exp_avg_sq", "step")}).items():
+        before = oracle.seen(trainable)
+        with torch.no_grad():
+            tensor.view(-1)[-1] = float("nan") if name == "exp_avg" else tensor.view(-1)[-1] + 1
+        told[name] = _told_by_all(_differences(before, oracle.seen(trainable), None))
+    before = oracle.seen(trainable)
+    inner.param_groups[1]["eps"] = 1.0
+    told["eps"] = _differences(before, oracle.seen(trainable), None)
+    return told

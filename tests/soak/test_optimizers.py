@@ -5,6 +5,7 @@ Memory that nothing has written is NaN, as in all tests that run ranks.
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -79,3 +80,13 @@ def test_the_matrix_has_every_optimizer_and_every_change() -> None:
     assert {case.change for case in cases} >= {*CHANGES, ANOTHER}
     assert {case.saved for case in cases} == {case.live for case in cases} == set(KINDS)
     assert min(Counter(case.change for case in cases).values()) >= 2
+
+
+def test_every_element_is_looked_at(pool: RankPool) -> None:
+    """Both ranks change one of theirs."""
+    for told in pool.run(optimizers.told_of_changes, ranks=RANKS):
+        assert set(told) == {"weight", "master", "exp_avg", "exp_avg_sq", "step", "eps"}
+        for name, texts in told.items():
+            found = [text for text in texts if text.startswith(f"{name} ") or f" {name}:" in text]
+            assert found, (name, texts)
+            assert name in ("step", "eps") or re.search(r": [12] of \d{4} elements", found[0]), found

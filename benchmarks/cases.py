@@ -144,7 +144,7 @@ class Found:
 def run_suite(suite: Suite, scratch: Path | None, say: Callable[[str], None]) -> Found:
     """Run everything."""
     ways = (*suite.sides, *suite.others)
-    with RankPool(4, preload=PRELOAD, time_limit=3600.0) as pool:
+    with RankPool(4, preload=PRELOAD, time_limit=3600.0, nan_memory=False) as pool:
         say("starting the ranks")
         pool.start()
         small = [run_case(pool, case, scratch, say) for case in suite.small]

@@ -138,7 +138,7 @@ def main() -> None:
     recipe = Recipe(layers=4, hidden=arguments.hidden, ffn=4 * arguments.hidden, experts=4, vocabulary=64)
     with (
         tempfile.TemporaryDirectory(dir=arguments.scratch) as place,
-        RankPool(RANKS, preload=installed(MEGATRON_MODULES), time_limit=3000) as pool,
+        RankPool(RANKS, preload=installed(MEGATRON_MODULES), time_limit=3000, nan_memory=False) as pool,
     ):
         folder = Path(place)
         times = pool.run(measure, str(folder), recipe, arguments.repeats)

@@ -130,7 +130,7 @@ class Benchmark[R]:
         model = MODELS[name]
         with (
             tempfile.TemporaryDirectory(dir=arguments.scratch) as place,
-            RankPool(model.ranks, preload=installed(MEGATRON_MODULES), time_limit=3000) as pool,
+            RankPool(model.ranks, preload=installed(MEGATRON_MODULES), time_limit=3000, nan_memory=False) as pool,
         ):
             if self.prepare is not None:
                 self.prepare(pool, place, model.recipe)

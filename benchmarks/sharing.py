@@ -128,7 +128,7 @@ def main() -> None:
     found, sizes, ranks = {}, {}, {}
     with (
         tempfile.TemporaryDirectory(dir=arguments.scratch) as place,
-        RankPool(RANKS, preload=installed(MEGATRON_MODULES), time_limit=3000) as pool,
+        RankPool(RANKS, preload=installed(MEGATRON_MODULES), time_limit=3000, nan_memory=False) as pool,
     ):
         for layout, settings in LAYOUTS.items():
             folder = Path(place) / layout.replace(" ", "-")

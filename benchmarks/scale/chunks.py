@@ -83,7 +83,7 @@ def _run(ranks: int, layers: int, repeats: int) -> None:
     from mbridge_fsdp_ckpt.testing.ranks import RankPool
 
     module = __import__("chunks")  # what ranks import
-    with tempfile.TemporaryDirectory() as folder, RankPool(ranks, time_limit=3000.0) as pool:
+    with tempfile.TemporaryDirectory() as folder, RankPool(ranks, time_limit=3000.0, nan_memory=False) as pool:
         directory = Path(folder) / "iter_0000001"
         found = pool.run(module.on_rank, str(directory), layers, repeats)
         source = open_checkpoint(directory)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from mbridge_fsdp_ckpt.testing import fresh_memory
 from mbridge_fsdp_ckpt.testing.kernels import restore_kernels
 
 SEED = 1234
@@ -31,6 +32,7 @@ _MEGATRON_GLOBALS: tuple[tuple[str, str], ...] = (
 def forget_case(environment: Mapping[str, str], directory: Path) -> str | None:
     """Undo what a case did to the process; return the tracebacks of what could not be undone, if anything."""
     steps: list[Callable[[], None]] = [
+        fresh_memory.restore,
         restore_kernels,
         _end_saves,
         _leave_megatron,
@@ -110,8 +112,6 @@ def _forget_meshes() -> None:
 def _reset_torch() -> None:
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)
-    if torch.are_deterministic_algorithms_enabled():  # asking to switch it off imports the compiler
-        torch.use_deterministic_algorithms(False)
     gc.collect()
 
 

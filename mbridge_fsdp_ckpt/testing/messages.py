@@ -118,6 +118,7 @@ class Case:
     store_port: int
     timeout_s: float
     process_group: bool
+    nan_memory: bool
 
     def call_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The positional and keyword arguments of the call."""

@@ -39,6 +39,7 @@ class RankPool:
         time_limit: seconds that a case may take, unless `run` says otherwise.
         preload: modules to import before CUDA is replaced.
         templates: processes that other pools fork from, too; else this pool has its own.
+        nan_memory: whether memory that a case has not written yet holds NaN, which takes time; see `fresh_memory`.
 
     The first case starts a process that does all the imports, and the workers are forked from it; one that has to be
     replaced costs nothing.  Not for concurrent use.  All processes end with the thread that started them.
@@ -51,12 +52,14 @@ class RankPool:
         time_limit: float = 120.0,
         preload: Sequence[str] = (),
         templates: Templates | None = None,
+        nan_memory: bool = True,
     ) -> None:
         if size < 1:
             raise ValueError(f"a pool needs at least one rank, got size={size}")
         self.size = size
         self.time_limit = time_limit
         self.preload = tuple(preload)
+        self.nan_memory = nan_memory
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._templates = templates or Templates()
         self._template: TemplateProcess | None = None
@@ -122,6 +125,7 @@ class RankPool:
                     store_port=store.port,
                     timeout_s=limit + 2 * GRACE_S,  # so that the pool, which sees all ranks, speaks before gloo does
                     process_group=wants_process_group(function),
+                    nan_memory=self.nan_memory,
                 )
                 self._workers[rank].serve(case)
             return running.results()

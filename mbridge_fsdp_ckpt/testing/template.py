@@ -58,7 +58,7 @@ def _prepare(preload: list[str]) -> None:
     """Import, then replace CUDA: Transformer Engine and torch.compile look at the real one when imported."""
     for module in preload:
         importlib.import_module(module)
-    from mbridge_fsdp_ckpt.testing import collectives, cpu_cuda, kernels, worker  # noqa: F401
+    from mbridge_fsdp_ckpt.testing import collectives, cpu_cuda, fresh_memory, kernels, worker  # noqa: F401
 
     cpu_cuda.install()
     collectives.watch_collectives()

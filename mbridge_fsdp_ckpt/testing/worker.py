@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.distributed import TCPStore, init_process_group
 
-from mbridge_fsdp_ckpt.testing import cleanup
+from mbridge_fsdp_ckpt.testing import cleanup, fresh_memory
 from mbridge_fsdp_ckpt.testing.messages import Case, Cleaned, CleanUp, Raised, Returned
 
 
@@ -43,6 +43,8 @@ def _outcome(case: Case) -> Returned | Raised:
         function = case.function.find()
         args, kwargs = case.call_arguments()
         _join_world(case)
+        if case.nan_memory:
+            fresh_memory.fill_with_nan()
         return Returned(pickle.dumps(function(*args, **kwargs)))
     except BaseException:  # a SystemExit or KeyboardInterrupt of a case is its failure, not ours
         return Raised(traceback.format_exc())

@@ -16,6 +16,7 @@ import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt import Settings
 from mbridge_fsdp_ckpt.errors import CheckpointError
 from mbridge_fsdp_ckpt.saving.beside.trainer import trainer
+from mbridge_fsdp_ckpt.testing import fresh_memory
 from mbridge_fsdp_ckpt.testing.models import Recipe
 from tests.core import cases, oracle
 from tests.soak.kill import iteration
@@ -215,6 +216,7 @@ def loads_meanwhile(root: str) -> bool:
 
 def memory(root: str, limit: int | None) -> dict[str, tuple[int, int]]:
     """Bytes of shared memory that this rank and its writer have: after a save, once it was released, after another."""
+    fresh_memory.restore()  # staging memory takes pages as it is filled: here, with what is saved alone
     run = Run(root, SMALL.on(hidden=1024), replace(QUICK, staging_limit=limit))
     seen = {}
     run.warm()

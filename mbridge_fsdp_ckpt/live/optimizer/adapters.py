@@ -57,10 +57,12 @@ def refuse_state_of_nothing(optimizer: Any) -> None:
             known = {id(parameter) for group in each.param_groups for parameter in group["params"]}
             for owner, kept in each.state.items():
                 if kept and id(owner) not in known:
-                    shape = f"a parameter of shape {tuple(owner.shape)} that is in no param group"
+                    named = repr(owner)
+                    if isinstance(owner, torch.Tensor):
+                        named = f"a parameter of shape {tuple(owner.shape)} that is in no param group"
                     raise UnsupportedStateError(
                         expected="optimizer state of parameters alone",
-                        found=f"state of {shape if isinstance(owner, torch.Tensor) else repr(owner)}",
+                        found=f"state of {named}",
                         remedy=f"Keep it elsewhere than in the state of {type(each).__qualname__}, such as in values=; "
                         "or remove it, or save without optimizer state.",
                     )

@@ -1,0 +1,153 @@
+"""What ranks do in the tests of optimizers that this package does not know: classes of somebody's own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import mbridge_fsdp_ckpt
+from mbridge_fsdp_ckpt import Settings
+from mbridge_fsdp_ckpt.errors import CheckpointError
+from mbridge_fsdp_ckpt.live.megatron_fsdp import local_shard
+from mbridge_fsdp_ckpt.testing.models import Recipe, Trainable
+from tests.core import cases, oracle
+
+MODEL = Recipe(layers=1)
+
+
+class Own(torch.optim.Optimizer):
+    """Keeps what `keep` puts into a parameter's state, and moves the parameter a little."""
+
+    def __init__(self, params: Any, keep: Callable[[Own, dict[str, Any], Any, Any], None]) -> None:
+        super().__init__(params, {"lr": 0.01, "weight_decay": 0.0})
+        self.keep, self.steps = keep, 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """One step."""
+        self.steps += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.keep(self, self.state[parameter], parameter, group)
+
+
+class Lion(Own):
+    """Another class that may keep the same."""
+
+
+def moments(optimizer: Any, state: Any, parameter: Any, group: Any) -> None:
+    """A momentum, and a counter that the group has from the first step on."""
+    group["step"] = optimizer.steps
+    state.setdefault("exp_avg", torch.zeros_like(parameter)).lerp_(parameter.grad, 0.1)
+    parameter.sub_(state["exp_avg"].sign(), alpha=group["lr"])
+
+
+def weights(optimizer: Any, state: Any, parameter: Any, group: Any) -> None:
+    """A sequence of weights beside the weights, from which these are computed, as schedule-free optimizers do."""
+    state.setdefault("z", parameter.clone()).sub_(parameter.grad, alpha=group["lr"])
+    parameter.copy_(state["z"])
+
+
+def preconditioner(optimizer: Any, state: Any, parameter: Any, group: Any) -> None:
+    """A square matrix with as many elements as this rank's shard of it, where there is one."""
+    count = local_shard(parameter).numel()
+    side = round(count**0.5)
+    if side * side == count:
+        state["left"] = torch.eye(side)
+
+
+def keeping(name: object) -> Callable[[Any, Any, Any, Any], None]:
+    """A number under a name."""
+
+    def keep(optimizer: Any, state: Any, parameter: Any, group: Any) -> None:
+        state[name] = 1.0
+
+    return keep
+
+
+def something_global(optimizer: Any, state: Any, parameter: Any, group: Any) -> None:
+    """State of the optimizer as a whole."""
+    optimizer.state["global"] = {"count": 3}
+
+
+def prepared(kind: type[Own], keep: Callable[..., None], steps: int, seed: int = 123) -> Trainable:
+    """A model with such an optimizer, after some steps."""
+    trainable = cases.prepared(MODEL, seed=seed)
+    given = trainable.optimizer.optimizer
+    trainable.optimizer.optimizer = kind([p for group in given.param_groups for p in group["params"]], keep)
+    for number in range(steps):
+        trainable.step(number)
+    return trainable
+
+
+def refused_saves(directory: str) -> dict[str, str]:
+    """What the save says of state that could not come back."""
+    found = {}
+    for name, keep in {
+        "a preconditioner": preconditioner,
+        "a number as a name": keeping(1),
+        "a dot in a name": keeping("m.1"),
+        "global state": something_global,
+    }.items():
+        trainable = prepared(Own, keep, steps=1)
+        try:
+            mbridge_fsdp_ckpt.save(directory, model=trainable.model, optimizer=trainable.optimizer)
+            found[name] = "saved"
+        except CheckpointError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def save(directory: str, kind: type[Own], keep: Callable[..., None]) -> dict[str, Any]:
+    """Two steps, a save."""
+    trainable = prepared(kind, keep, steps=2)
+    mbridge_fsdp_ckpt.save(directory, model=trainable.model, optimizer=trainable.optimizer)
+    return {"live": oracle.live(trainable), "step": trainable.optimizer.optimizer.param_groups[0].get("step")}
+
+
+def load(directory: str, kind: type[Own], keep: Callable[..., None]) -> dict[str, Any]:
+    """A load into an optimizer that has not stepped; then, a step.  Or the error, and then nothing has changed."""
+    trainable = prepared(kind, keep, steps=0, seed=9)
+    before = oracle.live(trainable)
+    try:
+        mbridge_fsdp_ckpt.load(directory, model=trainable.model, optimizer=trainable.optimizer)
+    except CheckpointError as error:
+        assert oracle.live(trainable) == before
+        return {"error": f"{type(error).__name__}: {error}"}
+    found = oracle.live(trainable)
+    counted = trainable.optimizer.optimizer.param_groups[0].get("step")
+    return {"live": found, "step": counted, "loss": trainable.step(2)}
+
+
+def load_weights(directory: str) -> dict[str, Any]:
+    """A load of weights alone into a model whose optimizer keeps weights: what it says."""
+    trainable = prepared(Own, weights, steps=1, seed=9)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("mbridge_fsdp_ckpt.loading").addHandler(handler)
+    loaded = mbridge_fsdp_ckpt.load_weights_only(directory, model=trainable.model, optimizer=trainable.optimizer)
+    return {"unknown": loaded.unknown_slots, "said": said}
+
+
+def cast(directory: str, patterns: tuple[str, ...]) -> str:
+    """A checkpoint of fp32 moments, loaded into moments in bf16; "" or the error."""
+    settings = {
+        "use_precision_aware_optimizer": True,
+        "exp_avg_dtype": torch.bfloat16,
+        "exp_avg_sq_dtype": torch.bfloat16,
+    }
+    recipe = MODEL.on(optimizer="auto", optimizer_settings=settings, ddp={"megatron_fsdp_use_decoupled_grad": True})
+    trainable = cases.prepared(recipe, seed=9)
+    before = oracle.live(trainable)
+    chosen = Settings(allow_cast=patterns)
+    try:
+        mbridge_fsdp_ckpt.load(directory, model=trainable.model, optimizer=trainable.optimizer, settings=chosen)
+    except CheckpointError as error:
+        assert oracle.live(trainable) == before
+        return f"{type(error).__name__}: {error}"
+    return ""

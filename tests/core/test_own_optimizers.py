@@ -1,0 +1,65 @@
+"""Optimizers of somebody's own: what cannot come back is refused by the save, what does not fit by the load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mbridge_fsdp_ckpt.testing.modules import is_installed
+from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from tests.core import cases, own_optimizers
+from tests.core.own_optimizers import Lion, Own
+
+
+def test_a_save_refuses_state_that_could_not_come_back(megatron_ranks: RankPool, tmp_path: Path) -> None:
+    first, second = megatron_ranks.run(own_optimizers.refused_saves, str(tmp_path / "checkpoint"), ranks=2)
+    assert first == second
+    assert all(text.startswith("UnsupportedStateError: ") for text in first.values()), first
+    assert "slot 'left' to be a number" in first["a preconditioner"]
+    assert "found 1." in first["a number as a name"]
+    assert "found 'm.1'" in first["a dot in a name"]
+    assert "state of 'global'" in first["global state"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_group_gets_back_what_only_steps_put_into_it(megatron_ranks: RankPool, tmp_path: Path) -> None:
+    saved, _ = megatron_ranks.run(own_optimizers.save, str(tmp_path), Own, own_optimizers.moments, ranks=2)
+    loaded, _ = megatron_ranks.run(own_optimizers.load, str(tmp_path), Own, own_optimizers.moments, ranks=2)
+    assert saved["step"] == loaded["step"] == 2
+    assert loaded["live"] == saved["live"]
+
+
+@pytest.fixture(scope="module")
+def of_own(megatron_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("own") / "checkpoint"
+    megatron_ranks.run(own_optimizers.save, str(directory), Own, own_optimizers.moments, ranks=2)
+    return directory
+
+
+def test_another_class_that_has_not_stepped_is_known_by_its_name(megatron_ranks: RankPool, of_own: Path) -> None:
+    results: list[Any] = megatron_ranks.run(own_optimizers.load, str(of_own), Lion, own_optimizers.moments, ranks=2)
+    assert results[0] == results[1]
+    assert results[0]["error"].startswith("KeyMismatchError: ")
+    assert (
+        "kept by tests.core.own_optimizers.Own in the checkpoint, tests.core.own_optimizers.Lion here"
+        in (results[0]["error"])
+    )
+
+
+def test_a_load_says_which_slots_may_be_copies_of_weights(megatron_ranks: RankPool, of_own: Path) -> None:
+    first, second = megatron_ranks.run(own_optimizers.load_weights, str(of_own), ranks=2)
+    assert first["unknown"] == second["unknown"] == ("z",)
+    assert len(first["said"]) == 1
+    assert first["said"][0].startswith("The optimizer keeps z. ")
+    assert second["said"] == []
+
+
+@pytest.mark.skipif(not is_installed("transformer_engine"), reason="FusedAdam is Transformer Engine's")
+def test_moments_lose_precision_only_where_somebody_asks(megatron_ranks: RankPool, tmp_path: Path) -> None:
+    megatron_ranks.run(cases.train_and_save, str(tmp_path), own_optimizers.MODEL, ranks=2)
+    error, _ = megatron_ranks.run(own_optimizers.cast, str(tmp_path), (), ranks=2)
+    assert error.startswith("KeyMismatchError: ")
+    assert "torch.float32 in the checkpoint, torch.bfloat16 here, which allow_cast has to name" in error
+    assert megatron_ranks.run(own_optimizers.cast, str(tmp_path), ("optimizer.*",), ranks=2) == ["", ""]

@@ -26,7 +26,7 @@ class Own(torch.optim.Optimizer):
         self.keep, self.steps = keep, 0
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """One step."""
         self.steps += 1
         for group in self.param_groups:

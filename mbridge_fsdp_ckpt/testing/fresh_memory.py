@@ -63,11 +63,11 @@ def _filled(take: Callable[..., Any]) -> Callable[..., Any]:
     return taken
 
 
-def _into_scratch(read: Callable[..., Any], scratch: type) -> Callable[..., Any]:
+def _into_scratch(read: Callable[..., Any], make: Callable[[], Any]) -> Callable[..., Any]:
     """Reads without memory of their own get some that is filled."""
 
-    def reading(self: Any, path: Any, offset: int, length: int, hasher: Any = None, memory: Any = None) -> Any:
-        return read(self, path, offset, length, hasher, memory or scratch())
+    def reading(self: Any, path: Any, offset: int, length: int, hasher: Any = None, scratch: Any = None) -> Any:
+        return read(self, path, offset, length, hasher, make() if scratch is None else scratch)
 
     return reading
 

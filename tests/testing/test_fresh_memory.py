@@ -49,7 +49,9 @@ def switch_off() -> None:
 
 @no_process_group
 def read(path: Path) -> bytes:
-    return bytes(OpenFiles().read(path, 1, 3))
+    files = OpenFiles()
+    assert bytes(files.read(path, 1, 3, scratch=Scratch())) == bytes(files.read(path, 1, 3, None, Arena()))
+    return bytes(files.read(path, 1, 3))
 
 
 def test_what_nothing_has_written_is_nan_in_each_case(rank_pool: RankPool) -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from mbridge_fsdp_ckpt.errors import ConfigurationError
-from mbridge_fsdp_ckpt.live.optimizer.base import KNOWN_CLASSES, Grouped, OptimizerAdapter, Slot
+from mbridge_fsdp_ckpt.live.optimizer.base import Grouped, OptimizerAdapter, Slot, unless_known
 from mbridge_fsdp_ckpt.live.planned import Planned
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_name
@@ -170,8 +170,7 @@ class _Kept(NamedTuple):
     def of(slot: Slot, kept_by: str) -> _Kept:
         """Of a slot; classes whose slots are known are not named: ranks may use one or the other of them."""
         kept_as = slot.tensor.dtype if slot.scaled_from is None else slot.scaled_from
-        known = kept_by.startswith(KNOWN_CLASSES)
-        return _Kept(dtype_name(slot.tensor.dtype), slot.kind, dtype_name(kept_as), None if known else kept_by)
+        return _Kept(dtype_name(slot.tensor.dtype), slot.kind, dtype_name(kept_as), unless_known(kept_by))
 
 
 @lru_cache(maxsize=1 << 16)

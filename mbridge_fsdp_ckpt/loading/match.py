@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from mbridge_fsdp_ckpt.errors import KeyMismatchError, ManifestError
-from mbridge_fsdp_ckpt.live.optimizer.base import MASTER, STEP, SlotSpec
+from mbridge_fsdp_ckpt.live.optimizer.base import MASTER, STEP, SlotSpec, unless_known
 from mbridge_fsdp_ckpt.live.planned import Planned
 from mbridge_fsdp_ckpt.plan.boxes import Box, Shape, whole
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
@@ -69,9 +69,13 @@ class Match:
             return MatchedSlots(found, {})
         specs = {slot: SlotSpec(entry.kind, dtype_from_name(entry.dtype)) for slot, entry in saved.items()}
         if live.slots is not None:
-            for slot in specs.keys() - live.slots.keys() - ({STEP} if live.counts_elsewhere else set()):
+            kept = dict(live.slots)
+            if STEP in specs and (live.counts_elsewhere or (STEP in kept and kept[STEP].kind == specs[STEP].kind)):
+                kept[STEP] = specs[STEP]
+            for slot in specs.keys() - kept.keys():
                 self._surplus(plan, slot, saved[slot], live)
-            specs = dict(live.slots) | ({STEP: specs[STEP]} if STEP in specs and live.counts_elsewhere else {})
+            before_a_step = saved.keys() == {MASTER}  # no other state there yet
+            specs = {slot: spec for slot, spec in kept.items() if slot == MASTER or not before_a_step}
         for slot, spec in specs.items():
             if slot in saved or not (slot == MASTER or (slot == STEP and live.counted)):
                 for component in self._components(plan):
@@ -83,8 +87,9 @@ class Match:
     ) -> None:
         """A slot of a component: it is there, was kept by an optimizer of the same kind, and fits."""
         entry = self._source.head.keys.get(key)
-        if entry is not None and live.slots is None and entry.kept_by not in (None, live.class_name):
-            self._unlike.append(f"{key}: kept by {entry.kept_by} in the checkpoint, {live.class_name} here")
+        if entry is not None and live.slots is None and _is_of_another_class(entry, live.class_name):
+            kept_by = entry.kept_by or "an optimizer of torch or Transformer Engine"
+            self._unlike.append(f"{key}: kept by {kept_by} in the checkpoint, {live.class_name} here")
         elif entry is not None and slot != STEP and (problem := self._cast(key, entry, spec)):
             self._unlike.append(problem)
         else:  # a counter is a number, however it is kept
@@ -223,6 +228,11 @@ def covered(entry: KeyEntry, box: Box) -> Box | None:
         box: The block, in the global tensor.
     """
     return box.intersect(whole(entry.shape))
+
+
+def _is_of_another_class(entry: KeyEntry, class_name: str) -> bool:
+    """Whether a slot is known to have been kept by an optimizer of another class."""
+    return entry.kept_as is not None and entry.kept_by != unless_known(class_name)
 
 
 def _as_saved(entry: KeyEntry) -> SlotSpec:

@@ -154,16 +154,15 @@ type _Region = tuple[int, Box]
 def _to_refresh(opened: Opened, plan: ParameterPlan, *, has_new_state: bool) -> Iterator[_Region]:
     """Where copies of a weight are to be set from the weight.
 
-    Of a new state all that was not read; otherwise where the weight was filled: elsewhere a copy may know the weight
-    more precisely than the weight itself.
+    Of a new state all that was not read; otherwise components whose weight was filled: of others, a copy may know the
+    weight more precisely than the weight itself.
     """
     for number, piece in enumerate(plan.pieces):
-        if not has_new_state:
-            filled = opened.covered(plan.model_key(piece.component), piece.box)
-            yield from [(number, filled)] if filled is not None else []
-            continue
-        read = opened.covered(plan.slot_key(piece.component, MASTER), piece.box)
-        yield from ((number, box) for box in piece.box.without(read))
+        if has_new_state:
+            read = opened.covered(plan.slot_key(piece.component, MASTER), piece.box)
+            yield from ((number, box) for box in piece.box.without(read))
+        elif plan.model_key(piece.component) in opened.asked:
+            yield number, piece.box
 
 
 def _copy(plan: ParameterPlan, regions: list[_Region], destination: torch.Tensor, source: torch.Tensor) -> None:

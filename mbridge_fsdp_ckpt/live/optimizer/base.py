@@ -21,8 +21,6 @@ from mbridge_fsdp_ckpt.plan.keys import Kind
 
 STEP = "step"
 MASTER = "master_param"
-KNOWN_CLASSES = ("torch.optim.", "transformer_engine.")
-"""What qualified names of classes begin with of which `OptimizerAdapter.expected` knows the slots."""
 
 STATISTICS = frozenset(
     {
@@ -235,6 +233,11 @@ def _in_place(live: object, new: object, *, stays: bool) -> object:
         return new
     target.copy_(source)
     return live
+
+
+def unless_known(class_name: str) -> str | None:
+    """A class's qualified name, unless it is one of which `OptimizerAdapter.expected` knows the slots."""
+    return None if class_name.startswith(("torch.optim.", "transformer_engine.")) else class_name
 
 
 def groups_of(optimizer: Any) -> dict[int, Hyperparameters]:

@@ -49,6 +49,7 @@ class FusedAdamAdapter:
         probe("a FusedAdam", optimizer)
         self.optimizer = optimizer
         self._made: dict[torch.Tensor, _Kept] = {}
+        self._counted = set[int]()
         self._kept: dict[torch.dtype, dict[str, SlotSpec]] = {}
 
     @cached_property
@@ -128,9 +129,15 @@ class FusedAdamAdapter:
 
     def install(self, parameter: torch.Tensor, slots: dict[str, Slot], step: float | None) -> None:
         """See `OptimizerAdapter`."""
+        group = self._groups.get(id(parameter), {})
         if not slots:
             self.optimizer.state.pop(parameter, None)
+            if STEP in group and id(group) not in self._counted:
+                group[STEP] = restored(
+                    group[STEP], 0
+                )  # until another parameter of the group, or its counter, says more
             return
+        self._counted.add(id(group))
         self._set_step(parameter, step)
         made, scales = self._made.pop(parameter)
         plain = {name: live for name, live in self.optimizer.state.get(parameter, {}).items() if not self._scaled(name)}

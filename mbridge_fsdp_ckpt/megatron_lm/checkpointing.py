@@ -203,10 +203,8 @@ def _restoration(
     samples = dict.fromkeys(_PROGRESS, 0) if fresh else _samples(args, saved, iteration)
     if not fresh:
         _check_like(saved)
-        if scheduler is not None and not args.no_load_optim and "opt_param_scheduler" in values:
-            remedy = "Resume with the same schedule, or with --override-opt_param-scheduler."
-            steps.append(restoration.schedule(scheduler, dict(values["opt_param_scheduler"]), remedy))
         if not args.no_load_optim:
+            steps.append(_schedule(args, optimizer, scheduler, values))
             steps += restoration.loss_scales(optimizer, values.get("grad_scaler", {}))
         if not args.no_load_rng:
             one_each = bool(args.data_parallel_random_init)
@@ -226,6 +224,15 @@ def _restoration(
             step()
 
     return restore
+
+
+def _schedule(args: Any, optimizer: Any, scheduler: Any, values: Any) -> Callable[[], None]:
+    remedy = "Resume with the same schedule, or with --override-opt-param-scheduler, which puts that of the arguments "
+    remedy += "in force, or with --use-checkpoint-opt-param-scheduler, the checkpoint's."
+    missing = "Load with --no-load-optim."
+    saved = None if scheduler is None else restoration.saved_schedule(values, "opt_param_scheduler", remedy=missing)
+    configured = bool(args.override_opt_param_scheduler)
+    return restoration.schedule(optimizer, scheduler, saved, configured=configured, remedy=remedy)
 
 
 def _samples(args: Any, saved: dict[str, Any], iteration: int) -> dict[str, int]:

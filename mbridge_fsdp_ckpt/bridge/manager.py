@@ -256,8 +256,8 @@ def load_from_path(
 
 def _tell(loaded: checkpoint.Loaded, state: Any) -> None:
     log_scalars("load", loaded, state, state.train_state.step)
-    if loaded.skipped:
-        print_rank_0(f"WARNING: not in the checkpoint, left as they were: {', '.join(loaded.skipped[:20])}")
+    for text in loaded.warnings():
+        print_rank_0(f"WARNING: {text}")
 
 
 def _wanted(checkpoint_config: Any, optimizer: Any) -> Parts:

@@ -15,7 +15,7 @@ from megatron.core.num_microbatches_calculator import update_num_microbatches
 
 from mbridge_fsdp_ckpt.bridge.locate import Located
 from mbridge_fsdp_ckpt.bridge.names import PROGRESS
-from mbridge_fsdp_ckpt.hosts.restoration import generators, schedule
+from mbridge_fsdp_ckpt.hosts.restoration import generators, saved_schedule, schedule
 from mbridge_fsdp_ckpt.storage.store import as_path
 
 
@@ -34,10 +34,8 @@ def restoration(
     """Check progress, scheduler, loss scale and RNG states; the result puts them in place."""
     values, steps = loaded.values, list[Callable[[], None]]()
     progress = _read_train_state(values, found) if wanted.progress else None
-    resumes_optimizer = progress is not None and state.cfg.checkpoint.load_optim
-    if resumes_optimizer and scheduler is not None and "opt_param_scheduler" in values:
-        remedy = "Resume with the same schedule, or set scheduler.override_opt_param_scheduler=True."
-        steps.append(schedule(scheduler, dict(values["opt_param_scheduler"]), remedy))
+    if progress is not None and state.cfg.checkpoint.load_optim:
+        steps.append(_schedule(optimizer, scheduler, values))
     if wanted.random:
         one_each, remedy = bool(state.cfg.rng.data_parallel_random_init), "Load with checkpoint.load_rng=False."
         steps.append(generators(loaded, pg_collection, one_a_data_rank=one_each, remedy=remedy))
@@ -53,6 +51,15 @@ def restoration(
             step()
 
     return restore
+
+
+def _schedule(optimizer: Any, scheduler: Any, values: Any) -> Callable[[], None]:
+    remedy = "Resume with the same schedule, or set scheduler.override_opt_param_scheduler=True, which puts the "
+    remedy += "configuration's in force, or scheduler.use_checkpoint_opt_param_scheduler=True, the checkpoint's."
+    missing = "Load with checkpoint.load_optim=False."
+    saved = None if scheduler is None else saved_schedule(values, "opt_param_scheduler", remedy=missing)
+    configured = scheduler is not None and bool(scheduler.override_opt_param_scheduler)
+    return schedule(optimizer, scheduler, saved, configured=configured, remedy=remedy)
 
 
 def _read_train_state(values: Any, found: Located) -> TrainState:

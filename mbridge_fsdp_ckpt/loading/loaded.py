@@ -45,6 +45,19 @@ class Loaded:
     duration: float = 0.0
     unknown_slots: tuple[str, ...] = field(default=())
 
+    def warnings(self) -> list[str]:
+        """What a user should know of the load, a sentence each; frameworks that drop log records print it."""
+        said = []
+        if self.skipped:
+            said.append(f"Not in the checkpoint, or not read, as allowed: {', '.join(self.skipped[:NAMED])}.")
+        if self.unknown_slots:
+            said.append(
+                f"The optimizer keeps {', '.join(self.unknown_slots)}. It is not known whether they are copies of "
+                "weights, so the load did not set them. If they are, clear the optimizer's state: otherwise its next "
+                "step undoes the load."
+            )
+        return said
+
     def with_results(self, skipped: Iterable[str], filled: Filled, read: int, phases: Phases) -> Loaded:
         """The same of a load that is done.
 

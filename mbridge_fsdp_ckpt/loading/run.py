@@ -77,12 +77,8 @@ def run(
 
 def _tell(directory: str | os.PathLike[str] | AnyPath, done: Loaded) -> None:
     tell("load", called(directory), done)
-    if done.unknown_slots:
-        _log.warning(
-            "The optimizer keeps %s. It is not known whether they are copies of weights, so the load did not set them. "
-            "If they are, clear the optimizer's state: otherwise its next step undoes the load.",
-            ", ".join(done.unknown_slots),
-        )
+    for text in done.warnings():
+        _log.warning(text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,8 +159,8 @@ def load_checkpoint(
         accept=lambda read: _restoration(args, read, optimizer, opt_param_scheduler, progress, fresh=fresh),
         settings=_settings_of(args),
     )
-    if loaded.skipped:
-        print_rank_0(f"WARNING: not in the checkpoint, left as they were: {', '.join(loaded.skipped[:20])}")
+    for text in loaded.warnings():
+        print_rank_0(f"WARNING: {text}")
     print_rank_0(f"  successfully loaded checkpoint from {directory} at iteration {progress['iteration']}")
     if is_last_rank():
         wandb_utils.on_load_checkpoint_success(str(directory), str(directory.parent))
@@ -203,9 +203,8 @@ def _restoration(
     samples = dict.fromkeys(_PROGRESS, 0) if fresh else _samples(args, saved, iteration)
     if not fresh:
         _check_like(saved)
-        if scheduler is not None and not args.no_load_optim and "opt_param_scheduler" in values:
-            remedy = "Resume with the same schedule, or with --override-opt_param-scheduler."
-            steps.append(restoration.schedule(scheduler, dict(values["opt_param_scheduler"]), remedy))
+        if not args.no_load_optim:
+            steps.append(_schedule(args, optimizer, scheduler, values))
         if not args.no_load_rng:
             one_each = bool(args.data_parallel_random_init)
             groups = _groups()
@@ -224,6 +223,15 @@ def _restoration(
             step()
 
     return restore
+
+
+def _schedule(args: Any, optimizer: Any, scheduler: Any, values: Any) -> Callable[[], None]:
+    remedy = "Resume with the same schedule, or with --override-opt-param-scheduler, which puts that of the arguments "
+    remedy += "in force, or with --use-checkpoint-opt-param-scheduler, the checkpoint's."
+    missing = "Load with --no-load-optim."
+    saved = None if scheduler is None else restoration.saved_schedule(values, "opt_param_scheduler", remedy=missing)
+    configured = bool(args.override_opt_param_scheduler)
+    return restoration.schedule(optimizer, scheduler, saved, configured=configured, remedy=remedy)
 
 
 def _samples(args: Any, saved: dict[str, Any], iteration: int) -> dict[str, int]:

@@ -116,7 +116,7 @@ def load(manager: Any, directory: str, export: Export, settings: Settings) -> No
         if wanted.optimizer:
             read = checkpoint.load if model else checkpoint.load_optimizer_only
         with _remedies_named():
-            loaded = read(
+            read(
                 directory,
                 model=manager.model[0],
                 optimizer=manager.optimizer,
@@ -124,8 +124,6 @@ def load(manager: Any, directory: str, export: Export, settings: Settings) -> No
                 accept=lambda found: restoration(manager, found, wanted),
                 settings=settings.for_vocabulary(tokens_of(manager.provider)),
             )
-        if loaded.skipped:
-            _log.warning("not in %s, left as they were: %s", directory, ", ".join(loaded.skipped[:20]))
         _say("loaded %s from %s", list(manager.checkpoint_load_contents), directory)
     if from_export:
         export.load(export.directory)

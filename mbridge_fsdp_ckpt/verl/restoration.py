@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mbridge_fsdp_ckpt.errors import KeyMismatchError
-from mbridge_fsdp_ckpt.hosts.restoration import generators, schedule
+from mbridge_fsdp_ckpt.hosts.restoration import generators, saved_schedule, schedule
 
 CONTENTS = "save_contents"
 """The value that lists what a checkpoint was to hold; stock VeRL's have none."""
@@ -25,7 +25,8 @@ def restoration(manager: Any, loaded: Any, wanted: Parts) -> Callable[[], None]:
     """Check what was read; the result puts it in place.
 
     As in stock VeRL, the schedule's state is loaded with the optimizer, and only where
-    `optim.use_checkpoint_opt_param_scheduler` says so.
+    `optim.use_checkpoint_opt_param_scheduler` says so.  Where it does not, the configuration owns what the param groups
+    hold of the schedule, too.
 
     Raises:
         KeyMismatchError: The checkpoint was saved without what is asked for.
@@ -33,8 +34,8 @@ def restoration(manager: Any, loaded: Any, wanted: Parts) -> Callable[[], None]:
         ManifestError: Random-number states are not what VeRL saves.
     """
     steps = list[Callable[[], None]]()
-    if wanted.optimizer and manager.use_checkpoint_opt_param_scheduler and manager.lr_scheduler is not None:
-        steps.append(_schedule(manager.lr_scheduler, loaded.values))
+    if wanted.optimizer:
+        steps.append(_schedule(manager, loaded.values))
     if wanted.random:
         steps.append(_random(loaded))
 
@@ -45,16 +46,12 @@ def restoration(manager: Any, loaded: Any, wanted: Parts) -> Callable[[], None]:
     return restore
 
 
-def _schedule(scheduler: Any, values: Any) -> Callable[[], None]:
-    if "lr_scheduler" not in values:
-        raise KeyMismatchError(
-            expected="the schedule's state in the checkpoint",
-            found=_held(values),
-            remedy="Set optim.use_checkpoint_opt_param_scheduler=False.",
-            key="lr_scheduler",
-        )
-    remedy = "Resume with the same schedule, or set optim.use_checkpoint_opt_param_scheduler=False."
-    return schedule(scheduler, dict(values["lr_scheduler"]), remedy)
+def _schedule(manager: Any, values: Any) -> Callable[[], None]:
+    resumes, saved = bool(manager.use_checkpoint_opt_param_scheduler), None
+    remedy = "Set optim.use_checkpoint_opt_param_scheduler=False, which starts the configuration's schedule."
+    if resumes and manager.lr_scheduler is not None:
+        saved = saved_schedule(values, "lr_scheduler", found=_held(values), remedy=remedy)
+    return schedule(manager.optimizer, manager.lr_scheduler, saved, configured=not resumes, remedy=remedy)
 
 
 def _random(loaded: Any) -> Callable[[], None]:

@@ -15,6 +15,7 @@ from mbridge_fsdp_ckpt.testing.collectives import count_collectives
 from mbridge_fsdp_ckpt.testing.kernels import CpuNorm, replace_cuda_only_kernels
 from mbridge_fsdp_ckpt.testing.models import Recipe, Trainable, torch_adam
 from mbridge_fsdp_ckpt.testing.ranks import no_process_group
+from tests.applied import applied_numbers
 from tests.core import oracle
 from tests.mock_data import fewer_documents
 
@@ -51,7 +52,12 @@ class Run:
 
 @no_process_group
 def train(run: Run, callbacks: Any = None) -> dict[str, Any]:
-    """Train; losses as full floats by iteration, digests of all tensors at the end, collectives of each save."""
+    """Train; what was seen.
+
+    Returns:
+        losses as full floats by iteration, digests of all tensors after the load and at the end, collectives of each
+        save, and what the optimizer's kernels were handed in each iteration.
+    """
     from megatron.bridge.training import pretrain as bridge_pretrain
     from megatron.bridge.training.gpt_step import forward_step
 
@@ -63,9 +69,9 @@ def train(run: Run, callbacks: Any = None) -> dict[str, Any]:
         mbridge_fsdp_ckpt.unregister()
     os.environ["MASTER_ADDR"] = os.environ.get("MASTER_ADDR", "127.0.0.1")
     seen = _Observer(run)
-    with seen.installed(), torch_adam() if run.optimizer == "torch" else _nothing():
+    with seen.installed(), torch_adam() if run.optimizer == "torch" else _nothing(), applied_numbers() as applied:
         bridge_pretrain.pretrain(configuration(run), forward_step, callbacks)
-    return {"losses": seen.losses, "end": seen.end, "saves": seen.saves, "loaded": seen.loaded}
+    return {"losses": seen.losses, "end": seen.end, "saves": seen.saves, "loaded": seen.loaded, "applied": applied}
 
 
 class _Observer:

@@ -134,7 +134,7 @@ def try_a_schedule() -> list[float]:
     other = OptimizerParamScheduler(torch_adam(0.5, 0), **settings)
     other.step(5)
     found = [float(optimizer.param_groups[0]["lr"])]
-    restore = schedule(scheduler, other.state_dict(), "")
+    restore = schedule(optimizer, scheduler, other.state_dict(), configured=False, remedy="")
     found.append(float(optimizer.param_groups[0]["lr"]))
     restore()
     return [*found, float(optimizer.param_groups[0]["lr"])]

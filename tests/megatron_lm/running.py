@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
 from mbridge_fsdp_ckpt.testing.ranks import no_process_group
+from tests.applied import applied_numbers
 from tests.mock_data import fewer_documents
 
 SCRIPT = Path(__file__).parent / "pretrain_gpt.py"
@@ -39,7 +40,7 @@ _NOT_IN_A_WHEEL: dict[str, Any] = {"modelopt.torch.distill.plugins.megatron": No
 def pretrain(
     ckpt_format: str, directory: str, iterations: int, *more: str, save_every: int = 2, load: bool = True
 ) -> dict[str, Any]:
-    """Train; how the command ended."""
+    """Train; how the command ended, and what the optimizer's kernels were handed in each iteration."""
     replace_cuda_only_kernels()
     fewer_documents()
     where = ["--ckpt-format", ckpt_format, "--save", directory, *(["--load", directory] if load else [])]
@@ -56,12 +57,13 @@ def pretrain(
         from mbridge_fsdp_ckpt.cli.app import main  # noqa: F401
         from mbridge_fsdp_ckpt.cli.console import app
 
+        applied = stack.enter_context(applied_numbers())
         try:
             result = CliRunner().invoke(app, ["run", str(SCRIPT), *_MODEL, *where, *how_long, *more])
         finally:
             megatron_lm.unregister()
             _forget()
-    return {"code": result.exit_code, "out": result.output[-20_000:]}
+    return {"code": result.exit_code, "out": result.output[-20_000:], "applied": applied}
 
 
 def _forget() -> None:

@@ -99,6 +99,38 @@ def test_what_cannot_be_is_refused_by_name(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000002", "latest_checkpointed_iteration.txt"]
 
 
+CONFIGURED = "--lr", "1e-5", "--weight-decay", "0.05", "--adam-beta2", "0.9"
+OVERRIDDEN, AS_SAVED = "--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler"
+OF_ITS_OWN = "--decoupled-lr", "5e-5"  # a group that the checkpoint does not have: embeddings and output layer
+
+
+@pytest.mark.parametrize(
+    ("more", "applied"),
+    [
+        # a cosine from 1e-3 to 0 over 100 iterations was saved, after 2; from 1e-5 it is a hundredth
+        ((*CONFIGURED, OVERRIDDEN), [(9.990133642e-6, 0.0, 0.999), (9.990133642e-6, 0.05, 0.999)]),
+        ((*CONFIGURED, AS_SAVED), [(9.990133642e-4, 0.0, 0.999), (9.990133642e-4, 0.01, 0.999)]),
+        ((*CONFIGURED, "--no-load-optim"), [(1e-5, 0.0, 0.9), (1e-5, 0.05, 0.9)]),
+        ((*CONFIGURED, "--finetune"), [(1e-5, 0.0, 0.9), (1e-5, 0.05, 0.9)]),
+        (
+            (*CONFIGURED, *OF_ITS_OWN, OVERRIDDEN),
+            [(9.990133642e-6, 0.0, 0.999), (9.990133642e-6, 0.05, 0.999), (4.995066821e-5, 0.05, 0.999)],
+        ),
+        (OF_ITS_OWN, [(9.990133642e-4, 0.0, 0.999), (9.990133642e-4, 0.01, 0.999)]),
+    ],
+    ids=["override", "use the checkpoint's", "no optimizer state", "finetune", "override, new group", "new group"],
+)
+def test_the_first_step_after_a_resume_obeys_the_owner(
+    more: tuple[str, ...], applied: Any, runs: dict[str, Path], training_ranks: RankPool, tmp_path: Path
+) -> None:
+    place = as_it_was(runs[SAFE], tmp_path)
+    (result,) = resume(training_ranks, SAFE, place, 4, *more, ranks=1, save_every=100)
+    assert result["code"] == 0, result["out"]
+    assert [(float(f"{rate:.9e}"), *others) for rate, *others in result["applied"][0]] == applied
+    warned = "max_lr 0.001 (configured: 5e-05)" in result["out"]
+    assert warned == (more == OF_ITS_OWN)
+
+
 def test_a_misspelt_format_is_refused_by_the_scripts_own_parser(training_ranks: RankPool, tmp_path: Path) -> None:
     (result,) = resume(training_ranks, "fsdp_dtensor_save", str(tmp_path), 2, ranks=1)
     assert result["code"] == 2

@@ -15,6 +15,7 @@ import torch
 
 from mbridge_fsdp_ckpt.errors import CheckpointError
 from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter
+from tests.applied import Applied, applied_numbers
 from tests.models.imported import gloo_gathers_uneven
 from tests.verl import tiny
 from tests.verl.tiny import Setup, Snapshot
@@ -44,6 +45,28 @@ def train(setup: Setup, steps: int, save_at: tuple[int, ...] = (), keep: int | N
         "end": tiny.snapshot(engine).digests(),
         "optimizer": type(engine.optimizer.optimizer).__name__,
     }
+
+
+def resume_each(first: Setup, steps: int, others: list[tuple[Setup, bool]]) -> list[list[Applied]]:
+    """Train and save, then two steps of each other run from there; what the steps of each were handed.
+
+    Of each other run: whether VeRL's checkpoint manager has its scheduler.
+    """
+    found = []
+    for setup, scheduled in ((first, True), *others):
+        engine = tiny.build(setup)
+        run = tiny.handler(setup, engine)
+        if not scheduled:
+            engine.checkpoint_mananager.lr_scheduler = None
+        done = run.load_checkpoint()
+        with applied_numbers() as applied:
+            for number in range(done + 1, done + 1 + (2 if done else steps)):
+                tiny.step(engine, number)
+        found.append(list(applied))
+        if not done:
+            with gloo_gathers_uneven():
+                run.save_checkpoint(steps)
+    return found
 
 
 def train_and_be_killed(setup: Setup, steps: int, save_at: tuple[int, ...]) -> None:

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from tests.soak import sampling
 from tests.upstream import is_before
 from tests.verl import cases
 from tests.verl.conftest import RANKS
-from tests.verl.tiny import Setup, sharded
+from tests.verl.tiny import ISSUE_4910, Setup, sharded
 
 pytestmark = pytest.mark.bridge
 
@@ -59,6 +60,39 @@ def test_a_killed_run_repeats_the_uninterrupted_one(
         assert again["end"] == through["end"]
         assert again["resumed"] != through["resumed"], "nothing was trained before the kill"
     assert any(name.startswith("slot.") and name.endswith("exp_avg") for name in whole[0]["end"])
+
+
+def numbers(rate: float, decay: float, beta: float) -> list[tuple[float, float, float]]:
+    """Of a step: biases and norms do not decay."""
+    return [(rate, 0.0, beta), (rate, decay, beta)]
+
+
+def test_the_first_step_after_a_resume_obeys_the_owner(setup: Setup, verl_ranks: RankPool) -> None:
+    """From 1e-3, or 1e-5, to 0 over 20 steps, of which 2 were trained; VeRL's default starts the schedule again."""
+
+    def configured(rate: float, decay: float, beta: float, **more: Any) -> Setup:
+        adam = setup_of_issue | {"adam_beta2": beta}
+        optim = {"lr": rate, "lr_warmup_steps": 0, "weight_decay": decay, "override_optimizer_config": adam} | more
+        return setup.on(optim=optim)
+
+    setup_of_issue: dict[str, Any] = dict(ISSUE_4910)
+    default = configured(1e-5, 0.05, 0.9, use_checkpoint_opt_param_scheduler=False)
+    as_saved = configured(1e-5, 0.05, 0.9)
+    weights = default.on(checkpoint={"load_contents": ["model"]})
+    new, old = numbers(1e-5, 0.05, 0.95), numbers(9e-4, 0.1, 0.95)
+    expected = [
+        (default, True, [new, numbers(9.5e-6, 0.05, 0.95)]),
+        (as_saved, True, [old, numbers(8.5e-4, 0.1, 0.95)]),
+        (default, False, [new]),
+        (as_saved, False, [old]),
+        (weights, True, [numbers(1e-5, 0.05, 0.9)]),
+    ]
+    others = [(run, scheduled) for run, scheduled, _ in expected]
+    (found,) = verl_ranks.run(cases.resume_each, configured(1e-3, 0.1, 0.95), 2, others, ranks=1)
+    assert found[0] == [numbers(1e-3, 0.1, 0.95), numbers(9.5e-4, 0.1, 0.95)]
+    assert [steps[: len(due)] for steps, (*_, due) in zip(found[1:], expected, strict=True)] == [
+        due for *_, due in expected
+    ]
 
 
 @pytest.mark.parametrize("chunks", sampling.drawn("deaths in a save of VeRL", [1, 5], share=2))

@@ -59,6 +59,7 @@ class Setup:
         tensor: Tensor-parallel size.
         fsdp: Whether Megatron-FSDP wraps the model.
         steps: How many VeRL's driver says it will train.
+        optim: More of the optimizer's configuration.
     """
 
     source: str
@@ -71,6 +72,7 @@ class Setup:
     tensor: int = 1
     fsdp: bool = True
     steps: int = 20
+    optim: dict[str, Any] = field(default_factory=dict)
 
     def on(self, **changes: Any) -> Setup:
         """The same, changed."""
@@ -127,11 +129,14 @@ def build(setup: Setup) -> Any:
         HFModelConfig(path=setup.source, model_type=setup.model_type, override_config={"attn_implementation": "eager"}),
         McoreEngineConfig(**settings),
         McoreOptimizerConfig(
-            lr=1e-3,
-            lr_warmup_steps=3,
-            total_training_steps=setup.steps,
-            use_checkpoint_opt_param_scheduler=True,
-            override_optimizer_config=dict(ISSUE_4910) if hybrid else {},
+            **{
+                "lr": 1e-3,
+                "lr_warmup_steps": 3,
+                "total_training_steps": setup.steps,
+                "use_checkpoint_opt_param_scheduler": True,
+                "override_optimizer_config": dict(ISSUE_4910) if hybrid else {},
+                **setup.optim,
+            }
         ),
         McoreCheckpointConfig(mbridge_config=dict(setup.mbridge_config), **setup.checkpoint),
     )

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from mbridge_fsdp_ckpt.errors import ConfigurationError, LayoutError, UnsupportedStateError
 from mbridge_fsdp_ckpt.families.declaration import ParameterContext
 from mbridge_fsdp_ckpt.families.naming import Naming, is_expert_name
+from mbridge_fsdp_ckpt.families.wrapping import innermost, unwrapped, unwrapped_modules
 from mbridge_fsdp_ckpt.live.context import context_of, is_vocabulary
 from mbridge_fsdp_ckpt.live.mesh import axis_of, combined, replica_along, replicated_along
 from mbridge_fsdp_ckpt.plan.boxes import FlatRange
@@ -85,10 +86,10 @@ def find_fsdp_module(model: Any) -> Any:
     Raises:
         ConfigurationError: There is none.
     """
-    module = model[0] if isinstance(model, list | tuple) and len(model) == 1 else model
+    module = innermost(model[0] if isinstance(model, list | tuple) and len(model) == 1 else model)
     while module is not None and not hasattr(module, "param_and_grad_buffer"):
-        module = getattr(module, "module", None)
-    inner = getattr(module, "module", None)
+        module = innermost(getattr(module, "module", None))
+    inner = innermost(getattr(module, "module", None))
     if inner is not None and hasattr(inner, "param_and_grad_buffer"):  # FullyShardedDataParallel holds MegatronFSDP
         module = inner
     if module is None:
@@ -130,8 +131,8 @@ def model_parameters(fsdp_module: Any) -> list[ModelParameter]:
         LayoutError: A parameter's metadata contradicts its local shard.
     """
     state = tensors_of(fsdp_module)
-    names = {id(parameter): name for name, parameter in fsdp_module.named_parameters()}
-    modules = dict(fsdp_module.named_modules())
+    names = {id(parameter): unwrapped(name) for name, parameter in fsdp_module.named_parameters()}
+    modules = unwrapped_modules(fsdp_module.named_modules())
     naming, root = naming_of(fsdp_module), _root(state, names)
     parameters = []
     for state_name, tensor in state.items():
@@ -158,7 +159,7 @@ def naming_of(module: Any) -> Naming:
     """Names on disk of what a model holds on this rank."""
     from megatron.core import parallel_state
 
-    modules = dict(module.named_modules())
+    modules = unwrapped_modules(module.named_modules())
     if not parallel_state.model_parallel_is_initialized():
         return Naming(modules)
     return Naming(
@@ -171,9 +172,9 @@ def naming_of(module: Any) -> Naming:
 def _root(state: dict[str, Any], names: dict[int, str]) -> str:
     """The module from which names in the state dict start: Megatron's precision wrapper hides itself there."""
     for state_name, tensor in state.items():
-        name = names.get(id(tensor), "")
-        if name.endswith(f".{state_name}"):
-            return name.removesuffix(f".{state_name}")
+        name, below = names.get(id(tensor), ""), f".{unwrapped(state_name)}"
+        if name.endswith(below):
+            return name.removesuffix(below)
     return ""
 
 

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 
 from mbridge_fsdp_ckpt.errors import ConfigurationError
+from mbridge_fsdp_ckpt.families.hidden import refuse_hidden
 from mbridge_fsdp_ckpt.families.registry import default_registry
 from mbridge_fsdp_ckpt.live.fp8.state import scaling
 from mbridge_fsdp_ckpt.live.marks import JobMarks, Marks, marks_of_job, marks_of_tensors
@@ -239,5 +240,8 @@ def _plans(tensors: list[ModelParameter]) -> Iterator[tuple[ParameterPlan, bool]
 
 
 def _plan(parameter: ModelParameter) -> ParameterPlan:
-    claim = default_registry().claim(parameter.context) if parameter.context else None
+    registry = default_registry()
+    claim = registry.claim(parameter.context) if parameter.context else None
+    if parameter.context and claim is None and parameter.layout.tensor_parallel_dim is not None:
+        refuse_hidden(parameter.context, registry)
     return plan_parameter(parameter.layout, claim)

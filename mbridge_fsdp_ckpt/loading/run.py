@@ -12,7 +12,7 @@ from mbridge_fsdp_ckpt.agree.agreement import Agreement, next_agreement
 from mbridge_fsdp_ckpt.agree.outcome import Outcome
 from mbridge_fsdp_ckpt.agree.wire import nothing
 from mbridge_fsdp_ckpt.errors import CheckpointError
-from mbridge_fsdp_ckpt.loading import asking, exchange, fill, loaded, opened
+from mbridge_fsdp_ckpt.loading import aliases, asking, exchange, fill, loaded, opened
 from mbridge_fsdp_ckpt.loading.budget import read_budget
 from mbridge_fsdp_ckpt.loading.loaded import Loaded
 from mbridge_fsdp_ckpt.loading.opened import Opened, Wanted
@@ -54,6 +54,7 @@ def run(
         read = Loaded(values, topology, *opened.records_of(found), skipped=tuple(found.skipped))
         put_in_place = accept(read) if accept is not None else _nothing
         staged = fill.prepare(found, agreement, shared=shared, phases=phases, progress=progress)
+        aliases.refuse_conflicts(staged.weights, found, agreement)
         return _Prepared(staged, read, put_in_place)
 
     with ExitStack() as stack:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -13,7 +13,6 @@ from mbridge_fsdp_ckpt.errors import ConfigurationError, FamilyError
 from mbridge_fsdp_ckpt.families import default_registry
 from mbridge_fsdp_ckpt.live.copies import Mates, ranks_with_copies
 from mbridge_fsdp_ckpt.live.fp8.owners import restorations
-from mbridge_fsdp_ckpt.live.fp8.state import Restoration
 from mbridge_fsdp_ckpt.live.holdings import KeyFilter, OptimizerPart, holds_some, optimizer_parts
 from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module
 from mbridge_fsdp_ckpt.live.optimizer.adapters import grouped
@@ -21,6 +20,7 @@ from mbridge_fsdp_ckpt.live.optimizer.base import Hyperparameters
 from mbridge_fsdp_ckpt.live.planned import Planned, plan_model
 from mbridge_fsdp_ckpt.live.topology import coordinates
 from mbridge_fsdp_ckpt.loading.match import Match, check_coverage
+from mbridge_fsdp_ckpt.loading.own_state import OwnState
 from mbridge_fsdp_ckpt.loading.renaming import under_new_names
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
@@ -51,6 +51,13 @@ class Wanted:
     with_state: bool
 
 
+class Restored(Protocol):
+    """State of a module that is read and checked."""
+
+    def apply(self) -> None:
+        """Put it in place."""
+
+
 @dataclass(slots=True)
 class Opened:
     """A checkpoint that fits this rank; its bytes are read by `fill`.
@@ -60,6 +67,7 @@ class Opened:
         planned: What of it is loaded.
         chunks: Where each needed key lies.
         needed: The blocks of each key that this rank needs.
+        scaling: FP8 state, and what modules keep beside tensors.
         asked: Keys that have a place in this model.
         offered: Of the checkpoint's keys, those that this rank sees to it that somebody asks for.
     """
@@ -75,7 +83,7 @@ class Opened:
     needed: dict[str, list[Box]] = field(default_factory=dict)
     hyperparameters: dict[str, Hyperparameters] = field(default_factory=dict)
     slots: dict[str, dict[str, KeyEntry]] = field(default_factory=dict)
-    scaling: list[Restoration] = field(default_factory=list)
+    scaling: Sequence[Restored] = ()
     asked: set[str] = field(default_factory=set)
     offered: Sequence[str] = ()
     skipped: list[str] = field(default_factory=list)
@@ -108,7 +116,8 @@ def open_and_match(directory: AnyPath, wanted: Wanted, settings: Settings, agree
     everything = plan_model(module)
     source.look_near(ranks_with_copies(Mates(module), (item.plan for item in everything), agreement.rank))
     source = under_new_names(source, [item.plan for item in everything])
-    planned = [p for p in everything if include is None or include(p.plan.layout.key)]
+    own = OwnState.find(module, [item.plan for item in everything], source)
+    planned = [p for p in [*everything, *own.planned] if include is None or include(p.plan.layout.key)]
     parts = optimizer_parts(grouped(wanted.optimizer), everything) if wanted.optimizer is not None else []
     opened = Opened(source, settings, module, include, planned, parts, wanted.with_state and bool(parts))
     match = _match(opened, everything=False)
@@ -120,11 +129,12 @@ def open_and_match(directory: AnyPath, wanted: Wanted, settings: Settings, agree
                 opened.hyperparameters |= source.hyperparameters(plan.layout.optimizer_name for plan in plans)
         _check_groups(opened)
     match.finish()
-    opened.scaling = restorations(module, source.states)
     opened.asked, opened.skipped = match.asked, match.skipped
     opened.offered = source.share(agreement.rank, agreement.world_size)
     opened.needed, opened.chunks = match.needed, source.chunks(sorted(match.needed), match.needed)
     check_coverage(opened.needed, opened.chunks)
+    kept = own.restorations(opened.chunks, match.needed, source, verify=opened.verified)
+    opened.scaling = [*restorations(module, source.states), *kept]
     if agreement.rank == 0:
         check_other_files(source.head, content=opened.verified, progress=agreement.beat)
     return opened

@@ -23,9 +23,7 @@ from mbridge_fsdp_ckpt.testing.models import Recipe, Trainable, build
 from tests.core import oracle
 
 
-def prepared(
-    recipe: Recipe, steps: int = 0, seed: int = 123, change: Callable[[Any], None] | None = None
-) -> Trainable:
+def prepared(recipe: Recipe, steps: int = 0, seed: int = 123, change: Callable[[Any], None] | None = None) -> Trainable:
     """A model after some steps, of a Megatron-Core that is corrected as plug-ins do; see `build` for `change`."""
     replace_cuda_only_kernels()
     corrections.apply(__name__)

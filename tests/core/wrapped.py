@@ -75,9 +75,7 @@ def train_and_save(directory: str, recipe: Recipe, change: Callable[[Any], None]
     return oracle.live(trainable)
 
 
-def load_and_save(
-    directory: str, again: str, recipe: Recipe, change: Callable[[Any], None] | None
-) -> dict[str, Any]:
+def load_and_save(directory: str, again: str, recipe: Recipe, change: Callable[[Any], None] | None) -> dict[str, Any]:
     """Load into a model initialised otherwise, and save again; what is live, and the next loss."""
     trainable = cases.prepared(recipe, seed=999, change=change)
     mbridge_fsdp_ckpt.load(directory, model=trainable.model, optimizer=trainable.optimizer)

@@ -158,5 +158,7 @@ def test_experts_and_layers_are_numbered_whatever_is_wrapped() -> None:
         ]
     )
     naming = Naming(modules, expert_rank=1, stages=2)
-    seen = "layers.0._orig_mod.experts._orig_mod.local_experts._orig_mod.1._orig_mod.linear_fc1.weight"  # of a state dict
+    seen = (
+        "layers.0._orig_mod.experts._orig_mod.local_experts._orig_mod.1._orig_mod.linear_fc1.weight"  # of a state dict
+    )
     assert naming.on_disk(seen, "module") == "layers.8.experts.local_experts.3.linear_fc1.weight"

@@ -83,12 +83,12 @@ class Naming:
 
     def is_copy(self, name: str, root: str = "") -> bool:
         """Whether this is a later pipeline stage's copy of tied embeddings, which the first stage writes."""
-        if self.stages == 1 or not name.endswith((_EMBEDDING, _OUTPUT)):
-            return False
         path = unwrapped(f"{root}.{name}" if root else name)
+        if self.stages == 1 or not path.endswith((_EMBEDDING, _OUTPUT)):
+            return False
         owner = self.modules.get(path.removesuffix(_EMBEDDING).removesuffix(_OUTPUT).rstrip("."))
         tied = getattr(owner, "share_embeddings_and_output_weights", False)
-        return not getattr(owner, "pre_process", True) and (tied or name.endswith(_EMBEDDING))
+        return not getattr(owner, "pre_process", True) and (tied or path.endswith(_EMBEDDING))
 
 
 def is_expert_name(name: str) -> bool:

@@ -54,8 +54,7 @@ def run(
         read = Loaded(values, topology, *opened.records_of(found), skipped=tuple(found.skipped))
         put_in_place = accept(read) if accept is not None else _nothing
         staged = fill.prepare(found, agreement, shared=shared, phases=phases, progress=progress)
-        aliases.refuse_conflicts(staged.weights, found, agreement)
-        return _Prepared(staged, read, put_in_place)
+        return _without_conflicts(_Prepared(staged, read, put_in_place), agreement)
 
     with ExitStack() as stack:
         progress = stack.enter_context(job_bar(agreement.rank, wanted=settings.progress))
@@ -94,6 +93,12 @@ class _Prepared:
     def opened(self) -> Opened:
         """The checkpoint."""
         return self.staged.opened
+
+
+def _without_conflicts(prepared: _Prepared, agreement: Agreement) -> _Prepared:
+    """The same; see `aliases.refuse_conflicts`."""
+    aliases.refuse_conflicts(prepared.staged.weights, prepared.opened, agreement)
+    return prepared
 
 
 def _agree(prepared: Outcome[_Prepared], staged: Outcome[int], agreement: Agreement) -> list[str]:

@@ -8,6 +8,7 @@
     mtp.layers.0.mtp_model_layer.mlp.linear_fc2.weight      mtp.layers.0.transformer_layer.mlp...
     mixer.conv1d.weight                                     mixer.conv1d_weight                           core 0.18
     self_attention.linear_qkv_down_proj.layer_norm_weight   input_layernorm.weight                        fused MLA
+    mlp._orig_mod.linear_fc2.weight                         mlp.linear_fc2.weight                         torch.compile
 
 The convolution of a Mamba layer is two parameters of the mixer's from core 0.19 on.  The names of multi-token
 prediction and of fused MLA are Megatron-Core's for `torch_dist`; newer releases use them for `fsdp_dtensor` too
@@ -24,6 +25,7 @@ from typing import Any
 
 from mbridge_fsdp_ckpt.families.latent_attention import FUSED
 from mbridge_fsdp_ckpt.families.mamba import is_mixer
+from mbridge_fsdp_ckpt.families.wrapping import unwrapped
 
 _GROUPED_EXPERT = re.compile(r"(linear_fc[12]\.(?:weight|bias))(\d+)$")
 _ABSORBED_NORM = re.compile(rf"self_attention\.{FUSED}\.layer_norm_(?=(?:weight|bias)$)")
@@ -36,7 +38,7 @@ class Naming:
     """Names on disk of one rank's model.
 
     Args:
-        modules: The model's modules by dotted name (`named_modules`).
+        modules: The model's modules by dotted name (`wrapping.unwrapped_modules`).
         expert_rank: Expert-parallel rank.
         stages: Pipeline-parallel size.  With one stage, layer numbers are global as they are.
     """
@@ -52,8 +54,9 @@ class Naming:
             name: Its dotted name below `root`.
             root: The module that the name starts from.
         """
-        path, first_expert = root, 0
+        path, first_expert = unwrapped(root), 0
         parts: list[str] = []
+        name = unwrapped(name)
         for part in name.split("."):
             parent, path = self.modules.get(path), f"{path}.{part}" if path else part
             module = self.modules.get(path)
@@ -80,12 +83,12 @@ class Naming:
 
     def is_copy(self, name: str, root: str = "") -> bool:
         """Whether this is a later pipeline stage's copy of tied embeddings, which the first stage writes."""
-        if self.stages == 1 or not name.endswith((_EMBEDDING, _OUTPUT)):
+        path = unwrapped(f"{root}.{name}" if root else name)
+        if self.stages == 1 or not path.endswith((_EMBEDDING, _OUTPUT)):
             return False
-        path = f"{root}.{name}" if root else name
         owner = self.modules.get(path.removesuffix(_EMBEDDING).removesuffix(_OUTPUT).rstrip("."))
         tied = getattr(owner, "share_embeddings_and_output_weights", False)
-        return not getattr(owner, "pre_process", True) and (tied or name.endswith(_EMBEDDING))
+        return not getattr(owner, "pre_process", True) and (tied or path.endswith(_EMBEDDING))
 
 
 def is_expert_name(name: str) -> bool:

@@ -111,6 +111,22 @@ class FamilyRegistry:
             )
         return claims[0] if claims else None
 
+    def that_would_claim(self, parameter: ParameterContext) -> str | None:
+        """The family whose claim on a parameter would fit it, if there is one; nothing is raised.
+
+        Args:
+            parameter: One that need not exist.
+        """
+        for family in self._families.values():
+            try:
+                segments = _ask(family, parameter)
+                if segments is not None:
+                    _check(Claim(family.name, family.version, segments), parameter)
+                    return family.name
+            except CheckpointError:
+                continue
+        return None
+
     def check_installed(self, families: Mapping[str, str]) -> None:
         """Whether the families that split a checkpoint's keys are installed here.
 

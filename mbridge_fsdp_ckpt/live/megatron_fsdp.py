@@ -23,14 +23,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mbridge_fsdp_ckpt.errors import ConfigurationError, LayoutError, UnsupportedStateError
+from mbridge_fsdp_ckpt.errors import ConfigurationError, LayoutError
 from mbridge_fsdp_ckpt.families.declaration import ParameterContext
 from mbridge_fsdp_ckpt.families.naming import Naming, is_expert_name
+from mbridge_fsdp_ckpt.families.wrapping import innermost, unwrapped, unwrapped_modules
 from mbridge_fsdp_ckpt.live.context import context_of, is_vocabulary
 from mbridge_fsdp_ckpt.live.mesh import axis_of, combined, replica_along, replicated_along
-from mbridge_fsdp_ckpt.plan.boxes import FlatRange
+from mbridge_fsdp_ckpt.live.refusals import refuse_strangers, refuse_values
+from mbridge_fsdp_ckpt.plan.boxes import FlatRange, Shape
 from mbridge_fsdp_ckpt.plan.layout import LAYOUT_REMEDY, Axis, ParameterLayout
 from mbridge_fsdp_ckpt.versions import probe
+
+EXTRA_STATE = "_extra_state"
+"""The last part of the name under which a state dict has what `get_extra_state` returned."""
 
 _MOMENTS = 8
 """Bytes of both of one element."""
@@ -56,27 +61,9 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     return getattr(tensor, "_local_tensor", tensor).detach()
 
 
-def refuse_quantized(shard: torch.Tensor, key: str) -> None:
-    """Refuse a weight that is kept in FP8 alone; where there is a main weight, that is the parameter.
-
-    Its values change with its scale, which no state dict has.  Megatron-FSDP 0.19 cannot shard such a weight: only
-    `no_shard` meets it, where it is frozen.
-
-    Raises:
-        UnsupportedStateError: It is one of Transformer Engine's quantized tensors.
-    """
-    if hasattr(shard, "quantize_"):
-        raise UnsupportedStateError(
-            expected="a weight of high precision, or one whose main weight is",
-            found=f"{type(shard).__name__} without a main weight: frozen",
-            remedy="Keep frozen weights in bf16 (fp8_param_gather=False), or leave them out with include=.",
-            key=key,
-        )
-
-
 def storage_of(tensor: torch.Tensor) -> int:
-    """What a tensor and its views have in common."""
-    return int(tensor.untyped_storage()._cdata)
+    """What a tensor and its views have in common; nothing but itself, where it has no memory of one piece."""
+    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else -id(tensor)
 
 
 def find_fsdp_module(model: Any) -> Any:
@@ -85,10 +72,10 @@ def find_fsdp_module(model: Any) -> Any:
     Raises:
         ConfigurationError: There is none.
     """
-    module = model[0] if isinstance(model, list | tuple) and len(model) == 1 else model
+    module = innermost(model[0] if isinstance(model, list | tuple) and len(model) == 1 else model)
     while module is not None and not hasattr(module, "param_and_grad_buffer"):
-        module = getattr(module, "module", None)
-    inner = getattr(module, "module", None)
+        module = innermost(getattr(module, "module", None))
+    inner = innermost(getattr(module, "module", None))
     if inner is not None and hasattr(inner, "param_and_grad_buffer"):  # FullyShardedDataParallel holds MegatronFSDP
         module = inner
     if module is None:
@@ -104,14 +91,19 @@ def find_fsdp_module(model: Any) -> Any:
 def tensors_of(fsdp_module: Any) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers by name, in the order of the model's state dict.
 
-    `_extra_state` is left out: it is a pickle; see `live.fp8`.
+    What `get_extra_state` returned is left out; see `live.fp8` and `live.own_state`.
+
+    Raises:
+        ConfigurationError: See `refuse_strangers`.
+        UnsupportedStateError: See `refuse_values`.
     """
+    refuse_strangers(fsdp_module, both_parameters(fsdp_module))
     state = fsdp_module.state_dict(keep_vars=True)  # a hook puts the distributed parameters in place
-    return {
-        name: tensor
-        for name, tensor in state.items()
-        if isinstance(tensor, torch.Tensor) and not name.endswith("_extra_state")
-    }
+    extra = {name: value for name, value in state.items() if name.rpartition(".")[2] == EXTRA_STATE}
+    registered = {id(buffer) for buffer in fsdp_module.buffers()} if extra else ()
+    tensors = {name: value for name, value in state.items() if name not in extra or id(value) in registered}
+    refuse_values(tensors)
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 def both_parameters(fsdp_module: Any) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]:
@@ -130,14 +122,16 @@ def model_parameters(fsdp_module: Any) -> list[ModelParameter]:
         LayoutError: A parameter's metadata contradicts its local shard.
     """
     state = tensors_of(fsdp_module)
-    names = {id(parameter): name for name, parameter in fsdp_module.named_parameters()}
-    modules = dict(fsdp_module.named_modules())
+    names = {id(parameter): unwrapped(name) for name, parameter in fsdp_module.named_parameters()}
+    modules = unwrapped_modules(fsdp_module.named_modules())
     naming, root = naming_of(fsdp_module), _root(state, names)
     parameters = []
     for state_name, tensor in state.items():
         key, is_copy = naming.on_disk(state_name, root), naming.is_copy(state_name, root)
         if not isinstance(tensor, torch.nn.Parameter):
-            parameters.append(ModelParameter(_buffer_layout(tensor, key, fsdp_module, naming.stages), None, tensor))
+            parameters.append(
+                ModelParameter(whole_layout(tuple(tensor.shape), key, fsdp_module, naming.stages), None, tensor)
+            )
             continue
         probe("a parameter of Megatron-FSDP", tensor)
         name = names[id(tensor)]
@@ -158,7 +152,7 @@ def naming_of(module: Any) -> Naming:
     """Names on disk of what a model holds on this rank."""
     from megatron.core import parallel_state
 
-    modules = dict(module.named_modules())
+    modules = unwrapped_modules(module.named_modules())
     if not parallel_state.model_parallel_is_initialized():
         return Naming(modules)
     return Naming(
@@ -171,9 +165,9 @@ def naming_of(module: Any) -> Naming:
 def _root(state: dict[str, Any], names: dict[int, str]) -> str:
     """The module from which names in the state dict start: Megatron's precision wrapper hides itself there."""
     for state_name, tensor in state.items():
-        name = names.get(id(tensor), "")
-        if name.endswith(f".{state_name}"):
-            return name.removesuffix(f".{state_name}")
+        name, below = names.get(id(tensor), ""), f".{unwrapped(state_name)}"
+        if name.endswith(below):
+            return name.removesuffix(below)
     return ""
 
 
@@ -191,15 +185,14 @@ def _check_names(parameters: list[ModelParameter]) -> None:
         seen.add(key)
 
 
-def _buffer_layout(tensor: torch.Tensor, key: str, fsdp_module: Any, stages: int) -> ParameterLayout:
+def whole_layout(shape: Shape, key: str, fsdp_module: Any, stages: int) -> ParameterLayout:
     """A buffer is whole on every rank that has it: all ranks of a stage, or those of its expert mesh."""
     mesh = fsdp_module.get_distributed_index().get_root_mesh(is_expert_parallel=is_expert_name(key))
     if is_expert_name(key) or stages > 1:
         replica = combined([Axis(i, n) for i, n in zip(mesh.get_coordinate(), mesh.mesh.shape, strict=True)])
     else:
         replica = Axis(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Axis(0, 1)
-    shape = tuple(tensor.shape)
-    flat, along = FlatRange(0, tensor.numel()), tuple(mesh.mesh_dim_names)
+    flat, along = FlatRange(0, math.prod(shape)), tuple(mesh.mesh_dim_names)
     return ParameterLayout(key, "", shape, None, Axis(0, 1), flat, replica, copied_along=along)
 
 

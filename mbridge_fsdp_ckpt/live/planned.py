@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 
 from mbridge_fsdp_ckpt.errors import ConfigurationError
+from mbridge_fsdp_ckpt.families.hidden import refuse_hidden
 from mbridge_fsdp_ckpt.families.registry import default_registry
 from mbridge_fsdp_ckpt.live.fp8.state import scaling
 from mbridge_fsdp_ckpt.live.marks import JobMarks, Marks, marks_of_job, marks_of_tensors
@@ -23,11 +24,12 @@ from mbridge_fsdp_ckpt.live.megatron_fsdp import (
     ModelParameter,
     local_shard,
     model_parameters,
-    refuse_quantized,
     storage_of,
     tensors_of,
 )
+from mbridge_fsdp_ckpt.live.own_state import keepers
 from mbridge_fsdp_ckpt.live.parts import BufferPlace, PartMarks, Places, marks_of_parts, parts_as_marked, parts_of
+from mbridge_fsdp_ckpt.live.refusals import refuse_unreadable
 from mbridge_fsdp_ckpt.live.registrations import registrations
 from mbridge_fsdp_ckpt.plan.pieces import ParameterPlan, plan_parameter
 from mbridge_fsdp_ckpt.plan.shares import shared_out
@@ -46,10 +48,10 @@ class Planned(NamedTuple):
         """This rank's shard, flattened, to be read: a copy of a buffer that cannot be flattened in place.
 
         Raises:
-            UnsupportedStateError: See `refuse_quantized`.
+            UnsupportedStateError: See `refuse_unreadable`.
         """
         shard = local_shard(self.tensor)
-        refuse_quantized(shard, self.plan.layout.key)
+        refuse_unreadable(shard, self.plan.layout.key)
         return shard.reshape(-1)
 
 
@@ -97,7 +99,7 @@ class _Known:
         buffers: See `PlannedTensors`.
         buffer_places: Of each of these.
         samples: A parameter for each piece of memory that they lie in.
-        scaling: The modules that may have FP8 state.
+        stateful: The modules that may have FP8 state, or keep state of their own.
         registered: `registrations` when somebody last saw that all of it stands.
     """
 
@@ -109,7 +111,7 @@ class _Known:
     buffers: tuple[int, ...]
     buffer_places: list[BufferPlace]
     samples: list[ref[torch.Tensor]]
-    scaling: list[ref[Any]]
+    stateful: list[ref[Any]]
     registered: int
 
 
@@ -131,6 +133,11 @@ class Remembered:
     known: _Known
     buffers: dict[str, torch.Tensor]
     is_on_device: bool
+
+    @property
+    def plans(self) -> tuple[tuple[ParameterPlan, bool], ...]:
+        """See `PlannedTensors`."""
+        return self.known.plans
 
     def each(self) -> list[Planned]:
         """See `PlannedTensors`.  Of any thread, until an optimizer steps.
@@ -185,7 +192,7 @@ def plan_with_parts(module: Any, of_job: JobMarks) -> tuple[PlannedTensors, list
             buffers=tuple(place for place, (_, is_buffer) in enumerate(plans) if is_buffer),
             buffer_places=places.buffers(parts, tensors),
             samples=_samples(tensors.values()),
-            scaling=list(map(ref, scaling(parts))),
+            stateful=list(map(ref, [*scaling(parts), *keepers(parts)])),
             registered=registered,
         )
     known.registered = registered
@@ -203,15 +210,15 @@ def remember(module: Any, of_job: JobMarks) -> tuple[PlannedTensors | Remembered
     """What a save that goes on beside the training has to see at its call; all, where something may have changed.
 
     Returns:
-        The tensors, and the modules that may have FP8 state.
+        The tensors, and the modules that may have FP8 state, or keep state of their own.
     """
     known = _known.get(module)
     if known is None or known.registered != registrations() or known.of_job != of_job:
         return plan_with_parts(module, of_job)
     found = ((place.name, place.find()) for place in known.buffer_places)
     buffers = {name: tensor for name, tensor in found if tensor is not None}
-    samples, parts = _alive(known.samples), _alive(known.scaling)
-    as_many = len(known.buffer_places), len(known.samples), len(known.scaling)
+    samples, parts = _alive(known.samples), _alive(known.stateful)
+    as_many = len(known.buffer_places), len(known.samples), len(known.stateful)
     if known.places.known is None or (len(buffers), len(samples), len(parts)) != as_many:
         return plan_with_parts(module, of_job)
     return Remembered(module, known, buffers, _some_on_device((*samples, *buffers.values()))), parts
@@ -239,5 +246,8 @@ def _plans(tensors: list[ModelParameter]) -> Iterator[tuple[ParameterPlan, bool]
 
 
 def _plan(parameter: ModelParameter) -> ParameterPlan:
-    claim = default_registry().claim(parameter.context) if parameter.context else None
+    registry = default_registry()
+    claim = registry.claim(parameter.context) if parameter.context else None
+    if parameter.context and claim is None and parameter.layout.tensor_parallel_dim is not None:
+        refuse_hidden(parameter.context, registry)
     return plan_parameter(parameter.layout, claim)

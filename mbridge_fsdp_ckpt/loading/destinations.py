@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from mbridge_fsdp_ckpt.errors import InternalError, UnsupportedStateError
-from mbridge_fsdp_ckpt.live.megatron_fsdp import refuse_quantized, storage_of
+from mbridge_fsdp_ckpt.live.megatron_fsdp import storage_of
+from mbridge_fsdp_ckpt.live.refusals import refuse_unreadable
 from mbridge_fsdp_ckpt.plan.boxes import Box, whole
 from mbridge_fsdp_ckpt.plan.pieces import Component, ParameterPlan, Piece
 from mbridge_fsdp_ckpt.storage.format.on_host import byte_row
@@ -73,10 +74,10 @@ def block(piece: Piece, live: torch.Tensor, key: str) -> Destination:
     """The piece of a live local shard as a destination, whatever the shard's strides.
 
     Raises:
-        UnsupportedStateError: Elements of the shard share memory, or are in FP8.
+        UnsupportedStateError: Elements of the shard share memory, or do not lie in memory as they are.
         InternalError: The piece is no view of the shard.
     """
-    refuse_quantized(live, key)
+    refuse_unreadable(live, key)
     _refuse_overlap(live, key)
     if live.is_contiguous():
         memory = piece.block(live.view(-1))

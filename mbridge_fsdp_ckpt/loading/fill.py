@@ -12,7 +12,7 @@ import torch
 from mbridge_fsdp_ckpt.agree.agreement import Agreement
 from mbridge_fsdp_ckpt.errors import InternalError
 from mbridge_fsdp_ckpt.live.megatron_fsdp import local_shard, storage_of
-from mbridge_fsdp_ckpt.loading import state
+from mbridge_fsdp_ckpt.loading import aliases, state
 from mbridge_fsdp_ckpt.loading.destinations import Targets, add_targets, refuse_copy
 from mbridge_fsdp_ckpt.loading.exchange import Exchange
 from mbridge_fsdp_ckpt.loading.match import in_file_order
@@ -74,7 +74,7 @@ class Staged:
 
 
 def prepare(opened: Opened, agreement: Agreement, *, shared: bool, phases: Phases, progress: Progress) -> Staged:
-    """Find or make the memory that is to be filled; nothing is read.
+    """Find or make the memory that is to be filled; of memory that several keys fill, what they have is compared.
 
     Args:
         opened: The checkpoint.
@@ -85,6 +85,7 @@ def prepare(opened: Opened, agreement: Agreement, *, shared: bool, phases: Phase
 
     Raises:
         UnsupportedStateError: Live memory that cannot be filled.
+        KeyMismatchError: See `aliases.refuse_conflicts`.
     """
     weights: Targets = defaultdict(list)
     held = {storage_of(buffer) for buffer in opened.module.buffers()}
@@ -92,6 +93,7 @@ def prepare(opened: Opened, agreement: Agreement, *, shared: bool, phases: Phase
         if item.is_buffer:
             refuse_copy(item.tensor, held, item.plan.layout.key)
         add_targets(weights, item.plan, item.plan.model_key, local_shard(item.tensor), opened.asked)
+    aliases.refuse_conflicts(weights, opened, agreement)
     slots: Targets = defaultdict(list)
     allocated = list(state.allocate(opened, slots)) if opened.with_state else []
     exchange = Exchange(opened, Sharing(opened, agreement.rank, shared=shared), agreement)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -14,7 +14,6 @@ from mbridge_fsdp_ckpt.errors import ConfigurationError, FamilyError
 from mbridge_fsdp_ckpt.families import default_registry
 from mbridge_fsdp_ckpt.live.copies import Mates, ranks_with_copies
 from mbridge_fsdp_ckpt.live.fp8.owners import restorations
-from mbridge_fsdp_ckpt.live.fp8.state import Restoration
 from mbridge_fsdp_ckpt.live.holdings import KeyFilter, OptimizerPart, holds_some, optimizer_parts
 from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module
 from mbridge_fsdp_ckpt.live.optimizer.adapters import grouped
@@ -22,6 +21,7 @@ from mbridge_fsdp_ckpt.live.optimizer.base import STEP, Hyperparameters, SlotSpe
 from mbridge_fsdp_ckpt.live.planned import Planned, plan_model
 from mbridge_fsdp_ckpt.live.topology import coordinates
 from mbridge_fsdp_ckpt.loading.match import LiveState, Match, check_coverage, covered
+from mbridge_fsdp_ckpt.loading.own_state import OwnState
 from mbridge_fsdp_ckpt.loading.renaming import under_new_names
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
@@ -59,6 +59,13 @@ class Wanted:
         return "load" if self.weights and self.state else f"load of {'weights' if self.weights else 'optimizer state'}"
 
 
+class Restored(Protocol):
+    """State of a module that is read and checked."""
+
+    def apply(self) -> None:
+        """Put it in place."""
+
+
 @dataclass
 class Opened:
     """A checkpoint that fits this rank; its bytes are read by `fill`.
@@ -72,6 +79,7 @@ class Opened:
         needed: The blocks of each key that this rank needs.
         slots: Of each component, by its name in the optimizer's state, what the checkpoint has.
         specs: The slots of each parameter that are to be filled.
+        scaling: FP8 state, and what modules keep beside tensors.
         asked: Keys that have a place in this model.
         offered: Of the checkpoint's keys, those that this rank sees to it that somebody asks for.
     """
@@ -90,7 +98,7 @@ class Opened:
     hyperparameters: dict[str, Hyperparameters] = field(default_factory=dict)
     slots: dict[str, dict[str, KeyEntry]] = field(default_factory=dict)
     specs: dict[ParameterPlan, dict[str, SlotSpec]] = field(default_factory=dict)
-    scaling: list[Restoration] = field(default_factory=list)
+    scaling: Sequence[Restored] = ()
     asked: set[str] = field(default_factory=set)
     offered: Sequence[str] = ()
     skipped: list[str] = field(default_factory=list)
@@ -129,40 +137,56 @@ def open_and_match(directory: AnyPath, wanted: Wanted, settings: Settings, agree
     recover(directory)
     source = open_checkpoint(directory, near=[agreement.rank])
     _check_families(source, settings)  # before the model is planned: it would miss them, too
-    module, include = find_fsdp_module(wanted.model), wanted.include
+    module = find_fsdp_module(wanted.model)
     everything = plan_model(module)
     source.look_near(ranks_with_copies(Mates(module), (item.plan for item in everything), agreement.rank))
     source = under_new_names(source, [item.plan for item in everything])
-    planned = [p for p in everything if wanted.weights and (include is None or include(p.plan.layout.key))]
-    all_parts = optimizer_parts(grouped(wanted.optimizer), everything) if wanted.optimizer is not None else []
-    opened = Opened(
-        source,
-        settings,
-        module,
-        include,
-        planned,
-        parts=all_parts if include is None else [part.only(include) for part in all_parts],
-        all_parts=all_parts,
-        with_weights=wanted.weights,
-        with_state=wanted.state and bool(all_parts),
-    )
-    if opened.with_state:
-        for part in opened.parts:
-            for plans in filter(holds_some, part.group_plans()):
-                opened.hyperparameters |= source.hyperparameters(plan.layout.optimizer_name for plan in plans)
+    own = OwnState.find(module, [item.plan for item in everything], source)
+    opened = _wanted_of(source, wanted, settings, module, everything, own)
     match = _match(opened, everything=False)
     if not match.fits:
         match = _match(opened, everything=True)
     if opened.with_state:
         _check_groups(opened)
     match.finish()
-    opened.scaling = restorations(module, source.states)
     opened.asked, opened.skipped = match.asked, match.skipped
     opened.offered = source.share(agreement.rank, agreement.world_size)
     opened.needed, opened.chunks = match.needed, source.chunks(sorted(match.needed), match.needed)
     check_coverage(opened.needed, opened.chunks)
+    if opened.with_weights:
+        extra = own.restorations(opened.chunks, match.needed, source, verify=opened.verified)
+        opened.scaling = [*restorations(module, source.states), *extra]
     if agreement.rank == 0:
         check_other_files(source.head, content=opened.verified, progress=agreement.beat)
+    return opened
+
+
+def _wanted_of(
+    source: CheckpointSource,
+    wanted: Wanted,
+    settings: Settings,
+    module: Any,
+    everything: list[Planned],
+    own: OwnState,
+) -> Opened:
+    """A checkpoint with what is wanted of it, not matched yet; hyperparameters are looked up."""
+    include = wanted.include
+    kept = [*everything, *own.planned] if wanted.weights else []
+    all_parts = optimizer_parts(grouped(wanted.optimizer), everything) if wanted.optimizer is not None else []
+    opened = Opened(
+        source,
+        settings,
+        module,
+        include,
+        planned=[item for item in kept if include is None or include(item.plan.layout.key)],
+        parts=all_parts if include is None else [part.only(include) for part in all_parts],
+        all_parts=all_parts,
+        with_weights=wanted.weights,
+        with_state=wanted.state and bool(all_parts),
+    )
+    for part in opened.parts if opened.with_state else ():
+        for plans in filter(holds_some, part.group_plans()):
+            opened.hyperparameters |= source.hyperparameters(plan.layout.optimizer_name for plan in plans)
     return opened
 
 

@@ -24,11 +24,12 @@ from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module
 from mbridge_fsdp_ckpt.live.optimizer import loss_scales
 from mbridge_fsdp_ckpt.live.optimizer.adapters import grouped, refuse_state_of_nothing
 from mbridge_fsdp_ckpt.live.optimizer.base import Grouped
-from mbridge_fsdp_ckpt.live.planned import PlannedTensors, Remembered, plan_with_parts, remember
+from mbridge_fsdp_ckpt.live.planned import Planned, PlannedTensors, Remembered, plan_with_parts, remember
 from mbridge_fsdp_ckpt.live.topology import sharding_strategy
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry, Section
 from mbridge_fsdp_ckpt.plan.pieces import ParameterPlan, Piece
 from mbridge_fsdp_ckpt.saving.outgoing import Elements, Outgoing
+from mbridge_fsdp_ckpt.saving.own_state import own_state
 from mbridge_fsdp_ckpt.storage.checksums import Hasher
 from mbridge_fsdp_ckpt.storage.files import Json
 from mbridge_fsdp_ckpt.storage.format.columns import param_group_name
@@ -93,6 +94,7 @@ class Seen:
     Args:
         module: The `MegatronFSDP` module.
         tensors: Its parameters and buffers.
+        own: What modules keep beside these.
         optimizers: With their param groups; none where none is saved.
         hyperparameters: Encoded, of each of their param groups.
         place: This rank's, in the job.
@@ -105,6 +107,7 @@ class Seen:
 
     module: Any
     tensors: PlannedTensors | Remembered
+    own: list[Planned]
     optimizers: list[Grouped]
     hyperparameters: list[dict[str, Json]]
     place: dict[str, int]
@@ -155,6 +158,7 @@ def look(
     return Seen(
         module=module,
         tensors=tensors,
+        own=own_state(module, modules, (plan for plan, _ in tensors.plans)),
         optimizers=optimizers,
         hyperparameters=_encoded(optimizers),
         place=job.place,
@@ -172,7 +176,7 @@ def plan_save(seen: Seen) -> Prepared:
     Raises:
         CheckpointError: The model or the optimizer cannot be saved.
     """
-    planned = seen.tensors.each()
+    planned = seen.tensors.each() + seen.own
     parts = optimizer_parts(seen.optimizers, planned)
     holdings = list(model_holdings(planned, seen.include, seen.vocabulary_size))
     slots, stateless = optimizer_holdings(parts, seen.vocabulary_size)

@@ -89,9 +89,22 @@ class Trainable:
         return float(total) / dist.get_world_size()
 
 
-def build(recipe: Recipe, seed: int = 123) -> Trainable:
-    """Initialise Megatron's groups and build; a process group exists, and a GPU, or what stands in for it."""
-    return _built(recipe, seed, gpt)
+def build(recipe: Recipe, seed: int = 123, change: Callable[[Any], None] | None = None) -> Trainable:
+    """Initialise Megatron's groups and build; a process group exists, and a GPU, or what stands in for it.
+
+    Args:
+        recipe: What to build.
+        seed: Of the initial weights.
+        change: Called with the plain module before Megatron-FSDP wraps it.
+    """
+
+    def make(of: Recipe) -> Any:
+        module = gpt(of)
+        if change is not None:
+            change(module)
+        return module
+
+    return _built(recipe, seed, make)
 
 
 def build_fp8(recipe: Recipe, seed: int = 123) -> Trainable:

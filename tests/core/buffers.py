@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import mbridge_fsdp_ckpt
+from mbridge_fsdp_ckpt.errors import CheckpointError
 from mbridge_fsdp_ckpt.testing.models import Trainable
 from tests.core import cases, failures
 
@@ -90,6 +91,42 @@ def load_derived(directory: str) -> dict[str, Any]:
     held = torch.full((3,), 5.0)
     _decoder(trainable).add_module("derived", Derived(held))
     return _refused(directory, trainable, held)
+
+
+def save_sparse(directory: str) -> list[dict[str, Any]]:
+    """The error of a save of a sparse buffer; one that is not persistent, or left out, is in nobody's way."""
+    trainable = cases.prepared(failures.SMALL)
+    decoder = _decoder(trainable)
+    decoder.register_buffer("left_out", torch.eye(3).to_sparse(), persistent=False)
+    decoder.register_buffer("sparse", torch.eye(3).to_sparse())
+    seen = failures.seen(trainable, lambda: mbridge_fsdp_ckpt.save(directory, model=trainable.model))
+    for action in (mbridge_fsdp_ckpt.save, mbridge_fsdp_ckpt.load):
+        action(f"{directory}.rest", model=trainable.model, include=lambda key: not key.endswith("sparse"))
+    del decoder.sparse
+    decoder.register_buffer("sparse", torch.eye(3))
+    mbridge_fsdp_ckpt.save(f"{directory}.dense", model=trainable.model)
+    decoder.sparse = torch.eye(3).to_sparse()
+    load = failures.seen(trainable, lambda: mbridge_fsdp_ckpt.load(f"{directory}.dense", model=trainable.model))
+    return [seen, load]
+
+
+def save_strangers(directory: str) -> list[dict[str, Any]]:
+    """The errors of saves after a parameter was added to a wrapped model, and after one was replaced."""
+    found = []
+    for steps in (0, 1):  # Megatron-FSDP has its own parameters in the model, or those that compute
+        trainable = cases.prepared(failures.SMALL, steps=steps)
+        mbridge_fsdp_ckpt.save(f"{directory}.before", model=trainable.model)
+        layer = _decoder(trainable).layers[0]
+        weight = layer.mlp.linear_fc2.weight
+        for owner, name in ((layer, "added"), (layer.mlp.linear_fc2, "weight")):
+            owner.register_parameter(name, torch.nn.Parameter(torch.zeros(4, 5)))
+            try:
+                mbridge_fsdp_ckpt.save(directory, model=trainable.model, optimizer=trainable.optimizer)
+            except CheckpointError as error:
+                found.append({"error": type(error).__name__, "text": str(error), "unchanged": True})
+            layer._parameters.pop("added", None)
+        layer.mlp.linear_fc2.weight = weight
+    return found
 
 
 def _refused(directory: str, trainable: Trainable, buffer: torch.Tensor) -> dict[str, Any]:

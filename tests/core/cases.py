@@ -23,11 +23,11 @@ from mbridge_fsdp_ckpt.testing.models import Recipe, Trainable, build
 from tests.core import oracle
 
 
-def prepared(recipe: Recipe, steps: int = 0, seed: int = 123) -> Trainable:
-    """A model after some steps, of a Megatron-Core that is corrected as plug-ins do."""
+def prepared(recipe: Recipe, steps: int = 0, seed: int = 123, change: Callable[[Any], None] | None = None) -> Trainable:
+    """A model after some steps, of a Megatron-Core that is corrected as plug-ins do; see `build` for `change`."""
     replace_cuda_only_kernels()
     corrections.apply(__name__)
-    trainable = build(recipe, seed)
+    trainable = build(recipe, seed, change)
     for number in range(steps):
         trainable.step(number)
     return trainable

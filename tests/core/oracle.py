@@ -119,6 +119,7 @@ def _numbered(name: str, trainable: Trainable) -> str:
 
     recipe = trainable.recipe
     first = parallel_state.get_expert_model_parallel_rank() * (recipe.experts // recipe.expert) if recipe.experts else 0
+    name = re.sub(r"\b(_orig_mod|_checkpoint_wrapped_module)\.", "", name)
     return re.sub(r"local_experts\.(\d+)", lambda m: f"local_experts.{int(m[1]) + first}", name)
 
 

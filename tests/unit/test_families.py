@@ -8,8 +8,10 @@ import pytest
 
 from mbridge_fsdp_ckpt.errors import FamilyError
 from mbridge_fsdp_ckpt.families import FamilyRegistry, ParameterContext
+from mbridge_fsdp_ckpt.families.built_in import FAMILIES
 from mbridge_fsdp_ckpt.families.gated_delta_net import GatedDeltaNetFamily
 from mbridge_fsdp_ckpt.families.gated_linear_unit import GatedLinearUnitFamily
+from mbridge_fsdp_ckpt.families.hidden import refuse_hidden
 from mbridge_fsdp_ckpt.families.latent_attention import LatentAttentionFamily
 from mbridge_fsdp_ckpt.families.mamba import MambaFamily
 
@@ -240,3 +242,29 @@ def test_a_parameter_marked_as_fused_that_nobody_claims_is_named_with_its_sizes(
     with pytest.raises(FamilyError, match=r"partition_sizes \[4, 8\], shape \(12, 4\)") as caught:
         FamilyRegistry([GatedLinearUnitFamily()]).claim(parameter)
     assert caught.value.key == "decoder.strange.weight"
+
+
+HIDDEN = "layers.0.self_attention.in_proj.inner.weight"
+DELTA_NET = SimpleNamespace(qk_dim_local_tp=2, in_proj_split_names=("query", "key"), in_proj_split_sections=(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "refused"),
+    [
+        (HIDDEN, (4, 3), True),
+        (HIDDEN.replace("inner", "more.inner"), (4, 3), True),
+        (HIDDEN, (5, 3), False),  # something else: the family's rows are not its
+        (HIDDEN.replace("inner", "adapter.linear_in"), (4, 3), False),
+        (HIDDEN.replace("in_proj.inner", "out_proj"), (4, 3), False),
+        (HIDDEN.replace("weight", "layer_norm_weight"), (4, 3), False),
+    ],
+)
+def test_a_fused_parameter_that_a_module_hides_is_refused(name: str, shape: tuple[int, ...], refused: bool) -> None:
+    registry = FamilyRegistry(FAMILIES)
+    parameter = context(name, shape, {"layers.0.self_attention": DELTA_NET})
+    assert registry.claim(parameter) is None
+    if not refused:
+        refuse_hidden(parameter, registry)
+        return
+    with pytest.raises(FamilyError, match=rf"\[{name}\] expected {HIDDEN.replace('.inner', '')}, .* 'gated_delta_net'"):
+        refuse_hidden(parameter, registry)

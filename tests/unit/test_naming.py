@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from mbridge_fsdp_ckpt.families.naming import Naming, is_expert_name
+from mbridge_fsdp_ckpt.families.wrapping import unwrapped_modules
 
 EXPERTS = {f"layers.3.mlp.{name}": SimpleNamespace(num_local_experts=2) for name in ("experts", "shared_experts")}
 
@@ -83,8 +84,10 @@ def test_a_later_stage_names_its_copy_of_tied_embeddings_as_the_first_does(
 ) -> None:
     modules = stage(1, pre_process=is_first, share_embeddings_and_output_weights=is_tied)
     naming = Naming(modules, stages=stages)
-    assert naming.on_disk(name, "module") == on_disk
-    assert naming.is_copy(name, "module") is is_copy
+    owner, _, leaf = name.rpartition(".")
+    for seen in (name, f"_orig_mod.{owner}._checkpoint_wrapped_module.{leaf}"):
+        assert naming.on_disk(seen, "module") == on_disk
+        assert naming.is_copy(seen, "module") is is_copy
 
 
 @pytest.mark.parametrize(("pattern", "expected"), [(None, "transformer_layer"), ("M*", "mtp_model_layer")])
@@ -128,3 +131,36 @@ def test_the_convolution_of_mamba_has_one_name(owner: dict[str, int], name: str,
 )
 def test_expert_names(name: str, expected: bool) -> None:
     assert is_expert_name(name) is expected
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("layers.0._orig_mod.mlp.linear_fc1.weight", "layers.0.mlp.linear_fc1.weight"),
+        ("_orig_mod.layers.0._checkpoint_wrapped_module._orig_mod.weight", "layers.0.weight"),
+        ("layers.0.my_orig_mod.weight", "layers.0.my_orig_mod.weight"),
+        ("layers.0._orig_mod2.weight", "layers.0._orig_mod2.weight"),
+        ("layers.0._orig_mod._extra_state", "layers.0._extra_state"),
+    ],
+)
+def test_wrappers_of_torch_do_not_count_in_names(name: str, expected: str) -> None:
+    assert Naming({}).on_disk(name) == expected
+
+
+def test_experts_and_layers_are_numbered_whatever_is_wrapped() -> None:
+    layer, experts = SimpleNamespace(layer_number=9), SimpleNamespace(num_local_experts=2)
+    wrapper = SimpleNamespace()
+    modules = unwrapped_modules(
+        [
+            ("module.layers.0", wrapper),
+            ("module.layers.0._checkpoint_wrapped_module", wrapper),
+            ("module.layers.0._checkpoint_wrapped_module._orig_mod", layer),
+            ("module.layers.0._checkpoint_wrapped_module._orig_mod.experts", wrapper),
+            ("module.layers.0._checkpoint_wrapped_module._orig_mod.experts._orig_mod", experts),
+        ]
+    )
+    naming = Naming(modules, expert_rank=1, stages=2)
+    seen = (
+        "layers.0._orig_mod.experts._orig_mod.local_experts._orig_mod.1._orig_mod.linear_fc1.weight"  # of a state dict
+    )
+    assert naming.on_disk(seen, "module") == "layers.8.experts.local_experts.3.linear_fc1.weight"

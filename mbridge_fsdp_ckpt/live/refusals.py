@@ -1,0 +1,82 @@
+"""What of a model cannot be saved or filled, refused by name before anything is planned, written or changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from mbridge_fsdp_ckpt.errors import ConfigurationError, UnsupportedStateError
+
+Parameters = Mapping[str, torch.Tensor]
+
+
+def refuse_strangers(fsdp_module: Any, known: tuple[Parameters, Parameters]) -> None:
+    """Refuse parameters that Megatron-FSDP does not know: neither shards, nor optimizer, nor gradients have them.
+
+    Args:
+        fsdp_module: A `MegatronFSDP` module.
+        known: Its parameters, those that the optimizer updates and those that compute.
+
+    Raises:
+        ConfigurationError: One came to the model after it was wrapped, or took another one's place.
+    """
+    if not known[0]:
+        return
+    there = {id(parameter) for parameters in known for parameter in parameters.values()}
+    for name, parameter in fsdp_module.named_parameters():
+        if id(parameter) not in there:
+            raise ConfigurationError(
+                expected="the parameters that the model had when Megatron-FSDP wrapped it",
+                found=f"one of shape {list(parameter.shape)} that was added or replaced since: it is not sharded, and "
+                "not trained",
+                remedy="Add adapters and replace layers before the model is wrapped, and build the optimizer after it.",
+                key=name,
+            )
+
+
+def refuse_values(state: Mapping[str, Any]) -> None:
+    """Refuse what a state dict has beside tensors.
+
+    Args:
+        state: A state dict, without what `get_extra_state` returned.
+
+    Raises:
+        UnsupportedStateError: Something is no tensor.
+    """
+    for name, value in state.items():
+        if value is not None and not isinstance(value, torch.Tensor):
+            raise UnsupportedStateError(
+                expected="tensors in the model's state dict, and other state from get_extra_state",
+                found=type(value).__name__,
+                remedy="Let the module return it from get_extra_state and take it back in set_extra_state.",
+                key=name,
+            )
+
+
+def refuse_unreadable(shard: torch.Tensor, key: str) -> None:
+    """Refuse a tensor whose elements do not lie in memory as they are.
+
+    A weight that is kept in FP8 alone is one: its values change with its scale, which no state dict has; where there is
+    a main weight, that is the parameter.  Megatron-FSDP 0.19 cannot shard such a weight: only `no_shard` meets it,
+    where it is frozen.
+
+    Raises:
+        UnsupportedStateError: It is sparse, or one of Transformer Engine's quantized tensors.
+    """
+    if hasattr(shard, "quantize_"):
+        raise UnsupportedStateError(
+            expected="a weight of high precision, or one whose main weight is",
+            found=f"{type(shard).__name__} without a main weight: frozen",
+            remedy="Keep frozen weights in bf16 (fp8_param_gather=False), or leave them out with include=.",
+            key=key,
+        )
+    if shard.layout is not torch.strided:
+        raise UnsupportedStateError(
+            expected="a dense tensor",
+            found=f"one of layout {shard.layout}, shape {list(shard.shape)}",
+            remedy="Register the buffer with .to_dense(), or as persistent=False if it can be made again; or leave it "
+            "out with include=.",
+            key=key,
+        )

@@ -118,6 +118,49 @@ def test_a_run_has_the_elements_that_numpy_takes(case: tuple[Box, Box]) -> None:
     assert run is None or taken == list(range(run.start, run.stop))
 
 
+@pytest.mark.parametrize(
+    ("box", "other", "left"),
+    [
+        (Box((0, 0), (4, 3)), Box((0, 0), (2, 3)), [Box((2, 0), (2, 3))]),  # padding below the rows that were saved
+        (Box((2, 0), (2, 3)), Box((0, 0), (2, 3)), [Box((2, 0), (2, 3))]),
+        (Box((0, 0), (2, 3)), Box((0, 0), (4, 3)), []),
+        (Box((0, 0), (4, 3)), None, [Box((0, 0), (4, 3))]),
+        (
+            Box((0, 0), (3, 3)),
+            Box((1, 1), (1, 1)),
+            [
+                Box((0, 0), (1, 3)),
+                Box((2, 0), (1, 3)),
+                Box((1, 0), (1, 1)),
+                Box((1, 2), (1, 1)),
+            ],
+        ),
+        (Box((0,), (0,)), None, []),
+    ],
+)
+def test_what_is_left_of_a_box_without_another(box: Box, other: Box | None, left: list[Box]) -> None:
+    assert list(box.without(other)) == left
+
+
+@given(st.data())
+@settings(max_examples=200)
+def test_a_box_without_another_has_each_other_element_once(data: st.DataObject) -> None:
+    sides = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
+    one, other = (
+        Box(tuple(b for b, _ in edges), tuple(e - b for b, e in edges))
+        for edges in (
+            [tuple(sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n))))) for n in sides] for _ in range(2)
+        )
+    )
+    counted = np.zeros(sides, dtype=int)
+    for part in one.without(other):
+        counted[part.slices_in(whole(tuple(sides)))] += 1
+    expected = np.zeros(sides, dtype=int)
+    expected[one.slices_in(whole(tuple(sides)))] = 1
+    expected[other.slices_in(whole(tuple(sides)))] = 0
+    assert np.array_equal(counted, expected)
+
+
 def test_whole_starts_at_the_origin() -> None:
     assert whole((2, 3)) == Box((0, 0), (2, 3))
     assert whole(()) == Box((), ())

@@ -151,3 +151,19 @@ def cast(directory: str, patterns: tuple[str, ...]) -> str:
         assert oracle.live(trainable) == before
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def without_momentum(directory: str, patterns: tuple[str, ...]) -> str:
+    """A checkpoint of AdamW, loaded into SGD that keeps nothing, by ranks that read for each other; "" or the error."""
+    trainable = cases.prepared(MODEL.on(strategy="no_shard"), seed=9)
+    given = trainable.optimizer.optimizer
+    groups = [{"params": group["params"]} for group in given.param_groups]
+    trainable.optimizer.optimizer = torch.optim.SGD(groups, lr=0.01)
+    chosen = Settings(allow_unexpected=patterns, share_reads="always")
+    try:
+        mbridge_fsdp_ckpt.load(directory, model=trainable.model, optimizer=trainable.optimizer, settings=chosen)
+    except CheckpointError as error:
+        return f"{type(error).__name__}: {error}"
+    assert not any(trainable.optimizer.optimizer.state.values())
+    trainable.step(2)
+    return ""

@@ -63,3 +63,13 @@ def test_moments_lose_precision_only_where_somebody_asks(megatron_ranks: RankPoo
     assert error.startswith("KeyMismatchError: ")
     assert "torch.float32 in the checkpoint, torch.bfloat16 here, which allow_cast has to name" in error
     assert megatron_ranks.run(own_optimizers.cast, str(tmp_path), ("optimizer.*",), ranks=2) == ["", ""]
+
+
+def test_slots_that_an_optimizer_does_not_keep_are_refused_or_left_out(
+    megatron_ranks: RankPool, tmp_path: Path
+) -> None:
+    megatron_ranks.run(cases.train_and_save, str(tmp_path), own_optimizers.MODEL, ranks=2)
+    errors: list[str] = megatron_ranks.run(own_optimizers.without_momentum, str(tmp_path), (), ranks=2)
+    assert errors[0] == errors[1]
+    assert "exp_avg: in the checkpoint, torch.optim.sgd.SGD here keeps no exp_avg" in errors[0]
+    assert megatron_ranks.run(own_optimizers.without_momentum, str(tmp_path), ("optimizer.*",), ranks=2) == ["", ""]

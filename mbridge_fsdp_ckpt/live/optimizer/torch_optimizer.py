@@ -67,7 +67,8 @@ class TorchOptimizerAdapter:
         kind = id(group), local.dtype, parameter.dim()
         if kind not in self._kept:
             self._kept[kind] = slots_after_a_step(self.optimizer, group, local.dtype, parameter.dim())
-        return self._kept[kind] or self._live_slots(parameter)
+        kept = self._kept[kind]
+        return self._live_slots(parameter) if kept is None else kept
 
     def _live_slots(self, parameter: torch.Tensor) -> dict[str, SlotSpec] | None:
         """Of the parameter, or of one of the same dtype in its group."""

@@ -47,22 +47,20 @@ def adapter_for(optimizer: Any) -> OptimizerAdapter:
 
 
 def refuse_state_of_nothing(optimizer: Any) -> None:
-    """Refuse to save an optimizer with state that belongs to none of its parameters: no load could bring it back.
+    """Refuse to save an optimizer with state that belongs to no parameter: no load could bring it back.
+
+    Parameters that were taken out of their param groups are not stepped any more: their state is not saved.
 
     Raises:
-        UnsupportedStateError: There is some, of a name (`state["global"]`), or of a parameter in no param group.
+        UnsupportedStateError: There is some, under a name of its own, such as `state["global"]`.
     """
     for inner in _inner(optimizer):
         for each in (inner, *getattr(inner, "sub_optimizers", ())):
-            known = {id(parameter) for group in each.param_groups for parameter in group["params"]}
             for owner, kept in each.state.items():
-                if kept and id(owner) not in known:
-                    named = repr(owner)
-                    if isinstance(owner, torch.Tensor):
-                        named = f"a parameter of shape {tuple(owner.shape)} that is in no param group"
+                if kept and not isinstance(owner, torch.Tensor):
                     raise UnsupportedStateError(
                         expected="optimizer state of parameters alone",
-                        found=f"state of {named}",
+                        found=f"state of {owner!r}",
                         remedy=f"Keep it elsewhere than in the state of {type(each).__qualname__}, such as in values=; "
                         "or remove it, or save without optimizer state.",
                     )

@@ -50,7 +50,7 @@ class Settings:
         allow_missing: Patterns (`fnmatch`) of keys that a load may not find.
         allow_unexpected: Patterns of keys in the checkpoint that a load may leave unread.
         allow_cast: Patterns of keys of optimizer slots that a load may round to the lower precision in which the live
-            optimizer keeps them.
+            optimizer keeps them, or hand to an optimizer of another class of which it is not known what it keeps.
         vocabulary_size: Rows of embeddings and output layer that are tokens; the others are padding, and a checkpoint
             with other padding loads.  Bridge's plug-in takes it from the model's configuration.
         staging_limit: Bytes of host memory, in portions of 8 MiB, into which each rank copies what a save beside the
@@ -120,7 +120,7 @@ class Settings:
         return any(fnmatchcase(key, pattern) for pattern in self.allow_unexpected)
 
     def may_be_cast(self, key: str) -> bool:
-        """Whether the user allows a slot to lose precision."""
+        """Whether the user allows a slot to lose precision, or to change its optimizer."""
         return any(fnmatchcase(key, pattern) for pattern in self.allow_cast)
 
 

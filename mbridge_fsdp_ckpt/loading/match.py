@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import difflib
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from mbridge_fsdp_ckpt.errors import KeyMismatchError, ManifestError
-from mbridge_fsdp_ckpt.live.optimizer.base import MASTER, STEP, SlotSpec, unless_known
+from mbridge_fsdp_ckpt.live.optimizer.base import MASTER, STEP, SlotSpec, is_same_class, unless_known
 from mbridge_fsdp_ckpt.live.planned import Planned
 from mbridge_fsdp_ckpt.plan.boxes import Box, Shape, whole
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
@@ -22,6 +22,8 @@ from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource, StoredChunk
 
 NAMED = 20  # names that an error lists
+_KEPT_WITH_SCALES = ("float16", "uint8")
+"""Dtypes in which FusedAdam keeps slots with a scale a shard; this format stores the values that they stand for."""
 _KEYS_COMPARED = 50_000  # with one that is missing
 
 
@@ -39,6 +41,7 @@ class Match:
         self._source, self._settings, self._everything = source, settings, everything
         self.needed: dict[str, list[Box]] = defaultdict(list)
         self.asked: set[str] = set()
+        self.let_go: set[str] = set()
         self.skipped: list[str] = []
         self._missing: list[str] = []
         self._unlike: list[str] = []
@@ -52,12 +55,12 @@ class Match:
     def _components(self, plan: ParameterPlan) -> Collection[Component]:
         return plan.components if self._everything else dict.fromkeys(piece.component for piece in plan.pieces)
 
-    def slots(self, plan: ParameterPlan, live: LiveState) -> MatchedSlots:
+    def slots(self, plan: ParameterPlan, live_state: Callable[[str | None], LiveState]) -> MatchedSlots:
         """The slots of a parameter, those of the checkpoint and those that the live optimizer keeps.
 
         Args:
             plan: The parameter's.
-            live: What its optimizer keeps of it, and how it counts.
+            live_state: What its optimizer keeps of it, and how it counts, by the class that kept the saved state.
         """
         names = [plan.state_name(component) for component in self._components(plan)]
         found = {name: self._source.slots(name) for name in names}
@@ -67,6 +70,7 @@ class Match:
             if plan.pieces and not self._source.stateless([name]):
                 self._absent(f"{STATE_PREFIX}{name}.*")
             return MatchedSlots(found, {})
+        live = live_state(next(iter(saved.values())).kept_by)
         specs = {slot: SlotSpec(entry.kind, dtype_from_name(entry.dtype)) for slot, entry in saved.items()}
         if live.slots is not None:
             kept = dict(live.slots)
@@ -86,18 +90,24 @@ class Match:
         self, key: str, slot: str, spec: SlotSpec, plan: ParameterPlan, component: Component, live: LiveState
     ) -> None:
         """A slot of a component: it is there, was kept by an optimizer of the same kind, and fits."""
-        entry = self._source.head.keys.get(key)
-        if entry is not None and live.slots is None and _is_of_another_class(entry, live.class_name):
+        entry, weight = self._source.head.keys.get(key), self._source.head.keys.get(plan.model_key(component))
+        weight_dtype = None if weight is None else dtype_from_name(weight.dtype)
+        is_of_another = live.slots is None and entry is not None and _is_of_another_class(entry, live.class_name)
+        if entry is not None and is_of_another and not self._settings.may_be_cast(key):
             kept_by = entry.kept_by or "an optimizer of torch or Transformer Engine"
-            self._unlike.append(f"{key}: kept by {kept_by} in the checkpoint, {live.class_name} here")
-        elif entry is not None and slot != STEP and (problem := self._cast(key, entry, spec)):
+            text = f"{key}: kept by {kept_by} in the checkpoint, {live.class_name} here, which allow_cast has to name"
+            self._unlike.append(text)
+        elif entry is not None and slot != STEP and (problem := self._cast(key, entry, spec, weight_dtype)):
             self._unlike.append(problem)
         else:  # a counter is a number, however it is kept
             self._key(key, spec if slot != STEP or entry is None else _as_saved(entry), plan, component, of_slot=True)
 
-    def _cast(self, key: str, entry: KeyEntry, spec: SlotSpec) -> str:
+    def _cast(self, key: str, entry: KeyEntry, spec: SlotSpec, weight_dtype: torch.dtype | None) -> str:
         """What is wrong with the precision of a saved slot, if something is."""
         saved, live = dtype_from_name(entry.dtype), spec.dtype if spec.scaled_from is None else spec.scaled_from
+        is_of_stock = entry.kept_as is None and entry.dtype in _KEPT_WITH_SCALES
+        if is_of_stock and (spec.scaled_from is not None or saved not in (spec.dtype, weight_dtype)):
+            return f"{key}: {entry.dtype} without its scale, which stock does not save: load weights alone"
         kept = saved if entry.kept_as is None else dtype_from_name(entry.kept_as)
         narrows = not fits(kept, live) and saved.is_floating_point and live.is_floating_point
         if spec.scaled_from is not None:
@@ -113,6 +123,7 @@ class Match:
             weight = self._source.head.keys.get(plan.model_key(component))
             if slot == MASTER and weight is not None and weight.dtype == entry.dtype:
                 self.asked.add(key)
+                self.let_go.add(key)
             elif key in self._source.head.keys and not self._settings.may_be_unexpected(key):
                 self._unlike.append(f"{key}: in the checkpoint, {live.class_name} here keeps no {slot}")
 
@@ -232,7 +243,7 @@ def covered(entry: KeyEntry, box: Box) -> Box | None:
 
 def _is_of_another_class(entry: KeyEntry, class_name: str) -> bool:
     """Whether a slot is known to have been kept by an optimizer of another class."""
-    return entry.kept_as is not None and entry.kept_by != unless_known(class_name)
+    return entry.kept_as is not None and not is_same_class(entry.kept_by, unless_known(class_name))
 
 
 def _as_saved(entry: KeyEntry) -> SlotSpec:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -81,6 +81,7 @@ class Opened:
         specs: The slots of each parameter that are to be filled.
         scaling: FP8 state, and what modules keep beside tensors.
         asked: Keys that have a place in this model.
+        let_go: Of these, those that only repeat another one and are not read.
         offered: Of the checkpoint's keys, those that this rank sees to it that somebody asks for.
     """
 
@@ -100,6 +101,7 @@ class Opened:
     specs: dict[ParameterPlan, dict[str, SlotSpec]] = field(default_factory=dict)
     scaling: Sequence[Restored] = ()
     asked: set[str] = field(default_factory=set)
+    let_go: set[str] = field(default_factory=set)
     offered: Sequence[str] = ()
     skipped: list[str] = field(default_factory=list)
 
@@ -112,7 +114,8 @@ class Opened:
 
     def covered(self, key: str, box: Box) -> Box | None:
         """What of a block a load fills: nothing of a key that may be missing and is."""
-        return covered(self.source.head.keys[key], box) if key in self.asked else None
+        is_read = key in self.asked and key not in self.let_go
+        return covered(self.source.head.keys[key], box) if is_read else None
 
     @cached_property
     def state_prefix(self) -> str:
@@ -149,7 +152,7 @@ def open_and_match(directory: AnyPath, wanted: Wanted, settings: Settings, agree
     if opened.with_state:
         _check_groups(opened)
     match.finish()
-    opened.asked, opened.skipped = match.asked, match.skipped
+    opened.asked, opened.let_go, opened.skipped = match.asked, match.let_go, match.skipped
     opened.offered = source.share(agreement.rank, agreement.world_size)
     opened.needed, opened.chunks = match.needed, source.chunks(sorted(match.needed), match.needed)
     check_coverage(opened.needed, opened.chunks)
@@ -199,15 +202,19 @@ def _match(opened: Opened, *, everything: bool) -> Match:
         opened.slots = {}
         for part in opened.parts:
             for parameter, plan in part.parameters():
-                found, opened.specs[plan] = match.slots(plan, _live_state(opened, part, parameter, plan))
+                live_state = partial(_live_state, opened, part, parameter, plan)
+                found, opened.specs[plan] = match.slots(plan, live_state)
                 opened.slots |= found
     return match
 
 
-def _live_state(opened: Opened, part: OptimizerPart, parameter: torch.Tensor, plan: ParameterPlan) -> LiveState:
+def _live_state(
+    opened: Opened, part: OptimizerPart, parameter: torch.Tensor, plan: ParameterPlan, kept_by: str | None
+) -> LiveState:
+    """See `Match.slots`."""
     counted = not plan.pieces or STEP in opened.hyperparameters.get(plan.layout.optimizer_name, {})
     return LiveState(
-        slots=part.adapter.expected(parameter),
+        slots=part.adapter.expected(parameter, kept_by),
         class_name=part.adapter.class_name(parameter),
         counts_elsewhere=part.adapter.counter(parameter) is not None,
         counted=counted,

@@ -97,11 +97,15 @@ def check_counters(opened: Opened, allocated: list[Allocated]) -> None:
     for item in allocated:
         counter, step = item.part.adapter.counter(item.parameter), item.counted(opened)
         if not item.slots or counter is None or step is None:
-            continue
+            continue  # saved without state, or without elements here
         name = item.plan.layout.optimizer_name
         first, known = steps.setdefault(id(counter), (name, step))
         if known != step:
             raise _differing_steps(f"{known:g} of {first} and {step:g} of {name} in the checkpoint", name)
+    for item in allocated:
+        counter = item.part.adapter.counter(item.parameter) if item.plan.pieces else None
+        if counter is not None:  # of which nothing was counted: it begins again
+            steps.setdefault(id(counter), (item.plan.layout.optimizer_name, item.counted(opened) or 0.0))
     loaded = {id(item.parameter) for item in allocated}
     for part in opened.all_parts:
         for parameter, plan in part.parameters():

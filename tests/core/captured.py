@@ -46,7 +46,7 @@ def transfer(saved: Any, live: Any) -> None:
     reading, filling = adapter_for(saved), adapter_for(live)
     groups = [decode(json.loads(json.dumps(encode(group.hyperparameters)))) for group in reading.groups()]
     stored = reading.slots(source)
-    slots = filling.allocate(target, filling.expected(target) or {})
+    slots = filling.allocate(target, filling.expected(target, None) or {})
     for name, slot in slots.items():
         slot.tensor.copy_(stored[name].tensor if name in stored else torch.zeros(()))
     counted = stored[STEP].tensor if STEP in stored else groups[0][STEP]

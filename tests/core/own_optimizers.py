@@ -167,3 +167,69 @@ def without_momentum(directory: str, patterns: tuple[str, ...]) -> str:
     assert not any(trainable.optimizer.optimizer.state.values())
     trainable.step(2)
     return ""
+
+
+def masters_over_fp32(directory: str) -> list[float]:
+    """FusedAdam's masters of fp32 weights, loaded where the host keeps copies: how far these are from the weights."""
+    import megatron.core.optimizer as megatron_optimizer
+
+    plain = megatron_optimizer.Adam
+
+    def with_masters(*args: Any, **settings: Any) -> Any:
+        return plain(*args, **settings, master_weights=True)
+
+    megatron_optimizer.Adam = with_masters
+    try:
+        saved = cases.prepared(MODEL.on(optimizer="auto"), steps=1)
+    finally:
+        megatron_optimizer.Adam = plain
+    mbridge_fsdp_ckpt.save(directory, model=saved.model, optimizer=saved.optimizer)
+    live = cases.prepared(MODEL.on(offload=1.0), seed=9)
+    mbridge_fsdp_ckpt.load(directory, model=live.model, optimizer=live.optimizer)
+    pairs = live.optimizer.optimizer.param_to_inner_param.items()
+    return [float((local_shard(p) - local_shard(inner)).abs().max()) for p, inner in pairs if local_shard(p).numel()]
+
+
+def left_out_counters(directory: str) -> str:
+    """A checkpoint from before the first step, of half of a param group that FusedAdam has stepped; the error."""
+    saved = cases.prepared(MODEL.on(optimizer="auto"))
+    mbridge_fsdp_ckpt.save(directory, model=saved.model, optimizer=saved.optimizer)
+    live = cases.prepared(MODEL.on(optimizer="auto"), steps=2, seed=9)
+    before = oracle.live(live)
+    try:
+        mbridge_fsdp_ckpt.load(
+            directory, model=live.model, optimizer=live.optimizer, include=lambda key: "linear_fc1" in key
+        )
+    except CheckpointError as error:
+        assert oracle.live(live) == before
+        return f"{type(error).__name__}: {error}"
+    return "loaded"
+
+
+def without_amsgrad(directory: str) -> dict[str, Any]:
+    """A checkpoint of AdamW with amsgrad, loaded without its third slot, as the user allows; then a step."""
+    saved, live = (_with(torch.optim.AdamW, seed, amsgrad=amsgrad) for seed, amsgrad in ((8, True), (9, False)))
+    saved.step(0)
+    mbridge_fsdp_ckpt.save(directory, model=saved.model, optimizer=saved.optimizer)
+    chosen = Settings(allow_unexpected=("*.max_exp_avg_sq",))
+    mbridge_fsdp_ckpt.load(directory, model=live.model, optimizer=live.optimizer, settings=chosen)
+    return {"amsgrad": live.optimizer.optimizer.param_groups[0]["amsgrad"], "loss": live.step(1)}
+
+
+def _with(kind: Any, seed: int, **settings: Any) -> Trainable:
+    """A model with an optimizer over the param groups that Megatron makes."""
+    trainable = cases.prepared(MODEL, seed=seed)
+    groups = [{"params": group["params"]} for group in trainable.optimizer.optimizer.param_groups]
+    trainable.optimizer.optimizer = kind(groups, lr=0.01, **settings)
+    return trainable
+
+
+class MyAdamW(torch.optim.AdamW):
+    """A class of somebody's own that keeps what torch's keeps."""
+
+
+def into_a_subclass(directory: str) -> float:
+    """A checkpoint of AdamW, loaded into such a class; the loss of a step."""
+    trainable = _with(MyAdamW, 9)
+    mbridge_fsdp_ckpt.load(directory, model=trainable.model, optimizer=trainable.optimizer)
+    return trainable.step(2)

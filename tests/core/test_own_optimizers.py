@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,10 @@ from mbridge_fsdp_ckpt.testing.modules import is_installed
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
 from tests.core import cases, own_optimizers
 from tests.core.own_optimizers import Lion, Own
+
+needs_engine = pytest.mark.skipif(
+    not is_installed("transformer_engine"), reason="FusedAdam is Transformer Engine's, which is not installed"
+)
 
 
 def test_a_save_refuses_state_that_could_not_come_back(megatron_ranks: RankPool, tmp_path: Path) -> None:
@@ -56,7 +61,7 @@ def test_a_load_says_which_slots_may_be_copies_of_weights(megatron_ranks: RankPo
     assert second["said"] == []
 
 
-@pytest.mark.skipif(not is_installed("transformer_engine"), reason="FusedAdam is Transformer Engine's")
+@needs_engine
 def test_moments_lose_precision_only_where_somebody_asks(megatron_ranks: RankPool, tmp_path: Path) -> None:
     megatron_ranks.run(cases.train_and_save, str(tmp_path), own_optimizers.MODEL, ranks=2)
     error, _ = megatron_ranks.run(own_optimizers.cast, str(tmp_path), (), ranks=2)
@@ -73,3 +78,33 @@ def test_slots_that_an_optimizer_does_not_keep_are_refused_or_left_out(
     assert errors[0] == errors[1]
     assert "exp_avg: in the checkpoint, torch.optim.sgd.SGD here keeps no exp_avg" in errors[0]
     assert megatron_ranks.run(own_optimizers.without_momentum, str(tmp_path), ("optimizer.*",), ranks=2) == ["", ""]
+
+
+def test_switches_that_decide_slots_stay_with_the_slots(megatron_ranks: RankPool, tmp_path: Path) -> None:
+    (found,) = megatron_ranks.run(own_optimizers.without_amsgrad, str(tmp_path), ranks=1)
+    assert found["amsgrad"] is False
+    assert math.isfinite(found["loss"])
+
+
+def test_a_subclass_of_an_optimizer_of_torch_takes_its_state(megatron_ranks: RankPool, tmp_path: Path) -> None:
+    saved = megatron_ranks.run(cases.train_and_save, str(tmp_path), own_optimizers.MODEL, 1, ranks=2)
+    losses = megatron_ranks.run(own_optimizers.into_a_subclass, str(tmp_path), ranks=2)
+    assert losses == [pytest.approx(result["losses"][0], rel=1e-6) for result in saved]
+
+
+@needs_engine
+def test_masters_that_repeat_fp32_weights_are_let_go_and_host_copies_follow_the_weights(
+    megatron_ranks: RankPool, tmp_path: Path
+) -> None:
+    for distances in megatron_ranks.run(own_optimizers.masters_over_fp32, str(tmp_path), ranks=2):
+        assert distances
+        assert set(distances) == {0.0}
+
+
+@needs_engine
+def test_a_counter_is_not_reset_under_parameters_that_are_left_out(megatron_ranks: RankPool, tmp_path: Path) -> None:
+    first, second = megatron_ranks.run(own_optimizers.left_out_counters, str(tmp_path), ranks=2)
+    assert first == second
+    assert first.startswith("ConfigurationError: ")
+    assert "0 of " in first
+    assert "which is left out" in first

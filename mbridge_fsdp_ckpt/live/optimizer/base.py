@@ -114,10 +114,14 @@ class OptimizerAdapter(Protocol):
     def class_name(self, parameter: torch.Tensor) -> str:
         """The qualified name of the class that updates the parameter."""
 
-    def expected(self, parameter: torch.Tensor) -> dict[str, SlotSpec] | None:
-        """The slots that the parameter has after a step, with the dtypes that it keeps them in.
+    def expected(self, parameter: torch.Tensor, kept_by: str | None) -> dict[str, SlotSpec] | None:
+        """The slots that the parameter has after a step, with the dtypes that the optimizer keeps them in.
 
-        None where only a step would tell: for an optimizer class of somebody's own that has no state yet.
+        None where only a step would tell, for an optimizer class of somebody's own: the checkpoint then decides.
+
+        Args:
+            parameter: One of `groups()`.
+            kept_by: The class that kept the saved state, see `unless_known`.
         """
 
     def counter(self, parameter: torch.Tensor) -> Hyperparameters | None:
@@ -182,7 +186,8 @@ def slot_of(name: object, value: object, parameter: torch.Tensor, *, is_local: b
     raise UnsupportedStateError(
         expected=f"slot {name!r} to be a number, or a {_described(parameter)} as its parameter is",
         found=_described(value),
-        remedy="Optimizers with factored or other state than this need an adapter of their own.",
+        remedy="Let the optimizer keep what has the parameter's elements as torch.zeros_like(parameter) does. Factored "
+        "state, and matrices of other shapes, cannot be saved.",
     )
 
 
@@ -238,6 +243,11 @@ def _in_place(live: object, new: object, *, stays: bool) -> object:
 def unless_known(class_name: str) -> str | None:
     """A class's qualified name, unless it is one of which `OptimizerAdapter.expected` knows the slots."""
     return None if class_name.startswith(("torch.optim.", "transformer_engine.")) else class_name
+
+
+def is_same_class(one: str | None, other: str | None) -> bool:
+    """Whether two qualified names are of one class, which may have moved to another module (`__main__`, say)."""
+    return (one or "").rpartition(".")[2] == (other or "").rpartition(".")[2]
 
 
 def groups_of(optimizer: Any) -> dict[int, Hyperparameters]:

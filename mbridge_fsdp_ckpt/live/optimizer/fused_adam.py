@@ -49,7 +49,7 @@ class FusedAdamAdapter:
         probe("a FusedAdam", optimizer)
         self.optimizer = optimizer
         self._made: dict[torch.Tensor, _Kept] = {}
-        self._counted = set[int]()
+        self._loaded, self._counted = set[int](), set[int]()
         self._kept: dict[torch.dtype, dict[str, SlotSpec]] = {}
 
     @cached_property
@@ -76,7 +76,7 @@ class FusedAdamAdapter:
         """See `OptimizerAdapter`."""
         return class_name(self.optimizer)
 
-    def expected(self, parameter: torch.Tensor) -> dict[str, SlotSpec]:
+    def expected(self, parameter: torch.Tensor, kept_by: str | None) -> dict[str, SlotSpec]:
         """See `OptimizerAdapter`: what it makes of a parameter of two elements."""
         if parameter.dtype not in self._kept:
             small = torch.zeros(2, dtype=parameter.dtype, device=parameter.device)
@@ -129,15 +129,10 @@ class FusedAdamAdapter:
 
     def install(self, parameter: torch.Tensor, slots: dict[str, Slot], step: float | None) -> None:
         """See `OptimizerAdapter`."""
-        group = self._groups.get(id(parameter), {})
+        self._loaded.add(id(self._groups.get(id(parameter))))
         if not slots:
             self.optimizer.state.pop(parameter, None)
-            if STEP in group and id(group) not in self._counted:
-                group[STEP] = restored(
-                    group[STEP], 0
-                )  # until another parameter of the group, or its counter, says more
             return
-        self._counted.add(id(group))
         self._set_step(parameter, step)
         made, scales = self._made.pop(parameter)
         plain = {name: live for name, live in self.optimizer.state.get(parameter, {}).items() if not self._scaled(name)}
@@ -163,16 +158,19 @@ class FusedAdamAdapter:
             copy(live.view(-1), torch.zeros_like(live).view(-1))
 
     def finish(self, groups: list[Hyperparameters] | None) -> None:
-        """See `OptimizerAdapter`."""
+        """See `OptimizerAdapter`.  A group of which nothing in the checkpoint has counted steps begins at 0."""
         for live, saved in zip(self.optimizer.param_groups, groups or (), strict=groups is not None):
             if STEP in saved:
                 live.setdefault(STEP, self._counter())
+            elif STEP in live and id(live) in self._loaded - self._counted:
+                live[STEP] = restored(live[STEP], 0)
         set_hyperparameters(self.optimizer, groups)
 
     def _set_step(self, parameter: torch.Tensor, step: float | None) -> None:
         """Where the saving optimizer counted a parameter; a saved group's counter overrides it in `finish`."""
         group = self._groups.get(id(parameter))
         if step is not None and group is not None:
+            self._counted.add(id(group))
             group[STEP] = restored(group.get(STEP, self._counter()), int(step))
 
     def _counter(self) -> torch.Tensor | int:

@@ -84,10 +84,10 @@ class HybridAdapter:
         inner = self._inner(parameter)
         return self._owners[id(inner)][0].class_name(inner)
 
-    def expected(self, parameter: torch.Tensor) -> dict[str, SlotSpec] | None:
+    def expected(self, parameter: torch.Tensor, kept_by: str | None) -> dict[str, SlotSpec] | None:
         """See `OptimizerAdapter`."""
         inner = self._inner(parameter)
-        kept = self._owners[id(inner)][0].expected(inner)
+        kept = self._owners[id(inner)][0].expected(inner, kept_by)
         if kept is None:
             return None
         own = {name: spec for name, spec in kept.items() if name != MASTER}
@@ -124,6 +124,8 @@ class HybridAdapter:
     def finish(self, groups: list[Hyperparameters] | None) -> None:
         """See `OptimizerAdapter`."""
         set_hyperparameters(self.optimizer, groups, without=(STEP,))
+        for adapter in {id(adapter): adapter for adapter, _ in self._owners.values()}.values():
+            adapter.finish(None if groups is None else [{} for _ in adapter.groups()])  # it counts by itself
         self.optimizer._sync_hdo_param_groups_to_sub_optimizers()
         self.optimizer._sync_sub_optimizers_state_to_hdo()
 

@@ -22,12 +22,15 @@ def with_loss_scales(values: Mapping[str, Any] | None, optimizer: Any) -> Mappin
 
 
 def check_name(values: Mapping[str, Any] | None, optimizer: Any) -> None:
-    """Refuse a value of a save that has the name of the optimizer's loss scales.
+    """Refuse a value of a save that has the name of the optimizer's loss scales, and is something else.
 
     Raises:
         ConfigurationError: There is one.
     """
-    if values and NAME in values and optimizer is not None and grad_scalers(optimizer):
+    if not values or NAME not in values:
+        return
+    own = with_loss_scales(None, optimizer).get(NAME)
+    if own is not None and values[NAME] not in (own, *own.values()):
         raise ConfigurationError(
             expected=f"values without {NAME!r}, under which the loss scales of the optimizer are saved",
             found="one",
@@ -47,7 +50,8 @@ def restoration(values: Mapping[str, Any], optimizer: Any) -> Callable[[], None]
     scalers, saved = grad_scalers(optimizer) if optimizer is not None else [], values.get(NAME)
     if not scalers or not saved:
         return _nothing
-    states = list(saved.values()) if isinstance(saved, Mapping) else [saved]
+    numbered = isinstance(saved, Mapping) and all(str(name).isdigit() for name in saved)
+    states = list(saved.values()) if numbered else [saved]  # a caller may have saved the only one under this name
     if len(states) != len(scalers):
         if any(state != states[0] for state in states):
             raise ConfigurationError(

@@ -20,6 +20,7 @@ from mbridge_fsdp_ckpt.live.optimizer.base import (
     State,
     empty_slot,
     groups_of,
+    is_same_class,
     like_parameter,
     put_in_place,
     restored,
@@ -28,6 +29,13 @@ from mbridge_fsdp_ckpt.live.optimizer.base import (
 
 _KERNELS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Hyperparameters of torch's optimizers that say how to compute, and where a counter lies: not what."""
+
+_DECIDE_SLOTS = frozenset({"amsgrad", "centered", "momentum"})
+"""Hyperparameters whose being on decides which slots there are.
+
+Where they differ, so do the slots, and the load is refused; or the user allowed for it, and the live optimizer keeps
+what its own slots are for.
+"""
 
 _NOT_HYPERPARAMETERS = frozenset({"params", "param_names"})
 """What a param group holds and is (`Optimizer.add_param_group`): the live optimizer's, whatever was saved."""
@@ -61,21 +69,16 @@ class TorchOptimizerAdapter:
         """See `OptimizerAdapter`."""
         return class_name(self.optimizer)
 
-    def expected(self, parameter: torch.Tensor) -> dict[str, SlotSpec] | None:
-        """See `OptimizerAdapter`.  torch's own classes are asked with a step of their own; others by live state."""
+    def expected(self, parameter: torch.Tensor, kept_by: str | None) -> dict[str, SlotSpec] | None:
+        """See `OptimizerAdapter`.  A subclass of one of torch's classes takes over what that class keeps."""
+        kind = next(filter(is_of_torch, type(self.optimizer).__mro__), None)
+        if kind is None or (kept_by is not None and is_same_class(kept_by, self.class_name(parameter))):
+            return None
         local, group = local_shard(parameter), self._group(parameter)
-        kind = id(group), local.dtype, parameter.dim()
-        if kind not in self._kept:
-            self._kept[kind] = slots_after_a_step(self.optimizer, group, local.dtype, parameter.dim())
-        kept = self._kept[kind]
-        return self._live_slots(parameter) if kept is None else kept
-
-    def _live_slots(self, parameter: torch.Tensor) -> dict[str, SlotSpec] | None:
-        """Of the parameter, or of one of the same dtype in its group."""
-        for other in (parameter, *self._group(parameter).get("params", ())):
-            if other.dtype == parameter.dtype and (slots := self.slots(other)):
-                return {name: SlotSpec.of(slot) for name, slot in slots.items()}
-        return None
+        key = id(group), local.dtype, parameter.dim()
+        if key not in self._kept:
+            self._kept[key] = slots_after_a_step(kind, group, local.dtype, parameter.dim())
+        return self._kept[key]
 
     def counter(self, parameter: torch.Tensor) -> Hyperparameters | None:
         """See `OptimizerAdapter`."""
@@ -96,8 +99,9 @@ class TorchOptimizerAdapter:
             name: like_parameter(parameter, slot.tensor) if slot.kind == "sharded" else slot.value()
             for name, slot in slots.items()
         }
-        if isinstance(state.get(STEP), torch.Tensor):
-            state[STEP] = state[STEP].to(self._step_device(parameter))
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and slots[name].kind == "tensor":
+                state[name] = value.to(self._step_device(parameter))
         live, stays = self.optimizer.state.get(parameter, {}), bool(self._group(parameter).get("capturable"))
         self.optimizer.state[parameter] = put_in_place(live, state, stays=stays)
 
@@ -107,7 +111,8 @@ class TorchOptimizerAdapter:
     def finish(self, groups: list[Hyperparameters] | None) -> None:
         """See `OptimizerAdapter`."""
         counts = not any(STEP in state for state in self.optimizer.state.values())
-        set_hyperparameters(self.optimizer, groups, without=() if counts else (STEP,))
+        is_known = is_of_torch(type(self.optimizer))
+        set_hyperparameters(self.optimizer, groups, without=() if counts else (STEP,), is_known=is_known)
 
     def _step_device(self, parameter: torch.Tensor) -> torch.device:
         """torch/optim/adam.py `_init_group`: the counter lies on the host unless the kernel reads it."""
@@ -123,46 +128,47 @@ def class_name(optimizer: object) -> str:
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
-def is_of_torch(optimizer: object) -> bool:
-    """Whether it is an instance of one of torch's own classes, not of a subclass."""
-    return type(optimizer).__module__.startswith("torch.optim.")
+def is_of_torch(kind: type) -> bool:
+    """Whether it is one of torch's own optimizers."""
+    return kind.__module__.startswith("torch.optim.") and kind is not torch.optim.Optimizer
 
 
 def slots_after_a_step(
-    optimizer: torch.optim.Optimizer, group: Hyperparameters, dtype: torch.dtype, dimensions: int
+    kind: Any, group: Hyperparameters, dtype: torch.dtype, dimensions: int
 ) -> dict[str, SlotSpec] | None:
-    """The slots that one of torch's own optimizers keeps of a parameter, asked of another instance of the class.
+    """The slots that one of torch's own optimizers keeps of a parameter, asked of an instance made for that.
 
     That one steps a parameter of two elements a dimension.  Classes of others are not asked: their step may talk to
     other ranks, or need a gradient of its own kind.
 
     Args:
-        optimizer: The live optimizer, which stays as it is.
+        kind: The optimizer's class.
         group: The param group, whose settings decide (momentum, amsgrad).
         dtype: Of the parameter.
         dimensions: Of the parameter.
 
     Returns:
-        None for classes of others, and for those that cannot step so (LBFGS, SparseAdam).
+        None for those that cannot step so (LBFGS, SparseAdam).
     """
-    if not is_of_torch(optimizer):
-        return None
     parameter = torch.nn.Parameter(torch.zeros((2,) * dimensions, dtype=dtype))
     parameter.grad = torch.zeros_like(parameter)
-    kind: Any = type(optimizer)
     accepted = inspect.signature(kind).parameters.keys() - _KERNELS - {"params", "lr"}
     settings = {name: group[name] for name in accepted & group.keys()}
     step = getattr(kind.step, "__wrapped__", kind.step)  # without the hooks that a job has on the steps of optimizers
     try:
-        other = kind([parameter], **settings)
-        step(other)
+        made = kind([parameter], **settings)
+        step(made)
     except (RuntimeError, TypeError, ValueError):
         return None
-    return {name: SlotSpec.of(slot) for name, slot in TorchOptimizerAdapter(other).slots(parameter).items()}
+    return {name: SlotSpec.of(slot) for name, slot in TorchOptimizerAdapter(made).slots(parameter).items()}
 
 
 def set_hyperparameters(
-    optimizer: torch.optim.Optimizer, groups: list[Hyperparameters] | None, without: Collection[str] = ()
+    optimizer: torch.optim.Optimizer,
+    groups: list[Hyperparameters] | None,
+    without: Collection[str] = (),
+    *,
+    is_known: bool = True,
 ) -> None:
     """Restore hyperparameters of param groups; what the live optimizer's class does not have is not added.
 
@@ -173,12 +179,16 @@ def set_hyperparameters(
         optimizer: The live optimizer.
         groups: In the order of its param groups; None keeps all, and an empty set those of its group.
         without: Names that stay as they are.
+        is_known: Whether its constructor is known. Otherwise it may put anything into its groups.
     """
     if groups is None:
         return
     for live, saved in zip(optimizer.param_groups, groups, strict=True):
-        of_others = _constructor_names() - live.keys()
-        for name in saved.keys() - _KERNELS - _NOT_HYPERPARAMETERS - of_others - set(without):
+        of_others = _constructor_names() - live.keys() if is_known else frozenset[str]()
+        switches = {
+            name for name in _DECIDE_SLOTS & live.keys() & saved.keys() if bool(live[name]) != bool(saved[name])
+        }
+        for name in saved.keys() - _KERNELS - _NOT_HYPERPARAMETERS - of_others - switches - set(without):
             live[name] = restored(live.get(name), saved[name])
 
 

@@ -97,7 +97,9 @@ def save(
     """Save a model and its optimizer to `directory`.  All ranks call it with the same arguments.
 
     Args:
-        directory: The iteration directory, a path or a URL that fsspec knows; replaced as a whole where it exists.
+        directory: The iteration directory, a path or a URL that fsspec knows.  A checkpoint that is there is replaced,
+            with whatever else lies in its directory.  Anything else is refused before anything is written: a file, a
+            link, another format, a root of checkpoints, the working directory and its parents.
         model: A model wrapped in Megatron-FSDP, or the `MegatronFSDP` module itself.
         optimizer: Megatron's optimizer over it, or a torch optimizer; None saves no optimizer state. The loss scales of
             Megatron's fp16 optimizer are saved with it, among the values as "grad_scaler".
@@ -117,6 +119,7 @@ def save(
         What it cost; of a save in the background, its handle, or None where it was skipped (`Settings.when_busy`).
 
     Raises:
+        ConfigurationError: `directory` holds something else than a checkpoint.  The same on every rank.
         CheckpointError: The same on every rank.  Nothing was committed, the previous checkpoint stands; unless the
             error says that the checkpoint is in its place, because `after_commit` failed.  An error of a save in the
             background is raised by its handle, and if nobody has asked that, by the next save or `finish_saves`.

@@ -8,7 +8,7 @@ from mbridge_fsdp_ckpt.care.size_and_age import bytes_in
 from mbridge_fsdp_ckpt.errors import NotACheckpointError
 from mbridge_fsdp_ckpt.hosts.root import RELEASE, TRACKER, tracked
 from mbridge_fsdp_ckpt.storage.commit.methods import remove
-from mbridge_fsdp_ckpt.storage.commit.retention import Iteration, being_read, iterations, prunable
+from mbridge_fsdp_ckpt.storage.commit.retention import Iteration, iterations, keeps, prunable
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 
@@ -92,6 +92,6 @@ def _kept(root: AnyPath, keep: int, named: int | None, doomed: dict[Iteration, i
         elif iteration in newest:
             reason = f"among the newest {keep}"
         else:
-            reason = "being read" if being_read(iteration.directory) else "newer than it was"
+            reason = keeps(iteration.directory) or "newer than it was"
         reasons[iteration.directory.name] = reason
     return reasons

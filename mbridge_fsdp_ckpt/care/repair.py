@@ -26,7 +26,14 @@ from mbridge_fsdp_ckpt.storage.commit.retention import iterations
 from mbridge_fsdp_ckpt.storage.files import check_content, is_plain_file, read_bounded, replace_file
 from mbridge_fsdp_ckpt.storage.format.head import has_head
 from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
-from mbridge_fsdp_ckpt.storage.format.names import MANIFEST_NAME, READING, REPLACED, iteration_name, iteration_of
+from mbridge_fsdp_ckpt.storage.format.names import (
+    MANIFEST_NAME,
+    READING,
+    REPLACED,
+    is_reading,
+    iteration_name,
+    iteration_of,
+)
 from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
 from mbridge_fsdp_ckpt.storage.store import AnyPath, store_of
 
@@ -90,7 +97,8 @@ def _plan_recovery(root: AnyPath, plan: Plan) -> dict[str, AnyPath]:
         target = root / name
         if has_head(target):
             continue
-        if target.exists() and not (target.is_dir() and next(target.iterdir(), None) is None):
+        is_free = not target.exists() or (target.is_dir() and next(target.iterdir(), None) is None)
+        if store_of(target).is_link() or not is_free:
             plan.broken.append((place, f"the last checkpoint of {name}, which is now something else: move that away"))
             continue
         found[name] = place
@@ -193,7 +201,7 @@ def _plan_leftovers(root: AnyPath, plan: Plan, *, force: bool) -> None:
         else:
             why = f"left by a save or a removal that died, {decimal(bytes_in(path))}"
             plan.steps.append(Step("delete", path, why, partial(_delete, path)))
-    marks: list[AnyPath] = [*root.glob(f"{READING}*")]
+    marks: list[AnyPath] = [mark for mark in root.glob(f"{READING}*") if is_reading(mark.name)]
     for mark in sorted(marks, key=lambda path: path.name):
         if is_young(mark):
             plan.left_alone.append((mark, "somebody reads that checkpoint"))

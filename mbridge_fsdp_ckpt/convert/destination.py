@@ -9,6 +9,7 @@ from mbridge_fsdp_ckpt.bridge.names import MAX_TRAIN_STATE_BYTES, TRAIN_STATE, T
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.hosts.root import TRACKER, tracked
 from mbridge_fsdp_ckpt.storage.commit.methods import put_aside
+from mbridge_fsdp_ckpt.storage.commit.target import check_replaceable
 from mbridge_fsdp_ckpt.storage.files import is_plain_file, read_bounded, replace_file
 from mbridge_fsdp_ckpt.storage.format.head import has_head
 from mbridge_fsdp_ckpt.storage.format.names import iteration_name, iteration_of
@@ -53,6 +54,7 @@ def check_free(target: AnyPath, source: AnyPath) -> None:
         ConfigurationError: Something is.
     """
     if not target.exists() and target.name not in put_aside(target.parent):
+        check_replaceable(target)  # it may be a link that leads nowhere
         return
     is_root = target.is_dir() and not has_head(target)
     inside = target / (source.name if iteration_of(source.name) is not None else iteration_name(0))

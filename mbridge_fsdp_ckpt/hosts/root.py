@@ -5,11 +5,11 @@ from __future__ import annotations
 from mbridge_fsdp_ckpt.errors import NotACheckpointError
 from mbridge_fsdp_ckpt.storage.commit.methods import recover
 from mbridge_fsdp_ckpt.storage.files import is_plain_file, read_bounded
+from mbridge_fsdp_ckpt.storage.format import names
 from mbridge_fsdp_ckpt.storage.format.head import has_head
-from mbridge_fsdp_ckpt.storage.format.names import iteration_name
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
-TRACKER = "latest_checkpointed_iteration.txt"
+TRACKER = names.TRACKER
 RELEASE = "release"
 _MAX_TRACKER_BYTES = 1 << 12
 
@@ -36,7 +36,7 @@ def find_checkpoint(path: AnyPath) -> AnyPath:
     if has_head(path) or not is_plain_file(tracker):
         return path
     named = read_bounded(tracker, _MAX_TRACKER_BYTES).decode(errors="replace").strip()[:100]
-    directory = path / (iteration_name(int(named)) if named.isdecimal() else named)
+    directory = path / (names.iteration_name(int(named)) if named.isdecimal() else named)
     known = named == RELEASE or named.isdecimal()
     if known:
         recover(directory)

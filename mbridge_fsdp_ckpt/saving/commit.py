@@ -23,6 +23,7 @@ from mbridge_fsdp_ckpt.saving.writer import Place, Written
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.commit import methods, removal
 from mbridge_fsdp_ckpt.storage.commit.content import Commit
+from mbridge_fsdp_ckpt.storage.commit.target import check_replaceable
 from mbridge_fsdp_ckpt.storage.finishing import finish, head
 from mbridge_fsdp_ckpt.storage.format.names import Files, token
 from mbridge_fsdp_ckpt.storage.format.told import Told, count_keys, together
@@ -60,7 +61,10 @@ def say_view_left_out(chunks: int) -> None:
 
 @dataclass(slots=True)
 class Job:
-    """One save, as rank 0 does it: it judges the meetings, owns the staging directory, and commits."""
+    """One save, as rank 0 does it: it judges the meetings, owns the staging directory, and commits.
+
+    `working` is the directory that the trainer works in, where that is another process.
+    """
 
     target: AnyPath
     settings: Settings
@@ -68,6 +72,7 @@ class Job:
     values: Mapping[str, Any]
     add_files: Callable[[Path], None] | None
     after_commit: Callable[[], None] | None = None
+    working: Path | None = None
     _commit: Commit | None = field(default=None)
     _replaced: list[AnyPath] = field(default_factory=list)
     _sections: tuple[Section, ...] = field(default=())
@@ -95,7 +100,8 @@ class Job:
         return self._begin()
 
     def _begin(self) -> Place:
-        """Make the staging directory; returns where to write."""
+        """Make the staging directory, unless something else than a checkpoint is in the way; returns where to write."""
+        check_replaceable(self.target, self.working)
         methods.recover(self.target)
         removal.delete_later(methods.condemn_leftovers(self.target, self.settings.commit))
         self._commit = methods.begin(self.target, self.settings.commit)

@@ -54,7 +54,7 @@ def save(manager: Any, directory: str, settings: Settings) -> None:
 
     Args:
         manager: VeRL's `MegatronCheckpointManager`.
-        directory: `.../model/dist_ckpt`, replaced as a whole where it exists.
+        directory: `.../model/dist_ckpt`.  A checkpoint that is there is replaced; see `checkpoint.save`.
         settings: See `Settings`.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +38,35 @@ def seen(trainable: Trainable, action: Callable[[], Any]) -> dict[str, Any]:
 def _save(directory: str, trainable: Trainable, time_limit: float = 30.0) -> None:
     settings = mbridge_fsdp_ckpt.Settings(time_limit=time_limit)
     mbridge_fsdp_ckpt.save(directory, model=trainable.model, optimizer=trainable.optimizer, settings=settings)
+
+
+def save_over(targets: list[str], working: str | None = None) -> dict[str, dict[str, Any]]:
+    """Saves to what must not be replaced, of either kind; then one to a free place, to see that all still meet.
+
+    Args:
+        targets: Each is to be refused.
+        working: Where the job goes after its first save, if it goes anywhere: its writers run by then.
+    """
+    trainable, found = cases.prepared(SMALL, steps=1), {}
+    free = Path(targets[0]).parent / "free"
+    options: dict[str, Any] = {"model": trainable.model, "optimizer": trainable.optimizer}
+    mbridge_fsdp_ckpt.save(free, background=True, **options)
+    mbridge_fsdp_ckpt.finish_saves()
+    before = os.getcwd()  # noqa: PTH109
+    try:
+        os.chdir(working or before)
+        for target in targets:
+            for background in (False, True):
+
+                def action(target: str = target, background: bool = background) -> None:
+                    mbridge_fsdp_ckpt.save(target, background=background, **options)  # type: ignore[call-overload]
+                    mbridge_fsdp_ckpt.finish_saves()
+
+                found[f"{target} {background}"] = seen(trainable, action)
+    finally:
+        os.chdir(before)
+    mbridge_fsdp_ckpt.save(free, **options)
+    return found
 
 
 def save_with_changed_slice(directory: str, shift: int, grow: int) -> dict[str, Any]:

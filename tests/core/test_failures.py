@@ -38,6 +38,42 @@ def test_metadata_that_contradicts_the_shard(
     assert len(oracle.on_disk(target)) > 0
 
 
+def test_a_save_over_anything_but_a_checkpoint_is_refused(megatron_ranks: RankPool, tmp_path: Path) -> None:
+    """The root in the place of an iteration, the working directory, sources, links; waiting and in the background."""
+    runs = tmp_path / "runs"
+    for name in (
+        "iter_0000001/manifest.json",
+        "tensorboard/events",
+        "here/x.py",
+        "sources/train.py",
+        "root/iter_0000001/.metadata",
+    ):
+        (runs / name).parent.mkdir(parents=True, exist_ok=True)
+        (runs / name).write_text(name)
+    (runs / "link").symlink_to("iter_0000001")
+    (runs / "dangling").symlink_to("gone")
+    (runs / "a file").write_text("a file")
+    before = sorted(str(path) for path in tmp_path.rglob("*") if "free" not in path.parts)
+    says = {
+        "sources": "a directory that is no checkpoint, with train.py",
+        ".": "a parent of the working directory",
+        "root": "a root of checkpoints, with iter_0000001",
+        "here": "found the working directory",
+        "link": "found a link to",
+        "dangling": "found a link to gone, which does not exist",
+        "a file": "found a file",
+    }
+    targets = [str(runs / name) for name in says]
+    results = megatron_ranks.run(failures.save_over, targets, str(runs / "here"), ranks=2)
+    for target, text in zip(targets, says.values(), strict=True):
+        for background in (False, True):
+            found = same_on_all([result[f"{target} {background}"] for result in results], "ConfigurationError")
+            assert text in found
+            assert target in found
+    assert sorted(str(path) for path in tmp_path.rglob("*") if "free" not in path.parts) == before
+    assert len(oracle.on_disk(runs / "free")) > 0
+
+
 def test_a_rank_that_does_not_arrive_is_named(megatron_ranks: RankPool, tmp_path: Path) -> None:
     target = tmp_path / "iter_0000001"
     waiting, absent, *others = megatron_ranks.run(failures.save_without_rank_1, str(target), ranks=4)

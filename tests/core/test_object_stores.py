@@ -13,9 +13,10 @@ import pytest
 from upath import UPath
 
 import mbridge_fsdp_ckpt
-from mbridge_fsdp_ckpt.errors import CheckpointError
+from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError
 from mbridge_fsdp_ckpt.storage.commit import methods
 from mbridge_fsdp_ckpt.storage.commit.retention import iterations, prune, reading
+from mbridge_fsdp_ckpt.storage.commit.target import check_replaceable
 from mbridge_fsdp_ckpt.storage.store import as_path
 from mbridge_fsdp_ckpt.testing.models import Recipe
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
@@ -168,6 +169,52 @@ def test_what_has_no_manifest_is_no_checkpoint(environment: dict[str, str], mega
     megatron_ranks.run(train_and_save, f"{root}/iter_0000001", environment, 1, ranks=2)
     assert methods.leftovers(as_path(root)) == []
     assert len(names(f"{root}/iter_0000001")) == len(names(f"{root}/iter_0000002"))
+
+
+REFUSED = {
+    "run/": (["iter_0000001/manifest.json"], "a root of checkpoints, with iter_0000001"),
+    "model": (["dist_ckpt/.metadata", "huggingface/config.json"], "a root of checkpoints, with dist_ckpt"),
+    "hf": (["config.json", "model.safetensors"], "a Hugging Face model"),
+    "torch_dist": (["metadata.json", ".metadata", "__0_0.distcp"], "another format"),
+    "sources": (["train.py", "manifest.json"], "with manifest.json, train.py"),
+}
+
+
+@pytest.mark.parametrize(("name", "files", "says"), [(name, *what) for name, what in REFUSED.items()], ids=REFUSED)
+def test_what_is_no_checkpoint_is_refused(
+    name: str, files: list[str], says: str, environment: dict[str, str], tmp_path: Path
+) -> None:
+    target = as_path(f"s3://{BUCKET}/refused/{name}")
+    for file in files:
+        (target / file).write_text(file)
+    with pytest.raises(ConfigurationError, match=says):
+        check_replaceable(target)
+
+
+def test_a_folder_made_in_a_browser_and_a_dead_saves_objects_are_replaced(
+    environment: dict[str, str], megatron_ranks: RankPool
+) -> None:
+    """Consoles make an empty object of the folder's name; a save that died may have left the caller's files."""
+    directory = f"s3://{BUCKET}/made/iter_0000001"
+    UPath(directory).fs.call_s3("put_object", Bucket=BUCKET, Key="made/iter_0000001/", Body=b"")
+    check_replaceable(as_path(directory))
+    for name in ("__0_0-0123456789ab.distcp", "rank_00000-0123456789ab.index", "assets/vocabulary.txt"):
+        (as_path(directory) / name).write_text("of a dead save")
+    saved = megatron_ranks.run(train_and_save, f"{directory}/", environment, 1, ranks=2)[0]
+    assert megatron_ranks.run(load, directory, environment, ranks=2)[0] == saved
+    assert not any("0123456789ab" in name for name in names(directory))
+
+
+def test_a_save_over_a_root_in_an_object_store_fails_on_all_ranks(
+    environment: dict[str, str], megatron_ranks: RankPool
+) -> None:
+    root = f"s3://{BUCKET}/whole"
+    (as_path(root) / "iter_0000001" / "manifest.json").write_text("{}")
+    written = Fault("mbridge_fsdp_ckpt.storage.format.told:write_file", 0, 5)  # nothing is, so this is not what fails
+    texts = megatron_ranks.run(train_and_save, root, environment, 1, written, ranks=2)
+    assert len(set(texts)) == 1
+    assert "a root of checkpoints" in texts[0]
+    assert names(root) == ["iter_0000001"]
 
 
 def test_old_ones_are_pruned_unless_somebody_reads_them(environment: dict[str, str], megatron_ranks: RankPool) -> None:

@@ -133,7 +133,7 @@ def test_names_of_directories(tmp_path: Path) -> None:
     ):
         assert_shown_not_obeyed(shown(*arguments, code=0))
     assert_shown_not_obeyed(shown("inspect", tmp_path / f"no{EVIL}", code=1))
-    (tmp_path / f".staging-{EVIL}-1").mkdir()
+    (tmp_path / f".staging-{EVIL}-0123456789ab").mkdir()
     assert_shown_not_obeyed(shown("repair", tmp_path, "--force", "--dry-run", code=0))
 
 

@@ -318,15 +318,15 @@ def test_another_rank_may_recover_first(target: Path, monkeypatch: pytest.Monkey
 
 
 def test_leftovers_are_what_dead_saves_leave_and_nothing_else(tmp_path: Path) -> None:
-    for name in ("iter_0000010", "iter_0000020", ".hidden", ".staging-iter_0000030-a", ".replaced-iter_0000010-b"):
+    dead = (".replaced-iter_0000010-0123456789ab", ".staging-iter_0000030-0123456789ab")
+    for name in ("iter_0000010", "iter_0000020", ".hidden", *dead):
         fill(tmp_path / name, name)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("20")
     (tmp_path / ".staging-file").write_text("a file of somebody's")
     (tmp_path / ".latest_checkpointed_iteration.txt.0123456789ab.new").write_text("30")
     assert [path.name for path in methods.leftovers(tmp_path)] == [
         ".latest_checkpointed_iteration.txt.0123456789ab.new",
-        ".replaced-iter_0000010-b",
-        ".staging-iter_0000030-a",
+        *dead,
     ]
     assert methods.leftovers(tmp_path / "no such root") == []
 

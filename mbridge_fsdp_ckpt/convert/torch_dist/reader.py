@@ -14,13 +14,14 @@ import torch
 
 from mbridge_fsdp_ckpt.convert.torch_dist.links import Link
 from mbridge_fsdp_ckpt.plan.boxes import Box, Shape
+from mbridge_fsdp_ckpt.storage.format.names import TORCH_DIST_METADATA
 from mbridge_fsdp_ckpt.storage.source import StoredChunk
 from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 _NOWHERE = Box((), ())
 TORCH_DIST = "torch_dist"
-METADATA, COMMON = "metadata.json", "common.pt"
+METADATA, COMMON = TORCH_DIST_METADATA, "common.pt"
 """Files that only `torch_dist` has; older releases kept non-tensor state in the second."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,13 @@ class Snapshot:
     values: Json
 
 
+def _working_directory() -> str:
+    try:
+        return str(Path.cwd())
+    except FileNotFoundError:
+        return ""
+
+
 @dataclass(frozen=True, slots=True)
 class Order:
     """A save to be done beside the training.
@@ -57,6 +64,7 @@ class Order:
         phases: The clock of the save.
         add_files: See `checkpoint.save`.
         after_commit: See `checkpoint.save`.
+        working: Where the trainer works at the call; empty where that directory was removed.
     """
 
     directory: str
@@ -67,6 +75,7 @@ class Order:
     phases: Phases
     add_files: Callable[[Path], None] | None
     after_commit: Callable[[], None] | None
+    working: str = field(default_factory=_working_directory)
 
     def held_still(self) -> Outcome[Still]:
         """What may change before an optimizer steps, as it is now."""

@@ -189,6 +189,7 @@ class Trainer:
             "save": self._saves,
             "seat": order.seat.to_wire(),
             "target": order.directory,
+            "working": order.working,
             "settings": asdict(order.settings),
             "adds_files": order.add_files is not None,
             "follows_up": order.after_commit is not None,

@@ -100,6 +100,7 @@ class Writer:
             decode_mapping_or_null(asked.get("values")),
             self._add_files if asked["adds_files"] else None,
             self._after_commit if asked["follows_up"] else None,
+            Path(asked["working"]) if asked["working"] else None,
         )
         return run(job, task.planned, task.elements, Watching(phases))
 

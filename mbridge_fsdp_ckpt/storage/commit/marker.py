@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from mbridge_fsdp_ckpt.storage.commit import removal
 from mbridge_fsdp_ckpt.storage.commit.content import Content
 from mbridge_fsdp_ckpt.storage.files import replace_file
-from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, MANIFEST_NAME, suffix_of, token
+from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, MANIFEST_NAME, is_part, suffix_of, token
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 _log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class MarkerCommit:
             return
         doomed = [path for path in _objects(self.directory) if self.suffix in path.name]
         if not (self.directory / MANIFEST_NAME).exists():  # else an older checkpoint has files of these names
-            doomed += self._uploaded
+            doomed = [*self._uploaded, *doomed]  # in this order: see `condemned`
         removal.delete_later(doomed)
 
 
@@ -102,11 +102,21 @@ def dead_objects(directory: AnyPath) -> list[AnyPath]:
     return [] if not directory.is_dir() or (directory / MANIFEST_NAME).exists() else _objects(directory)
 
 
+def condemned(target: AnyPath) -> list[AnyPath]:
+    """Of the objects that dead saves of a target left, those that its next save may delete at once.
+
+    The last one stays until that save commits, and so tells that other files there, which have no name of their own in
+    each save, are nobody's: otherwise `target.check_replaceable` would refuse the target if that save died as well.
+    """
+    return dead_objects(target)[:-1]
+
+
 def remove(directory: AnyPath) -> None:
-    """Delete a checkpoint: first what makes it one, for stock and for us."""
+    """Delete a checkpoint: first what makes it one, for stock and for us; last what tells what the rest was."""
     for name in (DCP_METADATA, MANIFEST_NAME):
         if (directory / name).exists():
             (directory / name).unlink()
-    for path in directory.rglob("*"):
+    rest: list[AnyPath] = [*directory.rglob("*")]
+    for path in sorted(rest, key=lambda path: is_part(path.name)):
         if path.is_file():
             path.unlink()

@@ -31,7 +31,7 @@ def condemn_leftovers(target: AnyPath, method: CommitMethod = "auto") -> list[An
     """
     local = store_of(target).local
     found = [] if local is None else rename.condemn_leftovers(local)
-    return [*found, *marker.dead_objects(target)] if local is None or method == "marker" else found
+    return [*found, *marker.condemned(target)] if local is None or method == "marker" else found
 
 
 def recover(target: AnyPath) -> bool:

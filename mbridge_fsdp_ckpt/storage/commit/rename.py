@@ -28,6 +28,7 @@ from pathlib import Path
 from mbridge_fsdp_ckpt.errors import StorageError
 from mbridge_fsdp_ckpt.storage.commit import lease, removal
 from mbridge_fsdp_ckpt.storage.commit.content import Content
+from mbridge_fsdp_ckpt.storage.commit.target import check_replaceable
 from mbridge_fsdp_ckpt.storage.entries import ExtraEntry
 from mbridge_fsdp_ckpt.storage.file_system import TEMPORARY, sync_directory
 from mbridge_fsdp_ckpt.storage.files import file_checksum, size_of, write_file
@@ -65,6 +66,7 @@ class RenameCommit:
         for folder, _, _ in self.directory.walk():
             if folder != self.directory:
                 sync_directory(folder)
+        check_replaceable(self._target)  # much may have come there while ranks wrote
         content.last_call()
         return put_in_place(self.directory, self._target)
 
@@ -150,7 +152,8 @@ def _condemned(path: Path) -> Path:
 
 def put_aside(root: Path) -> dict[str, Path]:
     """By their targets' names, the directories that stepped aside below a root; of several for one, the newest."""
-    return {target_of(path.name): path for path in sorted(root.glob(f"{REPLACED}*"), key=_modified)}
+    ours = [path for path in root.glob(f"{REPLACED}*") if target_of(path.name)]
+    return {target_of(path.name): path for path in sorted(ours, key=_modified)}
 
 
 def _modified(path: Path) -> float:
@@ -164,7 +167,7 @@ def recover(target: Path) -> bool:
     """Undo a commit that died between its two renames; True where the old checkpoint was moved back.
 
     An empty directory that somebody made in its place is replaced.  One with files in it, but without a head, is left
-    alone, and so is the old checkpoint.
+    alone, and so are a link or a file; the old checkpoint stays aside then.
     """
     if not target.parent.is_dir() or has_head(target):
         return False
@@ -176,7 +179,7 @@ def recover(target: Path) -> bool:
     except FileNotFoundError:  # another rank was first
         return has_head(target)
     except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise
         return has_head(target)
     sync_directory(target.parent)
@@ -191,8 +194,9 @@ def leftovers(root: Path) -> list[AnyPath]:
 def _leftovers(root: Path) -> list[Path]:
     if not root.is_dir():
         return []
-    found = [path for mark in (STAGING, DELETED) for path in root.glob(f"{mark}*") if path.is_dir()]
+    found = [path for mark in (STAGING, DELETED) for path in root.glob(f"{mark}*")]
     found += [path for path in root.glob(f"{REPLACED}*") if has_readable_head(root / target_of(path.name))]
+    found = [path for path in found if target_of(path.name) and path.is_dir() and not path.is_symlink()]
     found += [path for path in root.glob(".*") if TEMPORARY.fullmatch(path.name) and path.is_file()]
     return sorted(found)
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 from mbridge_fsdp_ckpt.storage.commit import methods, removal
 from mbridge_fsdp_ckpt.storage.commit.lease import is_stale, renewing
+from mbridge_fsdp_ckpt.storage.commit.target import obstacle
 from mbridge_fsdp_ckpt.storage.format.head import has_readable_head
-from mbridge_fsdp_ckpt.storage.format.names import READING, beside, iteration_of
+from mbridge_fsdp_ckpt.storage.format.names import READING, beside, is_reading, iteration_of
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 _log = logging.getLogger(__name__)
@@ -47,10 +48,18 @@ def iterations(root: AnyPath) -> list[Iteration]:
 
 
 def prunable(root: AnyPath, keep: int, also_keep: int | None = None) -> list[Iteration]:
-    """Complete checkpoints older than the newest `keep`, without `also_keep` and those being read."""
+    """Complete checkpoints older than the newest `keep`, without `also_keep` and those that `keeps` says stay."""
     complete = [iteration for iteration in iterations(root) if iteration.complete]
     old = complete[: max(0, len(complete) - keep)]
-    return [i for i in old if i.number != also_keep and not being_read(i.directory)]
+    return [i for i in old if i.number != also_keep and not keeps(i.directory)]
+
+
+def keeps(directory: AnyPath) -> str:
+    """Why a complete checkpoint must not be removed, in words; empty where it may be."""
+    if being_read(directory):
+        return "being read"
+    found = obstacle(directory)
+    return found.found if found is not None else ""
 
 
 def prune(root: AnyPath, keep: int, also_keep: int | None = None) -> list[Iteration]:
@@ -64,8 +73,9 @@ def prune(root: AnyPath, keep: int, also_keep: int | None = None) -> list[Iterat
     Returns:
         What was removed.
     """
-    for lease in [lease for lease in root.glob(f"{READING}*") if is_stale(lease)]:
-        lease.unlink(missing_ok=True)
+    marks = [mark for mark in root.glob(f"{READING}*") if is_reading(mark.name)]
+    for mark in [mark for mark in marks if is_stale(mark)]:
+        mark.unlink(missing_ok=True)
     removed = []
     for iteration in prunable(root, keep, also_keep):
         try:
@@ -89,7 +99,7 @@ def prune_later(root: AnyPath, keep: int, also_keep: int | None = None) -> None:
 
 def remove_unless_read(directory: AnyPath) -> bool:
     """Remove one checkpoint, after a newer one was committed; whether it is gone."""
-    if not has_readable_head(directory) or being_read(directory):
+    if not has_readable_head(directory) or keeps(directory):
         return False
     methods.remove(directory)
     return True

@@ -16,6 +16,12 @@ MANIFEST_NAME: Final = "manifest.json"
 DCP_METADATA: Final = ".metadata"
 """Stock's head of a checkpoint; ours may have one beside its own, for stock to read."""
 
+TORCH_DIST_METADATA: Final = "metadata.json"
+"""What Megatron tells a checkpoint in the format `torch_dist` by."""
+
+TRACKER: Final = "latest_checkpointed_iteration.txt"
+"""Megatron's file in the root of a run's checkpoints that names the newest of them."""
+
 INDEXES: Final = "rank_*.index"
 """Pattern of the index files of ranks in a directory."""
 
@@ -29,7 +35,8 @@ READING: Final = ".reading-"
 """What names begin with that stand beside a checkpoint: see `storage.commit.rename` and `.retention`."""
 
 _ITERATION = re.compile(rf"{ITERATION}(\d+)")
-_BESIDE = re.compile(r"\.(?:staging|replaced|deleted)-(.+)-[^-]*", re.DOTALL)
+_BESIDE = re.compile(r"\.(?:staging|replaced|deleted)-(.+)-[0-9a-f]{12}", re.DOTALL)
+_READING = re.compile(r"\.reading-.+-[0-9a-f]{12}", re.DOTALL)
 _PAYLOAD = re.compile(r"__(\d+)_\d+.*\.distcp")
 _SUFFIXED = re.compile(r"(?:__\d+_\d+|(?:rank|group)_\d+)(-[0-9a-f]{12})\.(?:distcp|index)")
 _PART = re.compile(
@@ -95,6 +102,11 @@ def is_part(name: str) -> bool:
     return _PART.fullmatch(name) is not None
 
 
+def is_head(name: str) -> bool:
+    """Whether a file is what makes a directory a checkpoint: our head, or stock's."""
+    return name in (MANIFEST_NAME, DCP_METADATA)
+
+
 def iteration_name(number: int) -> str:
     """An iteration's directory."""
     return f"{ITERATION}{number:07d}"
@@ -115,3 +127,8 @@ def target_of(name: str) -> str:
     """The name of the checkpoint that a directory was staged for, replaced by or deleted as; empty for other names."""
     match = _BESIDE.fullmatch(name)
     return match[1] if match else ""
+
+
+def is_reading(name: str) -> bool:
+    """Whether a file says that somebody reads the checkpoint beside it."""
+    return _READING.fullmatch(name) is not None

@@ -95,6 +95,11 @@ def _with_reasons(outcomes: Outcomes) -> list[str]:
     return _table(("what was attacked", "cases", "what happened", "why what was accepted is harmless"), rows)
 
 
+def _of_optimizers(outcomes: Outcomes) -> list[str]:
+    rows = [(kind, _number(sum(counts.values())), _said(counts)) for kind, counts in outcomes.items()]
+    return _table(("what was otherwise", "cases", "what happened"), rows)
+
+
 def _of_plans(outcomes: Outcomes) -> list[str]:
     rows = [
         (kind.replace("_", " "), _number(sum(counts.values())), _number(counts.get("refused", 0)), _passed(counts))
@@ -172,6 +177,7 @@ TABLES = {
     "kill_steps": _of_kills,
     "kill_moments": _of_kills,
     "kill_beside": _of_deaths,
+    "optimizers": _of_optimizers,
     "plans": _of_plans,
 }
 

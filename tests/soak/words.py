@@ -54,6 +54,16 @@ MATRICES = {
         "resume finds the older or the newer checkpoint, bit for bit: the newer one if anybody was told that it is "
         "there.",
     ),
+    "optimizers": (
+        "Loads of every optimizer",
+        "A checkpoint of one job is loaded by another, in which something is otherwise: torch's AdamW, with and "
+        "without amsgrad, SGD with momentum, an optimizer of somebody's own, Transformer Engine's FusedAdam with "
+        "moments in fp32, bf16 and fp16 or with fp32 copies of bf16 weights, and Megatron's HybridDeviceOptimizer. "
+        "Memory that nothing has written is NaN. A case passes if every element of weights, optimizer state, copies of "
+        "weights and numbers of param groups is what an oracle apart from the package says, and three steps go as "
+        "those of the job that saved do, where they must; or if all ranks raise the same named error, where the load "
+        "may be refused, and nothing has changed.",
+    ),
     "plans": (
         "Damaged plans",
         "Random plans of random jobs are damaged, and elements are counted. A case passes if what the first meeting "

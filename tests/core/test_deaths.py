@@ -28,7 +28,7 @@ LOAD_STEPS = {
     "reading": "loading.opened:open_and_match",
     "verifying": "loading.opened:check_coverage",
     "staging": "loading.fill:_Filling.finish",
-    "filling": "loading.fill:_install",
+    "filling": "loading.state:install",
 }
 SHARED_STEPS = {
     "connecting": "loading.exchange:_Circle.join",

@@ -23,7 +23,7 @@ from tests.soak.optimizer_cases import ANOTHER, CHANGES, KINDS, Case, matrix
 from tests.soak.optimizers import Ended
 
 RANKS = 2
-SHARE = 16  # one in so many cases runs by default
+SHARE = 24  # one in so many cases runs by default
 AT_ONCE = 24  # cases of one world
 
 

@@ -76,7 +76,7 @@ def seen(trainable: Trainable) -> Snapshot:
     for group in groups:
         numbers = {name: _copied(value) for name, value in group.items() if name not in _NO_NUMBERS | _CONSTRUCTION}
         for parameter in group["params"]:
-            for component in _components(names[id(parameter)]):
+            for component in components_of(names[id(parameter)]):
                 found.numbers[component] = numbers
     found.names = [group.get("param_names") for group in groups]
     return found
@@ -139,13 +139,14 @@ def _assembled(blocks: list[Any]) -> torch.Tensor:
     return whole
 
 
-def _components(name: str) -> list[str]:
+def components_of(name: str) -> list[str]:
+    """What a parameter is stored as."""
     return [f"{name}_w", f"{name}_v"] if name.endswith("linear_fc1.weight") else [name]
 
 
 def _taken_apart(name: str, tensor: torch.Tensor, tensor_parallel: int) -> list[tuple[str, torch.Tensor]]:
     """Gate and up projection lie one after the other in each tensor-parallel rank's part."""
-    names = _components(name)
+    names = components_of(name)
     if len(names) == 1 or not tensor.dim():
         return [(each, tensor) for each in names]
     halves = [part.chunk(2) for part in tensor.chunk(tensor_parallel)]
@@ -172,13 +173,13 @@ def missing(case: Case, name: str, slot: str) -> bool:
     """Whether the checkpoint lacks a slot of a component."""
     first = next(iter(case.kinds[0].slots))
     if case.how.lacks == "state":
-        return name in _components(FUSED_WEIGHT)
+        return name in components_of(FUSED_WEIGHT)
     return case.how.lacks != "" and (name, slot) == (lacking(case), first)
 
 
 def lacking(case: Case) -> str:
     """The component of which the checkpoint lacks a slot."""
-    return _components(FUSED_WEIGHT)[case.how.lacks == "other slot"]
+    return components_of(FUSED_WEIGHT)[case.how.lacks == "other slot"]
 
 
 def included(key: str) -> bool:

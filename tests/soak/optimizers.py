@@ -18,6 +18,7 @@ from mbridge_fsdp_ckpt.errors import CheckpointError, InternalError, LoadInterru
 from mbridge_fsdp_ckpt.testing.models import Trainable
 from tests.patched import patched
 from tests.soak import optimizer_oracle as oracle
+from tests.soak import optimizer_twin as twin_of
 from tests.soak.optimizer_cases import FROZEN, FUSED_WEIGHT, TOKENS, Case, Job, may_be_refused, trains_alike
 from tests.soak.optimizer_jobs import LOADS, SAVES, built, made_special, train, without_scale
 from tests.soak.optimizer_oracle import Snapshot
@@ -140,7 +141,7 @@ def _load(case: Case, saved: Saved) -> Ended:
         wrong += _differences(before, after, None)
     wrong = _told_by_all(wrong)
     if error is None and not wrong:
-        wrong = _told_by_all(_trained(trainable, case, saved))
+        wrong = _told_by_all(_trained(trainable, case, saved, _twin(case, after)))
     return Ended("loaded" if error is None else type(error).__name__, str(error or ""), wrong)
 
 
@@ -171,7 +172,16 @@ def _loaded(trainable: Trainable, case: Case, directory: str) -> Exception | Non
     return None
 
 
-def _trained(trainable: Trainable, case: Case, saved: Saved) -> list[str]:
+def _twin(case: Case, after: Snapshot) -> Trainable | None:
+    """A job set by hand to what is live, which is what the oracle says; None where the saved one tells of the steps."""
+    if trains_alike(case) == "exactly":
+        return None
+    twin = built(case.live, case.how.live, LOADS)
+    twin_of.put(twin, after)
+    return twin
+
+
+def _trained(trainable: Trainable, case: Case, saved: Saved, twin: Trainable | None) -> list[str]:
     """What is wrong with the steps after a load."""
     errors: list[str] = []
     without_scale(trainable)
@@ -200,6 +210,13 @@ def _trained(trainable: Trainable, case: Case, saved: Saved) -> list[str]:
         for slot, tensor in slots.items()
         if not _finite(tensor)
     ]
+    if twin is not None:
+        without_scale(twin)
+        losses_of_twin = train(twin, range(case.how.saved.steps, case.how.saved.steps + STEPS))
+        wrong += [f"losses {losses}, of a job set by hand {losses_of_twin}"] * (losses != losses_of_twin)
+        wrong += [
+            f"{text}, as of a job set by hand" for text in _differences(oracle.seen(twin), end, None, slots=False)
+        ]
     if alike == "exactly":
         wrong += [f"losses {losses}, not {saved.losses}"] * (losses != saved.losses)
         wrong += _differences(saved.end, end, None, slots=False) if saved.end is not None else []

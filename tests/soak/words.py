@@ -60,9 +60,9 @@ MATRICES = {
         "without amsgrad, SGD with momentum, an optimizer of somebody's own, Transformer Engine's FusedAdam with "
         "moments in fp32, bf16 and fp16 or with fp32 copies of bf16 weights, and Megatron's HybridDeviceOptimizer. "
         "Memory that nothing has written is NaN. A case passes if every element of weights, optimizer state, copies of "
-        "weights and numbers of param groups is what an oracle apart from the package says, and three steps go as "
-        "those of the job that saved do, where they must; or if all ranks raise the same named error, where the load "
-        "may be refused, and nothing has changed.",
+        "weights and numbers of param groups is what an oracle apart from the package says, and three steps equal "
+        "those of the job that saved, or of one that the oracle has set by hand; or if all ranks raise the same named "
+        "error, where the load may be refused, and nothing has changed.",
     ),
     "plans": (
         "Damaged plans",

@@ -49,7 +49,7 @@ def run(
         if found.with_state:
             steps.append(loss_scales.restoration(values, wanted.optimizer))
         staged = fill.prepare(found, agreement, shared=shared, phases=phases, progress=progress)
-        return _Prepared(staged, read, steps, state.unknown_origin(found, staged.allocated)[:NAMED])
+        return _Prepared(staged, read, steps, state.unknown_slots(found, staged.allocated)[:NAMED])
 
     with ExitStack() as stack:
         progress = stack.enter_context(job_bar(agreement.rank, wanted=settings.progress))

@@ -177,21 +177,23 @@ def _copy(plan: ParameterPlan, regions: list[_Region], destination: torch.Tensor
         piece.block(destination)[index].copy_(piece.block(source)[index])
 
 
-def unknown_origin(opened: Opened, allocated: list[Allocated]) -> list[str]:
+def unknown_slots(opened: Opened, allocated: list[Allocated]) -> list[str]:
     """Slots of which nobody knows whether they are made of weights, and that a load leaves, or fills with zeros.
 
     Slots of weights that a load changes, if it does not read them; and slots of which the checkpoint lacks elements.
     """
-    found = set[str]()
+    found, known = set[str](), STATISTICS | {MASTER}
     for part in opened.parts if opened.with_weights and not opened.with_state else ():
         for parameter, plan in part.parameters():
             if any(opened.covered(plan.model_key(piece.component), piece.box) for piece in plan.pieces):
                 found |= _sharded_slots(part, parameter)
     for item in allocated:
         for name, slot in item.slots.items():
-            if slot.kind == "sharded" and _covered_elements(opened, item.plan, name) < slot.tensor.numel():
+            if name in known or slot.kind != "sharded":
+                continue
+            if _covered_elements(opened, item.plan, name) < slot.tensor.numel():
                 found.add(name)
-    return sorted(found - STATISTICS - {MASTER})
+    return sorted(found - known)
 
 
 def _sharded_slots(part: OptimizerPart, parameter: torch.Tensor) -> set[str]:

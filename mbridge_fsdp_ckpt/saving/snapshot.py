@@ -22,7 +22,7 @@ from mbridge_fsdp_ckpt.live.holdings import (
 from mbridge_fsdp_ckpt.live.marks import marks_of_job
 from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module
 from mbridge_fsdp_ckpt.live.optimizer import loss_scales
-from mbridge_fsdp_ckpt.live.optimizer.adapters import grouped, refuse_state_of_nothing
+from mbridge_fsdp_ckpt.live.optimizer.adapters import grouped, refuse_global_state
 from mbridge_fsdp_ckpt.live.optimizer.base import Grouped
 from mbridge_fsdp_ckpt.live.planned import Planned, PlannedTensors, Remembered, plan_with_parts, remember
 from mbridge_fsdp_ckpt.live.topology import sharding_strategy
@@ -149,7 +149,7 @@ def look(
     require("save and load")
     module = find_fsdp_module(model)
     if optimizer is not None:
-        refuse_state_of_nothing(optimizer)
+        refuse_global_state(optimizer)
         loss_scales.check_name(values, optimizer)
     job = marks_of_job()
     tensors, modules = remember(module, job) if beside else plan_with_parts(module, job)

@@ -46,7 +46,7 @@ def adapter_for(optimizer: Any) -> OptimizerAdapter:
     )
 
 
-def refuse_state_of_nothing(optimizer: Any) -> None:
+def refuse_global_state(optimizer: Any) -> None:
     """Refuse to save an optimizer with state that belongs to no parameter: no load could bring it back.
 
     Parameters that were taken out of their param groups are not stepped any more: their state is not saved.

@@ -206,9 +206,8 @@ def _is_sharded_like(value: torch.Tensor, parameter: torch.Tensor, *, is_local: 
 def _described(value: object) -> str:
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
-    placements = getattr(value, "placements", None)
-    kind = "tensor" if placements is None else f"DTensor of placements {placements} and"
-    return f"{kind} of shape {tuple(value.shape)}" if placements is None else f"{kind} shape {tuple(value.shape)}"
+    shape, placements = f"shape {tuple(value.shape)}", getattr(value, "placements", None)
+    return f"tensor of {shape}" if placements is None else f"DTensor of placements {placements} and {shape}"
 
 
 def empty_slot(parameter: torch.Tensor, spec: SlotSpec, device: torch.device) -> Slot:

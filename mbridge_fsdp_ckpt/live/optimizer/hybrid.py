@@ -81,13 +81,13 @@ class HybridAdapter:
 
     def class_name(self, parameter: torch.Tensor) -> str:
         """See `OptimizerAdapter`: that of the inner optimizer."""
-        inner = self._inner(parameter)
-        return self._owners[id(inner)][0].class_name(inner)
+        adapter, inner = self._inside(parameter)
+        return adapter.class_name(inner)
 
     def expected(self, parameter: torch.Tensor, kept_by: str | None) -> dict[str, SlotSpec] | None:
         """See `OptimizerAdapter`."""
-        inner = self._inner(parameter)
-        kept = self._owners[id(inner)][0].expected(inner, kept_by)
+        adapter, inner = self._inside(parameter)
+        kept = adapter.expected(inner, kept_by)
         if kept is None:
             return None
         own = {name: spec for name, spec in kept.items() if name != MASTER}
@@ -95,25 +95,23 @@ class HybridAdapter:
 
     def counter(self, parameter: torch.Tensor) -> Hyperparameters | None:
         """See `OptimizerAdapter`."""
-        inner = self._inner(parameter)
-        return self._owners[id(inner)][0].counter(inner)
+        adapter, inner = self._inside(parameter)
+        return adapter.counter(inner)
 
     def allocate(self, parameter: torch.Tensor, specs: dict[str, SlotSpec]) -> dict[str, Slot]:
         """See `OptimizerAdapter`."""
-        inner = self._inner(parameter)
-        own = {name: spec for name, spec in specs.items() if name != MASTER}
-        slots = self._owners[id(inner)][0].allocate(inner, own)
+        adapter, inner = self._inside(parameter)
+        slots = adapter.allocate(inner, {name: spec for name, spec in specs.items() if name != MASTER})
         if MASTER in specs:
             slots[MASTER] = Slot("sharded", torch.empty_like(local_shard(inner)).reshape(-1))
         return slots
 
     def install(self, parameter: torch.Tensor, slots: dict[str, Slot], step: float | None) -> None:
         """See `OptimizerAdapter`."""
-        inner = self._inner(parameter)
+        adapter, inner = self._inside(parameter)
         if MASTER in slots:
             local_shard(inner).copy_(slots[MASTER].tensor.view(inner.shape))
-        own = {name: slot for name, slot in slots.items() if name != MASTER}
-        self._owners[id(inner)][0].install(inner, own, step)
+        adapter.install(inner, {name: slot for name, slot in slots.items() if name != MASTER}, step)
 
     def refresh(self, parameter: torch.Tensor, copy: Copy) -> None:
         """See `OptimizerAdapter`."""
@@ -128,6 +126,11 @@ class HybridAdapter:
             adapter.finish(None if groups is None else [{} for _ in adapter.groups()])  # it counts by itself
         self.optimizer._sync_hdo_param_groups_to_sub_optimizers()
         self.optimizer._sync_sub_optimizers_state_to_hdo()
+
+    def _inside(self, parameter: torch.Tensor) -> tuple[OptimizerAdapter, torch.Tensor]:
+        """The adapter of the optimizer that updates the parameter, and the parameter as it has it."""
+        inner = self._inner(parameter)
+        return self._owners[id(inner)][0], inner
 
     def _inner(self, parameter: torch.Tensor) -> torch.Tensor:
         inner: torch.Tensor = self.optimizer.param_to_inner_param[parameter]

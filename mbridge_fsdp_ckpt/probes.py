@@ -50,7 +50,7 @@ _LM = "megatron.training"
 
 _TOUCHED: dict[Need, dict[str, dict[str, str]]] = {
     "save and load": {
-        "agree/agreement.py": {"torch.distributed.distributed_c10d": "_get_default_store"},
+        "agree/incarnation.py": {"torch.distributed.distributed_c10d": "_get_default_store"},
         "loading/connections.py": {
             "torch.distributed.distributed_c10d": "ProcessGroupGloo._Options ProcessGroupGloo.create_default_device",
         },

@@ -149,7 +149,7 @@ def _serve(folder: Path) -> None:
 
 def _attend(folder: Path, size: int, port: int, repeats: int, rank: int) -> None:
     store = Counted(port)
-    agreement = Agreement("scale", rank, size, _LIMIT_S, store)  # type: ignore[arg-type]
+    agreement = Agreement("scale", rank, size, _LIMIT_S, store)
     message = [(rank + 1) * bucket * 0x9E3779B97F4A7C15 % PRIME for bucket in range(sketches.BUCKETS)]
 
     def tree(number: int) -> None:

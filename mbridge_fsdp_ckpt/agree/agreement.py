@@ -4,8 +4,9 @@ No collective.  Ranks meet in the job's rendezvous store, where waiting has a ti
 by name (`meeting`).  A collective has neither: a rank that raised before it leaves the others waiting until a watchdog
 ends the job.
 
-Who comes first in a sequence writes what it begins: whoever begins something else fails at once, and with it all.
-Rank 0 serves the store in many jobs: after the last word of a sequence it stays a little, until everyone has read it.
+Rank 0 names each sequence, and says what it begins (`incarnation`): whoever begins something else fails, and with it
+all.  Rank 0 serves the store in many jobs: after the last word of a sequence it stays a little, until everyone has
+read it.
 
 Cost: a constant number of store requests a rank, however many ranks there are.  Messages are combined on a tree
 (`protocol`), bounded by who combines them: nobody handles one of every rank.
@@ -13,21 +14,27 @@ Cost: a constant number of store requests a rank, however many ranks there are. 
 
 from __future__ import annotations
 
-import json
-import os
-import socket
+import logging
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from mbridge_fsdp_ckpt.agree.meeting import HOSTS, Meeting, lost
+from mbridge_fsdp_ckpt.agree.connection import Connection, Store
+from mbridge_fsdp_ckpt.agree.incarnation import client, hosts_of, incarnation
+from mbridge_fsdp_ckpt.agree.meeting import Meeting, lost
 from mbridge_fsdp_ckpt.agree.protocol import Node
 from mbridge_fsdp_ckpt.agree.signs import STORE_ERRORS, Signs, Watch
-from mbridge_fsdp_ckpt.agree.wire import Combining, Judging, combined, judged, nothing, to_wire
+from mbridge_fsdp_ckpt.agree.wire import Combining, Judging, combined, judged, to_wire
 from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError
 from mbridge_fsdp_ckpt.settings import DEFAULT_STORAGE_LIMIT, DEFAULT_TIME_LIMIT
+
+_log = logging.getLogger(__name__)
+_spent: dict[tuple[str, int], deque[list[str]]] = {}
+"""Keys of the last sequences of a kind, of each rank that this process attends for; see `Agreement._tidy`."""
+_KEPT = 2
 
 
 @dataclass(slots=True)
@@ -43,19 +50,22 @@ class Agreement:
         store: The store they meet in; None with a single rank.
         storage_limit: Seconds that a rank may be inside one call of the storage, without a step of its own.
         on_beat: Called with every step, in the thread that works.
+        owned: The connection behind the store, where it is this agreement's alone.
     """
 
     name: str
     rank: int
     world_size: int
     time_limit: float
-    store: dist.Store | None = None
+    store: Store | None = None
     storage_limit: float = DEFAULT_STORAGE_LIMIT
     on_beat: Callable[[], None] = lambda: None
+    owned: Connection | None = None
     _meetings: int = field(default=0)
     _sealed: bool = field(default=False)
     _last: Meeting | None = field(default=None)
-    _begun: str | None = field(default=None)
+    _ended: bool = field(default=False)
+    _keys: list[str] = field(default_factory=list)
     _signs: Signs = field(init=False)
 
     def __post_init__(self) -> None:
@@ -65,32 +75,6 @@ class Agreement:
     def leads(self) -> int | None:
         """This rank, if it leads a group, where the messages of the group meet: each rank is in one; see `protocol`."""
         return self.rank if Node(self.rank, self.world_size).leads else None
-
-    def begin(self, purpose: str) -> None:
-        """Before the first meeting: what this rank is about to do, and where.
-
-        Raises:
-            ConfigurationError: The ranks begin different things.
-        """
-        if self.store is None:
-            return
-        own = json.dumps([self.rank, purpose])
-        first, begun = json.loads(self.store.compare_set(f"{self.name}/purpose", "", own))
-        if begun == purpose:
-            self._begun = f"{self.name}/begun"
-            if self.rank == 0:
-                self.store.set(self._begun, "")
-            return
-        named = sorted([(first, begun), (self.rank, purpose)])
-        error = ConfigurationError(
-            expected="all ranks to begin the same save or load",
-            found=", ".join(f"rank {rank}: {what}" for rank, what in named),
-            remedy="Call save and load in the same order and with the same directory on every rank.",
-        )
-        self._enter(self.store, "beginning", self._meetings + 1).claim(to_wire(error, "beginning", self.rank))
-        if self.rank == 0:
-            self.store.set(f"{self.name}/begun", "")
-        self.meet("beginning", error, nothing, nothing)
 
     def meet[M, V](self, phase: str, message: M | CheckpointError, judge: Judging[M, V], combine: Combining[M]) -> V:
         """Bring a message; get what `judge`, called on rank 0 with all messages combined, returns.
@@ -111,22 +95,53 @@ class Agreement:
             whole = wire if "failed" in wire else combined([wire["value"]], combine, phase, self.rank)
             verdict = judged(whole, judge, phase)
         else:
-            self._last = self._enter(self.store, phase, self._meetings)
+            self._last = self._enter(self.store, phase)
             verdict = self._last.meet(wire, judge, combine)
+            self._keys += self._last.keys(failed="failed" in verdict)
         if "failed" in verdict:
             self.end()
             raise CheckpointError.from_wire(verdict["failed"])
         return verdict["value"]
 
-    def _enter(self, store: dist.Store, phase: str, number: int) -> Meeting:
-        name = f"{self.name}/{number}"
-        limit, signs, begun = self.time_limit, self._signs, self._begun if number == 1 else None
-        return Meeting(store, name, phase, self.rank, self.world_size, limit, signs, lambda: self.on_beat(), begun)
+    def _enter(self, store: Store, phase: str) -> Meeting:
+        name, hosts = f"{self.name}/{self._meetings}", hosts_of(self.name)
+        signs = self._signs
+        return Meeting(
+            store, name, phase, self.rank, self.world_size, self.time_limit, signs, lambda: self.on_beat(), hosts
+        )
 
     def end(self) -> None:
         """After the last meeting: rank 0 stays until the others have read the verdict.  An error is a last word too."""
-        if self._last is not None:
+        if self._last is None or self.store is None or self._ended:
+            return
+        self._ended = True
+        try:
+            if self.rank == 0:
+                self.store.set(f"{self.name}/over", "")
+                self._keys += [f"{self.name}/open", f"{self.name}/over"]
             self._last.leave()
+            self._tidy(self.store)
+        except STORE_ERRORS as error:  # the verdict is known here, and that is all that counts
+            _log.info("rank %d does not hear the end of %s: %s", self.rank, self.name, error)
+
+    def _tidy(self, store: Store) -> None:
+        """Delete this rank's keys of an earlier sequence.  Those of the last ones are kept: who is late reads them."""
+        spent = _spent.setdefault((self.name.rpartition("/")[0], self.rank), deque())
+        spent.append(self._keys)
+        while len(spent) > _KEPT:
+            for key in spent.popleft():
+                store.delete_key(key)
+
+    def close(self) -> None:
+        """Let go of a connection of its own."""
+        self.on_beat = lambda: None  # whoever it is bound to may refer to this
+        if self.owned is not None:
+            self.owned.close()
+
+    def own_store(self) -> dist.TCPStore:
+        """The job's store over a connection of its own, for what waits inside it."""
+        job = incarnation()
+        return client(job.host, job.port, self.time_limit)
 
     def seal(self) -> None:
         """Before a judge does what cannot be undone: from here on the others wait for it.
@@ -182,19 +197,18 @@ def next_agreement(
 
     Raises:
         ConfigurationError: A limit is not positive, or the ranks begin different things.
-        RankMissingError: The store does not answer.
+        RankMissingError: The store does not answer, or rank 0 has not begun.
     """
     check_limits(time_limit, storage_limit)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Agreement(purpose, 0, 1, time_limit)
-    store, rank = default_store(), dist.get_rank()
+    job = incarnation()
     try:
-        name = next_name(store, rank, "agreements")
-        agreement = Agreement(name, rank, dist.get_world_size(), time_limit, store, storage_limit)
-        agreement.begin(purpose)
+        name = job.join("call", purpose, "", (time_limit, storage_limit)).name
+        store = job.store(time_limit, "call")
     except STORE_ERRORS as error:
-        raise lost(error, purpose, rank) from error
-    return agreement
+        raise lost(error, purpose, job.rank) from error
+    return Agreement(name, job.rank, job.world_size, time_limit, store, storage_limit)
 
 
 def check_limits(time_limit: float, storage_limit: float) -> None:
@@ -213,23 +227,3 @@ def check_limits(time_limit: float, storage_limit: float) -> None:
                 found=str(limit),
                 remedy=f"Set {name}_limit to {usual:g}, say.",
             )
-
-
-def next_name(store: dist.Store, rank: int, kind: str) -> str:
-    """The name of the next sequence of a kind: all ranks come to the same one, if they begin the same things in order.
-
-    It is counted in the store: a new process group starts anew.
-    """
-    job = f"mbridge_fsdp_ckpt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    number = store.add(f"{job}/{rank}/{kind}", 1)
-    if number == 1:
-        store.set(f"{HOSTS}/{rank}", socket.gethostname())
-    return f"{job}/{kind}/{number}"
-
-
-def default_store() -> dist.Store:
-    """The rendezvous store of the default process group (torch 2.13 `distributed_c10d._get_default_store`)."""
-    from torch.distributed import distributed_c10d
-
-    store: dist.Store = distributed_c10d._get_default_store()
-    return store

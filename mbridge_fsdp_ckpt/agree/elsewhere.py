@@ -3,45 +3,54 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, fields
-from datetime import timedelta
+from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 import torch.distributed as dist
 
-from mbridge_fsdp_ckpt.agree.agreement import Agreement, check_limits, default_store, next_name
+from mbridge_fsdp_ckpt.agree.agreement import Agreement, check_limits
+from mbridge_fsdp_ckpt.agree.incarnation import Incarnation, Opened, connection, incarnation
 from mbridge_fsdp_ckpt.agree.meeting import lost
 from mbridge_fsdp_ckpt.agree.signs import STORE_ERRORS, key_of
-from mbridge_fsdp_ckpt.errors import ConfigurationError
+from mbridge_fsdp_ckpt.errors import CheckpointError
 
 
-class _Name:
-    """The name of a sequence, which the store is asked for once, by the thread that first needs it.
-
-    Names are given in the order in which sequences began: who asks for one asks for those before it, too.
+@dataclass(slots=True)
+class _Joining:
+    """The next sequence of a job: rank 0 opens it, all others ask for it, once, in the thread that first needs it.
 
     Args:
-        store: The store: the job may have left its process group when it is asked.
-        rank: Who asks.
-        before: The name before, if there is one.
+        job: The job: it may have left its process group when it is asked.
     """
 
-    def __init__(self, store: dist.Store, rank: int, before: _Name | None) -> None:
-        self._rank, self._known, self._asking = rank, "", threading.Lock()
-        self._to_ask: tuple[dist.Store, _Name | None] | None = (store, before)  # a store serves while it is known
+    job: Incarnation
+    _asking: threading.Lock = field(default_factory=threading.Lock)
+    _found: Opened | CheckpointError | None = field(default=None)
+    _said: list[str] = field(default_factory=list)
 
-    def get(self) -> str:
-        """The name; one request to the store, the first time."""
+    def join(self, seat: Seat, note: str = "") -> Opened:
+        """See `Incarnation.join`; the same answer, or error, for all that ask."""
         with self._asking:
-            if self._to_ask is not None:
-                store, before = self._to_ask
-                if before is not None:
-                    before.get()
-                self._known, self._to_ask = next_name(store, self._rank, "beside"), None
-            return self._known
+            if self._found is None:
+                limits = seat.time_limit, seat.storage_limit
+                try:
+                    self._found = self.job.join("async", seat.purpose, note, limits)
+                except CheckpointError as error:
+                    self._found = error
+                except STORE_ERRORS as error:
+                    self._found = lost(error, seat.purpose, seat.rank)
+            if isinstance(self._found, CheckpointError):
+                raise self._found
+            return self._found
 
-
-_last: _Name | None = None
+    def first_says(self, seat: Seat, word: str, about: str) -> str:
+        """See `Seat.first_says`."""
+        store, key = self.job.store(seat.time_limit, "call"), f"{self.join(seat).name}/{about}"
+        said = store.compare_set(key, "", word).decode()
+        self._said.append(key)
+        if seat.rank == 0 and len(self._said) > 2:  # nobody is two questions behind
+            store.delete_key(self._said.pop(0))
+        return said
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +75,7 @@ class Seat:
     storage_limit: float
     host: str = ""
     port: int = 0
-    named: str | _Name = ""
+    named: str | _Joining = ""
 
     @classmethod
     def next(cls, purpose: str, time_limit: float, storage_limit: float) -> Self:
@@ -77,28 +86,22 @@ class Seat:
         Raises:
             ConfigurationError: A limit is not positive, or another process cannot reach the job's store.
         """
-        global _last
         check_limits(time_limit, storage_limit)
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         if world_size == 1:
             return cls(purpose, 0, 1, time_limit, storage_limit)
-        store, rank = served_store(), dist.get_rank()
-        _last = _Name(store, rank, _last)
-        return cls(purpose, rank, world_size, time_limit, storage_limit, store.host, store.port, _last)
+        job = incarnation()
+        return cls(purpose, job.rank, world_size, time_limit, storage_limit, job.host, job.port, _Joining(job))
 
     @property
     def name(self) -> str:
-        """Of the sequence; empty with a single rank.  Perhaps one request to the store.
+        """Of the sequence; empty with a single rank.  Perhaps requests to the store.
 
         Raises:
-            RankMissingError: The store does not answer.
+            ConfigurationError: The ranks begin different things.
+            RankMissingError: The store does not answer, or rank 0 has not begun.
         """
-        if isinstance(self.named, str):
-            return self.named
-        try:
-            return self.named.get()
-        except STORE_ERRORS as error:
-            raise lost(error, self.purpose, self.rank) from error
+        return self.named if isinstance(self.named, str) else self.named.join(self).name
 
     @classmethod
     def from_wire(cls, data: dict[str, Any]) -> Self:
@@ -109,62 +112,59 @@ class Seat:
         """As JSON-able data.
 
         Raises:
-            RankMissingError: See `name`.
+            CheckpointError: See `name`.
         """
         return {field.name: getattr(self, field.name) for field in fields(self)} | {"named": self.name}
 
-    def first_says(self, word: str, about: str = "first") -> str:
+    def rank_0_says(self, word: str) -> str:
+        """What rank 0 says as it begins the sequence; all ranks ask before anything else.
+
+        Args:
+            word: What this rank would say.
+
+        Raises:
+            CheckpointError: See `name`.
+        """
+        return word if isinstance(self.named, str) else self.named.join(self, word).note
+
+    def first_says(self, word: str, about: str) -> str:
         """What the first of all ranks says that asks; one request to the store.
 
         Args:
             word: What this rank would say.
-            about: What it is asked about.
+            about: What it is asked about: the same word on all ranks, the number of a step say.
 
         Raises:
-            RankMissingError: The store does not answer.
+            CheckpointError: See `name`.
         """
-        if not self.name:
+        if isinstance(self.named, str):
             return word
         try:
-            return served_store().compare_set(f"{self.name}/{about}", "", word).decode()
+            return self.named.first_says(self, word, about)
         except STORE_ERRORS as error:
             raise lost(error, self.purpose, self.rank) from error
 
-    def vouch(self, store: dist.Store) -> None:
-        """Give a sign of life, in the job's store, for whoever is about to take the seat."""
-        store.add(key_of(self.name), 1)
-
-    def take(self) -> Agreement:
-        """Attend in the rank's place, over a connection of one's own.
+    def vouch(self) -> None:
+        """Give a sign of life for whoever is about to take the seat.  Of the rank's own process.
 
         Raises:
-            ConfigurationError: The ranks begin different things.
-            RankMissingError: The store does not answer.
+            CheckpointError: See `name`.
         """
-        if not self.name:
-            return Agreement(self.purpose, 0, 1, self.time_limit, storage_limit=self.storage_limit)
+        if isinstance(self.named, str):
+            return
         try:
-            store = dist.TCPStore(self.host, self.port, None, False, timedelta(seconds=self.time_limit))
-            agreement = Agreement(self.name, self.rank, self.world_size, self.time_limit, store, self.storage_limit)
-            agreement.begin(self.purpose)
+            self.named.job.store(self.time_limit, "async").add(key_of(self.name), 1)
         except STORE_ERRORS as error:
             raise lost(error, self.purpose, self.rank) from error
-        return agreement
 
+    def take(self) -> Agreement:
+        """Attend in the rank's place, over a connection of one's own: see `Agreement.close`.
 
-def served_store() -> dist.TCPStore:
-    """The job's rendezvous store below all prefixes, as another process sees it.
-
-    Raises:
-        ConfigurationError: It is none that others can connect to.
-    """
-    store = default_store()
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    if not isinstance(store, dist.TCPStore):
-        raise ConfigurationError(
-            expected="a job that met in a TCPStore (init_method='env://' or 'tcp://', torchrun), to save beside it",
-            found=type(store).__name__,
-            remedy="Start it with torchrun, or save without background=True.",
-        )
-    return store
+        Raises:
+            CheckpointError: See `name`.
+        """
+        name, limits = self.name, (self.time_limit, self.storage_limit)
+        if not name:
+            return Agreement(self.purpose, 0, 1, limits[0], storage_limit=limits[1])
+        own = connection(self.host, self.port, limits[0])
+        return Agreement(name, self.rank, self.world_size, limits[0], own.within(limits[0]), limits[1], owned=own)

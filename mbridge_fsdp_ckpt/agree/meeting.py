@@ -20,6 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mbridge_fsdp_ckpt.agree import protocol
+from mbridge_fsdp_ckpt.agree.connection import Store
 from mbridge_fsdp_ckpt.agree.protocol import (
     NAMES,
     OUTCOME,
@@ -41,9 +42,6 @@ from mbridge_fsdp_ckpt.agree.protocol import (
 from mbridge_fsdp_ckpt.agree.signs import STORE_ERRORS, Signs, Watch
 from mbridge_fsdp_ckpt.agree.wire import Combining, Judging, Wire, combined, judged
 from mbridge_fsdp_ckpt.errors import CheckpointError, ErrorData, RankMissingError, brief
-
-HOSTS = "mbridge_fsdp_ckpt/hosts"
-"""Below it, ranks write what host they are on."""
 
 _GRACE = 15.0  # seconds that others wait for the verdict beyond the limit of who waits for messages
 _LOOKS = 0.002, 0.25  # seconds between looks for messages, first and longest
@@ -70,10 +68,10 @@ class Meeting:
         time_limit: See `Agreement`.
         signs: Signs of life of all ranks.
         renew: What rank 0 does now and then while it waits.
-        begun: A key that rank 0 writes before another rank's error is told; None where nobody waits for that.
+        hosts: Below this key, ranks write what host they are on.
     """
 
-    store: dist.Store
+    store: Store
     name: str
     phase: str
     rank: int
@@ -81,7 +79,7 @@ class Meeting:
     time_limit: float
     signs: Signs
     renew: Callable[[], None]
-    begun: str | None = None
+    hosts: str
     _watch: Watch = field(init=False)
     _pause: float = field(default=_LOOKS[0])
     _renewed: float = field(init=False)
@@ -100,7 +98,6 @@ class Meeting:
 
         try:
             if "failed" in wire:
-                self._let_rank_0_begin()
                 steps = protocol.fail(self._node, json.dumps(wire))
             else:
                 steps = protocol.attend(self._node, json.dumps(wire["value"]))
@@ -108,17 +105,6 @@ class Meeting:
         except STORE_ERRORS as error:
             return {"failed": lost(error, self.phase, self.rank).to_wire()}
         return verdict
-
-    def claim(self, wire: Wire[Any]) -> None:
-        """Let this error be everyone's, whatever else goes wrong, unless there is one already."""
-        self._answer(Settle(OUTCOME, protocol.failed(self._node, json.dumps(wire))))
-
-    def _let_rank_0_begin(self) -> None:
-        """That it begins something else is to be heard rather than what fails because of it."""
-        watch = Watch(self.signs, self.time_limit)
-        while self.begun is not None and self.rank:
-            if wait_for(self.store, [self.begun], a_while(self.time_limit)) or watch.over():
-                return
 
     def seal(self) -> None:
         """Nobody gives up any more.
@@ -146,6 +132,16 @@ class Meeting:
                 self.store.set(self._at("left"), "")
         except STORE_ERRORS as error:  # the verdict is known here, and that is all that counts
             _log.info("rank 0 does not hear that rank %d read its verdict: %s", self.rank, error)
+
+    def keys(self, *, failed: bool) -> list[str]:
+        """The keys of this meeting that stay when it is over, and that this rank deletes later.
+
+        Args:
+            failed: Whether it failed: who gathers messages deletes them otherwise.
+        """
+        common = (protocol.VERDICT, OUTCOME, protocol.NAMED, "read", "left") if self.rank == 0 else ()
+        own = (protocol.message_of(self.rank), protocol.here(self.rank)) if failed else ()
+        return [self._at(key) for key in (*common, *own)]
 
     @property
     def _node(self) -> protocol.Node:
@@ -223,7 +219,7 @@ class Meeting:
         ).to_wire()
 
     def _with_host(self, rank: int) -> str:
-        key = f"{HOSTS}/{rank}"
+        key = f"{self.hosts}/{rank}"
         return f"{rank} on {self.store.get(key).decode()}" if self.store.check([key]) else str(rank)
 
 
@@ -232,7 +228,7 @@ def a_while(time_limit: float) -> float:
     return min(_SLICE, time_limit / 8)
 
 
-def wait_for(store: dist.Store, keys: list[str], seconds: float) -> bool:
+def wait_for(store: Store, keys: list[str], seconds: float) -> bool:
     """Wait inside the store; whether all keys are there."""
     try:
         store.wait(keys, timedelta(seconds=seconds))
@@ -241,7 +237,7 @@ def wait_for(store: dist.Store, keys: list[str], seconds: float) -> bool:
     return True
 
 
-def values(store: dist.Store, keys: list[str]) -> list[str]:
+def values(store: Store, keys: list[str]) -> list[str]:
     """Of keys that are there: in one request, where the store can."""
     in_one = getattr(store, "has_extended_api", bool)()  # torch's types don't know it
     return [found.decode() for found in (store.multi_get(keys) if in_one else map(store.get, keys))]
@@ -249,10 +245,12 @@ def values(store: dist.Store, keys: list[str]) -> list[str]:
 
 def lost(error: BaseException, phase: str, rank: int) -> RankMissingError:
     """The error for a store that does not answer any more."""
+    frozen = isinstance(error, TimeoutError)
     return RankMissingError(
         expected=f"the job's rendezvous store to answer at {phase!r}",
         found=brief(error),
-        remedy="Rank 0, or the process that serves the store, has ended: look at its log.",
+        remedy="Rank 0, or the process that serves the store, "
+        f"{'is stopped or out of reach: look at its host' if frozen else 'has ended: look at its log'}.",
         rank=rank,
     )
 

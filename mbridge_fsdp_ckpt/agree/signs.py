@@ -16,6 +16,8 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
+from mbridge_fsdp_ckpt.agree.connection import Store
+
 STORE_ERRORS = dist.DistError, ConnectionError, OSError
 """What a call of the rendezvous store raises once nobody serves it any more."""
 
@@ -25,8 +27,8 @@ _log = logging.getLogger(__name__)
 
 
 def key_of(name: str) -> str:
-    """Where the signs of a sequence of meetings are counted."""
-    return f"{name}/beats"
+    """Where the signs of life in a sequence of meetings are counted: one counter for all sequences of a kind."""
+    return f"{name.rpartition('/')[0] or name}/beats"
 
 
 class Signs:
@@ -41,7 +43,7 @@ class Signs:
     """
 
     def __init__(
-        self, store: dist.Store | None, name: str, time_limit: float, storage_limit: float, world_size: int
+        self, store: Store | None, name: str, time_limit: float, storage_limit: float, world_size: int
     ) -> None:
         self._store, self._key, self._storage_limit = store, key_of(name), storage_limit
         self._pause = min(max(_SELDOM, world_size / _PER_SECOND), time_limit / 8)
@@ -91,7 +93,7 @@ class Signs:
             pulse.join(self._pause)  # it may be in a call of a store that has gone
             self._has_pulse = False
 
-    def _pulse(self, store: dist.Store, over: threading.Event) -> None:
+    def _pulse(self, store: Store, over: threading.Event) -> None:
         while not over.wait(self._pause):
             if time.monotonic() - self._last_step > self._storage_limit:
                 continue
@@ -103,7 +105,10 @@ class Signs:
 
 
 class Watch:
-    """Time since the start or since the last sign of life of any rank.
+    """Time since the start or since the last sign of life of any rank, as far as this process was running.
+
+    A process that was stopped, or whose host was, must not take the others for dead when it goes on: of the time
+    between two looks, which follow each other every fraction of the limit, no more than a quarter of it counts.
 
     Args:
         signs: What to look at.
@@ -112,15 +117,17 @@ class Watch:
 
     def __init__(self, signs: Signs, limit: float) -> None:
         self._signs, self._limit = signs, limit
-        self._since, self._signs_seen = time.monotonic(), -1
-        self._next_look, self._look_every = self._since, min(1.0, limit / 8)
+        self._last_look, self._waited, self._signs_seen = time.monotonic(), 0.0, -1
+        self._next_count, self._count_every = self._last_look, min(1.0, limit / 8)
 
     def over(self) -> bool:
         """Whether the limit has passed."""
         now = time.monotonic()
-        if now >= self._next_look:
-            self._next_look = now + self._look_every
+        self._waited += min(now - self._last_look, self._limit / 4)
+        self._last_look = now
+        if now >= self._next_count:
+            self._next_count = now + self._count_every
             count = self._signs.count()
             if count != self._signs_seen:
-                self._signs_seen, self._since = count, now
-        return now - self._since > self._limit
+                self._signs_seen, self._waited = count, 0.0
+        return self._waited > self._limit

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.distributed import PrefixStore, Store
@@ -111,7 +111,7 @@ class Exchange:
         if not self._circles or self._agreement.store is None:
             return
         # gloo waits in it; the meetings' own has to answer meanwhile
-        store = cast("Any", self._agreement.store).clone()
+        store = self._agreement.own_store()
         for circle in self._circles:
             circle.join(store)
             circle.compare(self.sharing.plan(circle.ranks))

@@ -45,6 +45,7 @@ def run(job: Job, planned: Outcome[Outgoing], elements: Callable[[], Elements], 
             raise
     finally:
         job.clean_up()
+        agreement.close()
     return Saved(written.value["told"]["bytes"], total, phases.seconds, phases.elapsed, phases.elapsed)
 
 
@@ -57,13 +58,16 @@ def give_up(agreement: Agreement, error: CheckpointError) -> int:
     Raises:
         CheckpointError: This error, or the one that the ranks have agreed on before.
     """
-    judged: Any = agreement.meet("agreement on the plan", error, nothing, nothing)
-    if judged["place"] is None:
-        agreement.meet("disagreement on the plan", error, nothing, nothing)
-    judged = agreement.meet("commit", error, nothing, nothing)
-    if judged["differing"]:
-        agreement.meet("comparison of copies", error, nothing, nothing)
-    return int(judged["bytes"])
+    try:
+        judged: Any = agreement.meet("agreement on the plan", error, nothing, nothing)
+        if judged["place"] is None:
+            agreement.meet("disagreement on the plan", error, nothing, nothing)
+        judged = agreement.meet("commit", error, nothing, nothing)
+        if judged["differing"]:
+            agreement.meet("comparison of copies", error, nothing, nothing)
+        return int(judged["bytes"])
+    finally:
+        agreement.close()
 
 
 def _agree_to_write(job: Job, planned: Outcome[Outgoing]) -> writer.Place:

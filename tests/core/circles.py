@@ -23,7 +23,7 @@ ENDS_S = 10.0
 def whose_operation_broke() -> dict[str, Any]:
     """Rank 1 leaves while rank 0 waits for it; then ranks 2 and 3 send to rank 0, which has given up."""
     agreement = next_agreement("nothing", time_limit=ENDS_S)
-    rank, circle = agreement.rank, _joined(agreement, agreement.store)
+    rank, circle = agreement.rank, _joined(agreement, agreement.own_store())
     dist.barrier()
     if rank == 0:
         _begin(circle)
@@ -48,8 +48,7 @@ def whose_operation_broke() -> dict[str, Any]:
 def requests_of_joining(interfaces: str = "") -> int:
     """Requests to the job's store that a rank makes to join a circle of all, over these interfaces."""
     agreement = next_agreement("nothing", time_limit=ENDS_S)
-    assert agreement.store is not None
-    counting = _Counting(agreement.store)
+    counting = _Counting(agreement.own_store())
     with patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": interfaces}):
         circle = _joined(agreement, counting)
     dist.barrier()

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 import mbridge_fsdp_ckpt
-from mbridge_fsdp_ckpt.agree import agreement, meeting, signs
+from mbridge_fsdp_ckpt.agree import incarnation, meeting, signs
 from mbridge_fsdp_ckpt.errors import CheckpointError
 from mbridge_fsdp_ckpt.testing.models import Recipe
 from mbridge_fsdp_ckpt.testing.ranks import no_process_group
@@ -58,7 +58,7 @@ def _slowly(wait_for: Callable[..., bool]) -> Callable[..., bool]:
 
 def _next_save(directory: str, trainable: Any) -> str:
     """What a save says once the store has gone."""
-    store = agreement.default_store()
+    store = incarnation.default_store()
     try:
         while True:
             store.add("is anybody there", 0)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-import torch.distributed as dist
-
 import mbridge_fsdp_ckpt
-from mbridge_fsdp_ckpt.agree import agreement, elsewhere
-from mbridge_fsdp_ckpt.agree.elsewhere import Seat, served_store
+from mbridge_fsdp_ckpt.agree import incarnation
+from mbridge_fsdp_ckpt.agree.elsewhere import Seat
+from mbridge_fsdp_ckpt.agree.incarnation import Incarnation
 from mbridge_fsdp_ckpt.errors import CheckpointError
 from mbridge_fsdp_ckpt.testing.models import Recipe
 from tests.core import cases
@@ -31,28 +32,40 @@ class Counting:
         return request if name != "has_extended_api" else self.store.has_extended_api
 
 
-def of_two_saves(directory: str) -> list[dict[str, int]]:
-    """This rank's requests of its process's first save, and of its second."""
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Requests of this process's connections while the block runs."""
+    found = Counter[str]()
+    plain = incarnation.client
+
+    def client(*arguments: Any) -> Any:
+        counting = Counting(plain(*arguments))
+        counting.requests = found
+        return counting
+
+    with patch.object(incarnation, "client", client), patch.object(incarnation, "_current", None):
+        yield found
+
+
+def of_saves(directory: str, saves: int) -> list[dict[str, int]]:
+    """This rank's requests of its process's first saves, one after the other."""
     trainable = cases.prepared(Recipe(layers=1), steps=1)
-    counted = []
-    plain = agreement.default_store()
-    for number in range(2):
-        store = Counting(plain)
-        with patch.object(agreement, "default_store", lambda store=store: store):
+    found = []
+    with counted() as requests:
+        for number in range(saves):
             mbridge_fsdp_ckpt.save(f"{directory}.{number}", model=trainable.model, optimizer=trainable.optimizer)
-        counted.append(dict(store.requests))
-    return counted
+            found.append(dict(requests))
+            requests.clear()
+    return found
 
 
 def of_calls() -> tuple[int, list[str]]:
-    """The requests of two calls of saves beside the training, and the names of these; half of the ranks ask the later
-    one first."""
-    rank = dist.get_rank()
-    counter = f"mbridge_fsdp_ckpt/0/{rank}/beside"
-    before = served_store().add(counter, 0)
-    seats = [Seat.next(f"save {number}", 60, 60) for number in range(2)]
-    asked = served_store().add(counter, 0) - before
-    names = {seat.purpose: seat.name for seat in (reversed(seats) if rank % 2 else seats)}
+    """The requests of two calls of saves beside the training, and the names of these, each asked for twice."""
+    with counted() as requests:
+        seats = [Seat.next(f"save {number}", 60, 60) for number in range(2)]
+        asked = requests.total()
+        names = {seat.purpose: seat.name for seat in seats}
+        assert names == {seat.purpose: seat.name for seat in reversed(seats)}
     return asked, [names[seat.purpose] for seat in seats]
 
 
@@ -61,7 +74,7 @@ def without_an_answer(directory: str, error: Exception) -> tuple[str, bool]:
     trainable = cases.prepared(Recipe(layers=1), steps=1)
     whole: dict[str, Any] = {"model": trainable.model, "optimizer": trainable.optimizer, "background": True}
     refused = ""
-    with patch.object(elsewhere, "next_name", side_effect=error):
+    with patch.object(Incarnation, "join", side_effect=error):
         saving = mbridge_fsdp_ckpt.save(f"{directory}.1", **whole)
         trainable.step(1)
         try:

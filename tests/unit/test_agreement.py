@@ -39,6 +39,10 @@ class Server:
             "127.0.0.1", self.server.port, is_master=False, timeout=timedelta(seconds=60), wait_for_workers=False
         )
 
+    def connection(self, rank: int) -> Any:
+        """A rank's."""
+        return self._connections[rank]
+
     def ranks(self, world_size: int, time_limit: float = AMPLE, storage_limit: float = AMPLE) -> list[Agreement]:
         """One agreement a rank, under a new name."""
         self._sequences += 1
@@ -405,47 +409,6 @@ def test_a_pulse_ends_with_its_store(mortal_meeting: Server) -> None:
         assert not [thread for thread in threading.enumerate() if thread.name == "signs of life"]
     with pytest.raises(RankMissingError, match="rendezvous store"):
         meet(working, "write", "done", len)
-
-
-@pytest.mark.parametrize("first", range(3))
-def test_ranks_that_begin_different_things_are_named_before_they_work(server: Server, first: int) -> None:
-    ranks = server.ranks(3)
-    purposes = ["save to a", "load from b", "save to a"]
-
-    def begin(a: Agreement) -> None:
-        a.begin(purposes[a.rank])
-        meet(a, "plan", {}, len)
-
-    early = threading.Thread(target=lambda: outcomes([lambda: begin(ranks[first])]))
-    early.start()
-    while not server.server.check([f"{ranks[0].name}/purpose"]):
-        time.sleep(0.01)
-    error = same_error(outcomes([lambda a=a: begin(a) for a in ranks if a.rank != first]), ConfigurationError)
-    early.join()
-    assert error.expected == "all ranks to begin the same save or load"
-    assert error.found in ("rank 0: save to a, rank 1: load from b", "rank 1: load from b, rank 2: save to a")
-    assert error.found.startswith("rank 0") or first != 0
-
-
-def test_what_else_goes_wrong_does_not_hide_that_ranks_began_different_things(server: Server) -> None:
-    """Rank 1 fails at its own load before rank 0 has begun a save."""
-    leader, other = server.ranks(2)
-    other.begin("load from b")
-
-    def late() -> None:
-        time.sleep(0.5)
-        leader.begin("save to a")
-
-    error = same_error(outcomes([late, lambda: meet(other, "plan", trouble(1), len)]), ConfigurationError)
-    assert error.found == "rank 0: save to a, rank 1: load from b"
-
-
-def test_an_error_before_rank_0_has_begun_is_told_when_it_never_does(server: Server) -> None:
-    failing, waiting = server.ranks(3, time_limit=1.0)[1:]
-    for a in (failing, waiting):
-        a.begin("load from b")
-    found = outcomes([lambda: meet(failing, "plan", trouble(1), len), lambda: meet(waiting, "plan", {}, len)])
-    assert same_error(found, KeyMismatchError).rank == 1
 
 
 @pytest.mark.parametrize("fails", [False, True])

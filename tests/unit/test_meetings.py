@@ -90,7 +90,7 @@ def test_whoever_dies_all_others_hear_the_same(victim: int, lives: int, server: 
     children's are there when it first looks, as on a machine that is busy."""
     all_ranks = ranks(server, 0.4)
     watched = Watched(all_ranks[victim].store, lives)
-    all_ranks[victim].store = watched  # type: ignore[assignment]
+    all_ranks[victim].store = watched
 
     def attend(a: Agreement) -> Any:
         try:
@@ -167,8 +167,7 @@ def saved(world: int) -> list[Counter[str]]:
     stores = [Watched(common) for _ in range(world)]
 
     def run(rank: int) -> None:
-        a = Agreement("save", rank, world, AMPLE, stores[rank])  # type: ignore[arg-type]
-        a.begin("save to a")
+        a = Agreement("save", rank, world, AMPLE, stores[rank])
         assert a.meet("commit", [rank], len, joined) == world
         a.end()
 
@@ -199,7 +198,6 @@ def common(requests: Counter[str], rank: int) -> Counter[str]:
 def test_requests_of_a_rank_do_not_depend_on_the_number_of_ranks(small_stacks: None) -> None:
     (_, leaf), many = saved(2), saved(1024)
     assert Counter(what.partition(" ")[0] for what in leaf.elements()) == {
-        "compare_set": 1,  # what it begins
         "set": 2,  # its message; it is the last to have read the verdict
         "wait": 1,
         "get": 1,
@@ -212,7 +210,7 @@ def test_requests_of_a_rank_do_not_depend_on_the_number_of_ranks(small_stacks: N
         sum(n for what, n in requests.items() if what.split()[0] != "check" and what != "add beats")
         for requests in many[:33]
     ]
-    assert max(others) <= leaf.total() + ARITY + 4
+    assert max(others) <= leaf.total() + ARITY + 6
 
 
 @pytest.mark.parametrize(
@@ -230,7 +228,7 @@ def test_a_missing_leaf_of_a_large_job_is_found_without_asking_for_everybody() -
     for rank in (0, (missing - 1) // ARITY):
         common.set(f"save/1/{protocol.here(rank)}", "")
     store = Watched(common)
-    a = Agreement("save", 1, world, 0.1, store)  # type: ignore[arg-type]
+    a = Agreement("save", 1, world, 0.1, store)
     with patch.object(meeting, "_GRACE", 0.1), pytest.raises(RankMissingError, match=f"no sign of rank {missing}[.]"):
         a.meet("commit", [], len, joined)
     assert store.requests.total() < 40 + 4 * ARITY

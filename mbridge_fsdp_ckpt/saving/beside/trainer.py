@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from mbridge_fsdp_ckpt.agree.elsewhere import Seat, served_store
+from mbridge_fsdp_ckpt.agree.elsewhere import Seat
+from mbridge_fsdp_ckpt.agree.incarnation import base_of, default_store
 from mbridge_fsdp_ckpt.agree.outcome import Outcome
-from mbridge_fsdp_ckpt.agree.signs import STORE_ERRORS
 from mbridge_fsdp_ckpt.errors import CheckpointError, SaveAbandonedError
 from mbridge_fsdp_ckpt.saving.beside import wire
 from mbridge_fsdp_ckpt.saving.beside.channel import Message
@@ -50,7 +50,7 @@ class Trainer:
         _hook_optimizers()
         with self._beginning:
             self._saves += 1
-        self._served = served_store() if order.seat.world_size > 1 else None
+        self._served = base_of(default_store()) if order.seat.world_size > 1 else None
         saving = Saving(order.directory, order.seat, order.add_files, order.after_commit, self._answer)
         still = order.held_still()
         on_device = still.message(lambda own: own.seen.tensors.is_on_device) is True
@@ -78,7 +78,7 @@ class Trainer:
         if settings.when_busy != "skip":
             return False
         busy = self._saving is not None and not self._saving.done
-        skipped = seat.first_says("busy" if busy else "free") == "busy"
+        skipped = seat.rank_0_says("busy" if busy else "free") == "busy"
         if skipped and seat.rank == 0:
             _log.warning("skipped: %s; the save before it goes on", seat.purpose)
         return skipped
@@ -176,7 +176,7 @@ class Trainer:
                 self._writer.drop_staging()
             self._writer = WriterProcess(self, settings.storage_limit, settings.time_limit)
             if self._served is not None:
-                vouching = partial(_vouch, self._writer, seat, self._served)
+                vouching = partial(_vouch, self._writer, seat)
                 threading.Thread(target=vouching, name="writer starts", daemon=True).start()
         return self._writer
 
@@ -251,12 +251,12 @@ class _Consumer:
         self.saving.wait_for_slot(portion, self.slots)
 
 
-def _vouch(writer: WriterProcess, seat: Seat, store: dist.Store) -> None:
+def _vouch(writer: WriterProcess, seat: Seat) -> None:
     """While a writer starts, give signs of life in its place: that may take long where files are slow."""
     while not writer.spoke.wait(seat.time_limit / _SIGNS):
         try:
-            seat.vouch(store)
-        except (CheckpointError, *STORE_ERRORS) as error:  # who meets there will say so
+            seat.vouch()
+        except CheckpointError as error:  # who meets there will say so
             _log.info("no sign of life can be given for the writer: %s", error)
             return
 

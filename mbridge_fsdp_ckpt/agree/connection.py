@@ -1,0 +1,167 @@
+"""Requests to the job's rendezvous store, each with a limit.
+
+torch's client waits for an answer for as long as the connection stands (2.13 `TCPStoreBackend.cpp`): a store whose host
+is frozen, not dead, would hold every rank, and Ctrl-C would do nothing.  So a thread of its own makes the requests, and
+who asks waits for that thread with a limit.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+_MARGIN = 1.0  # seconds that a wait inside the store may take beyond its own limit
+
+
+class Store(Protocol):
+    """What is asked of a store: see `torch.distributed.Store`."""
+
+    def set(self, key: str, value: str) -> None:
+        """Write a key."""
+
+    def get(self, key: str) -> bytes:
+        """The value of a key that is there."""
+
+    def add(self, key: str, value: int) -> int:
+        """Add to a counter; the sum."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys are there."""
+
+    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
+        """Write a key that has the expected value, or none where that is empty; the value that holds."""
+
+    def delete_key(self, key: str) -> bool:
+        """Delete a key."""
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """The values of keys that are there."""
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        """Return once all keys are there; `DistStoreError` where they come too late."""
+
+    def queue_push(self, key: str, value: str) -> None:
+        """Append to a queue."""
+
+
+_Asked = tuple[Future[Any], Callable[[Any], Any]]
+
+
+class Connection:
+    """A connection to the store, and the thread that makes its requests, one after the other.
+
+    Args:
+        connect: Makes the connection; called in that thread, with the first request.
+    """
+
+    def __init__(self, connect: Callable[[], dist.Store]) -> None:
+        self._todo: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
+        self._todo.put((Future(), lambda _: connect()))
+        self.usable = True
+        """False once a request was given up, or failed: the next one needs another connection."""
+        threading.Thread(target=_serve, args=(self._todo,), name="rendezvous store", daemon=True).start()
+
+    def ask[T](self, request: Callable[[dist.Store], T], limit: float) -> T:
+        """Make a request, of any thread.
+
+        Args:
+            request: What to call with the store.
+            limit: Seconds that the answer may take.
+
+        Raises:
+            TimeoutError: No answer came within the limit.
+            DistError, OSError: What torch raises.
+        """
+        answer: Future[T] = Future()
+        self._todo.put((answer, request))
+        try:
+            return answer.result(limit)
+        except dist.DistStoreError:  # a wait that came to nothing
+            raise
+        except TimeoutError as error:
+            self.usable = False
+            raise TimeoutError(f"no answer within {limit:g} s") from error
+        except BaseException:
+            self.usable = False
+            raise
+
+    def close(self) -> None:
+        """Hang up, once what has been asked is answered."""
+        self.usable = False
+        self._todo.put(None)
+
+    def within(self, limit: float) -> Store:
+        """The store, all of whose requests have this limit in seconds."""
+        return _Within(self, limit)
+
+
+def _serve(todo: queue.SimpleQueue[_Asked | None]) -> None:
+    """Make requests, of which the first connects.  Nothing refers to one, or to the store, once it is over."""
+    store: Any = None
+    failed: BaseException | None = None
+    while (asked := todo.get()) is not None:
+        answer, request = asked
+        try:
+            if failed is not None:
+                raise failed
+            if store is None:
+                store = request(store)
+            else:
+                answer.set_result(request(store))
+        except BaseException as error:
+            failed = failed or (error if store is None else None)
+            answer.set_exception(error)
+        del asked, answer, request
+
+
+class _Within:
+    """See `Connection.within`."""
+
+    def __init__(self, connection: Connection, limit: float) -> None:
+        self._connection, self._limit = connection, limit
+
+    def set(self, key: str, value: str) -> None:
+        """See `Store`."""
+        self._connection.ask(lambda store: store.set(key, value), self._limit)
+
+    def get(self, key: str) -> bytes:
+        """See `Store`."""
+        return self._connection.ask(lambda store: store.get(key), self._limit)
+
+    def add(self, key: str, value: int) -> int:
+        """See `Store`."""
+        return self._connection.ask(lambda store: store.add(key, value), self._limit)
+
+    def check(self, keys: list[str]) -> bool:
+        """See `Store`."""
+        return self._connection.ask(lambda store: store.check(keys), self._limit)
+
+    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
+        """See `Store`."""
+        return self._connection.ask(lambda store: store.compare_set(key, expected_value, desired_value), self._limit)
+
+    def delete_key(self, key: str) -> bool:
+        """See `Store`."""
+        return self._connection.ask(lambda store: store.delete_key(key), self._limit)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """See `Store`."""
+        return self._connection.ask(lambda store: store.multi_get(keys), self._limit)
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        """See `Store`."""
+        self._connection.ask(lambda store: store.wait(keys, timeout), self._limit + timeout.total_seconds() + _MARGIN)
+
+    def queue_push(self, key: str, value: str) -> None:
+        """See `Store`."""
+        self._connection.ask(lambda store: store.queue_push(key, value), self._limit)
+
+    def has_extended_api(self) -> bool:
+        """Whether several values can be asked for in one request: of a `TCPStore` they can."""
+        return True

@@ -72,7 +72,7 @@ class Trainable:
         generator = torch.Generator().manual_seed(1_000 + number)
         ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
         tokens = torch.randint(0, VOCABULARY, (max(4, ranks), SEQUENCE + 1), generator=generator)
-        own = tokens.chunk(ranks)[rank].cuda()
+        own = tokens.tensor_split(ranks)[rank].cuda()
         self.model.module.is_last_microbatch = True  # Megatron's schedules say so; hybrid sharding reduces only then
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()

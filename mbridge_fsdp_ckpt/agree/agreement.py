@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
 from mbridge_fsdp_ckpt.agree.connection import Connection, Store
-from mbridge_fsdp_ckpt.agree.incarnation import client, hosts_of, incarnation
+from mbridge_fsdp_ckpt.agree.incarnation import connection, hosts_of, incarnation
 from mbridge_fsdp_ckpt.agree.meeting import Meeting, lost
 from mbridge_fsdp_ckpt.agree.protocol import Node
 from mbridge_fsdp_ckpt.agree.signs import STORE_ERRORS, Signs, Watch
@@ -51,6 +51,7 @@ class Agreement:
         storage_limit: Seconds that a rank may be inside one call of the storage, without a step of its own.
         on_beat: Called with every step, in the thread that works.
         owned: The connection behind the store, where it is this agreement's alone.
+        keys: What this rank wrote and is to delete once nobody reads it any more.
     """
 
     name: str
@@ -65,7 +66,7 @@ class Agreement:
     _sealed: bool = field(default=False)
     _last: Meeting | None = field(default=None)
     _ended: bool = field(default=False)
-    _keys: list[str] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)
     _signs: Signs = field(init=False)
 
     def __post_init__(self) -> None:
@@ -97,7 +98,7 @@ class Agreement:
         else:
             self._last = self._enter(self.store, phase)
             verdict = self._last.meet(wire, judge, combine)
-            self._keys += self._last.keys(failed="failed" in verdict)
+            self.keys += self._last.keys(failed="failed" in verdict)
         if "failed" in verdict:
             self.end()
             raise CheckpointError.from_wire(verdict["failed"])
@@ -118,7 +119,7 @@ class Agreement:
         try:
             if self.rank == 0:
                 self.store.set(f"{self.name}/over", "")
-                self._keys += [f"{self.name}/open", f"{self.name}/over"]
+                self.keys += [f"{self.name}/open", f"{self.name}/over"]
             self._last.leave()
             self._tidy(self.store)
         except STORE_ERRORS as error:  # the verdict is known here, and that is all that counts
@@ -127,7 +128,7 @@ class Agreement:
     def _tidy(self, store: Store) -> None:
         """Delete this rank's keys of an earlier sequence.  Those of the last ones are kept: who is late reads them."""
         spent = _spent.setdefault((self.name.rpartition("/")[0], self.rank), deque())
-        spent.append(self._keys)
+        spent.append(self.keys)
         while len(spent) > _KEPT:
             for key in spent.popleft():
                 store.delete_key(key)
@@ -138,10 +139,15 @@ class Agreement:
         if self.owned is not None:
             self.owned.close()
 
-    def own_store(self) -> dist.TCPStore:
-        """The job's store over a connection of its own, for what waits inside it."""
+    @contextmanager
+    def another_connection(self) -> Iterator[Store]:
+        """The job's store over another connection, while the block runs: for what waits inside it."""
         job = incarnation()
-        return client(job.host, job.port, self.time_limit)
+        own = connection(job.host, job.port, self.time_limit)
+        try:
+            yield own.within(self.time_limit)
+        finally:
+            own.close()
 
     def seal(self) -> None:
         """Before a judge does what cannot be undone: from here on the others wait for it.

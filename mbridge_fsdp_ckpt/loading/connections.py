@@ -17,14 +17,16 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from mbridge_fsdp_ckpt.agree.agreement import Agreement
+from mbridge_fsdp_ckpt.agree.connection import Store
 from mbridge_fsdp_ckpt.agree.meeting import a_while, values, wait_for
 
 
-def connected(store: dist.Store, place: int, size: int, agreement: Agreement) -> Any:
+def connected(store: Store, name: str, place: int, size: int, agreement: Agreement) -> Any:
     """A group of gloo's, registered nowhere; its threads and connections end with it.
 
     Args:
-        store: The members' alone.
+        store: The job's, over a connection of the load's own: gloo waits in it.
+        name: Of the group: keys below it are the members' alone.
         place: This rank's in the group.
         size: Members.
         agreement: The load's: how long to wait, and for whom.
@@ -37,7 +39,7 @@ def connected(store: dist.Store, place: int, size: int, agreement: Agreement) ->
     options = gloo._Options()
     options._devices = [gloo.create_device(interface=name) for name in interfaces] or [gloo.create_default_device()]
     options._timeout = timedelta(seconds=agreement.time_limit)
-    return gloo(_Addresses(store, place, size, agreement), place, size, options)
+    return gloo(_Addresses(store, name, place, size, agreement), place, size, options)
 
 
 def gather(group: Any, own: Any, everybodys: list[Any], limit: float) -> Any:
@@ -64,9 +66,9 @@ class _Addresses(dist.Store):
     for each member, and who waits for them looks for signs of life.
     """
 
-    def __init__(self, store: dist.Store, place: int, size: int, agreement: Agreement) -> None:
+    def __init__(self, store: Store, name: str, place: int, size: int, agreement: Agreement) -> None:
         super().__init__()
-        self._store, self._place, self._size, self._agreement = store, place, size, agreement
+        self._store, self._name, self._place, self._size, self._agreement = store, name, place, size, agreement
         self._published: dict[str, str] = {}
         self._found: dict[str, str] = {}
         self._rounds = 0
@@ -86,10 +88,14 @@ class _Addresses(dist.Store):
     def _exchange(self) -> None:
         """Publish what this rank has to, and fetch what all have."""
         self._rounds += 1
-        self._store.set(f"{self._rounds}/{self._place}", json.dumps(self._published))
-        everybodys, watch = [f"{self._rounds}/{place}" for place in range(self._size)], self._agreement.watch()
+        everybodys, watch = [self._key(place) for place in range(self._size)], self._agreement.watch()
+        self._store.set(everybodys[self._place], json.dumps(self._published))
+        self._agreement.keys.append(everybodys[self._place])
         while not wait_for(self._store, everybodys, a_while(self._agreement.time_limit)):
             if watch.over():
                 raise RuntimeError(f"not all have come within {self._agreement.time_limit:g} s")
         self._published = {}
         self._found |= {key: value for one in values(self._store, everybodys) for key, value in json.loads(one).items()}
+
+    def _key(self, place: int) -> str:
+        return f"{self._name}/{self._rounds}/{place}"

@@ -21,9 +21,9 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore, Store
 
 from mbridge_fsdp_ckpt.agree.agreement import Agreement
+from mbridge_fsdp_ckpt.agree.connection import Store
 from mbridge_fsdp_ckpt.agree.outcome import Outcome
 from mbridge_fsdp_ckpt.errors import (
     CheckpointError,
@@ -111,10 +111,10 @@ class Exchange:
         if not self._circles or self._agreement.store is None:
             return
         # gloo waits in it; the meetings' own has to answer meanwhile
-        store = self._agreement.own_store()
-        for circle in self._circles:
-            circle.join(store)
-            circle.compare(self.sharing.plan(circle.ranks))
+        with self._agreement.another_connection() as store:
+            for circle in self._circles:
+                circle.join(store)
+                circle.compare(self.sharing.plan(circle.ranks))
 
     def pass_on(self, keys: Collection[str], read: Read, put: Put) -> None:
         """Read this rank's part of what is shared of these keys, pass it on, and get the others' parts.
@@ -153,9 +153,9 @@ class _Circle:
 
     def join(self, store: Store) -> None:
         """Connect with all mates."""
-        store = PrefixStore(f"{self._agreement.name}/circle/{'-'.join(map(str, self.ranks))}", store)
+        name = f"{self._agreement.name}/circle/{'-'.join(map(str, self.ranks))}"
         try:
-            self._group = connected(store, self._place, len(self.ranks), self._agreement)
+            self._group = connected(store, name, self._place, len(self.ranks), self._agreement)
         except RuntimeError as error:
             raise self._lost(error) from error
 

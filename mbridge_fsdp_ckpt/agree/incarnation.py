@@ -38,6 +38,7 @@ _ROOT = "mbridge_fsdp_ckpt"
 _QUEUE = f"{_ROOT}/asked"
 _ANSWERS = f"{_ROOT}/answers"
 _SLICE = timedelta(seconds=30)
+_AT_ONCE, _AMPLE = 256, 60.0  # questions answered in one request, and the seconds that these may take
 _SECOND_THOUGHT = 15.0  # seconds that a rank which began something else waits for the others to begin the same
 _log = logging.getLogger(__name__)
 
@@ -172,32 +173,27 @@ class _Naming:
     def serve(self) -> None:
         """Answer until everybody knows; what ranks of an earlier incarnation have asked nobody reads."""
         try:
-            while self.unaware:
-                asked = self.entry.ask(_next_asked, 2 * _SLICE.total_seconds())
-                if dist.group.WORLD is not self.group():
-                    if asked is not None:  # of the next incarnation
-                        self.entry.ask(lambda store, asked=asked: store.queue_push(_QUEUE, asked), 60.0)  # type: ignore[misc]
-                    return
-                if asked is not None:
-                    self._answer(*json.loads(asked))
+            while self.unaware and dist.group.WORLD is self.group():
+                self.entry.ask(self._answer, _SLICE.total_seconds() + _AMPLE)
         except STORE_ERRORS as error:  # who waits for the name will say so
             _log.info("rank 0 cannot tell the name of the job any more: %s", error)
         finally:
             self.entry.close()
 
-    def _answer(self, rank: int, said: str) -> None:
-        if said == self.name:
-            self.unaware.discard(rank)
-        elif "/" not in said:
-            self.entry.ask(lambda store: store.set(f"{_ANSWERS}/{said}", self.name), 60.0)
-
-
-def _next_asked(store: Any) -> str | None:
-    """What is first in the queue; None where nothing comes for a while."""
-    if not wait_for(store, [_QUEUE], _SLICE.total_seconds()):
-        return None
-    said: str = store.queue_pop(_QUEUE, False).decode()
-    return said
+    def _answer(self, store: Any) -> None:
+        """What has been asked; returns after a while where nothing is."""
+        if not wait_for(store, [_QUEUE], _SLICE.total_seconds()):
+            return
+        for _ in range(min(store.queue_len(_QUEUE), _AT_ONCE)):
+            asked = store.queue_pop(_QUEUE, False)
+            rank, said = json.loads(asked)
+            if dist.group.WORLD is not self.group():  # the next incarnation asks already
+                store.queue_push(_QUEUE, asked)
+                return
+            if said == self.name:
+                self.unaware.discard(rank)
+            elif "/" not in said:  # a token, not an earlier name
+                store.set(f"{_ANSWERS}/{said}", self.name)
 
 
 @dataclass(slots=True)

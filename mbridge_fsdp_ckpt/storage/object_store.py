@@ -85,9 +85,6 @@ class _Object:
     def reader(self) -> None:
         """See `store.Ranges`."""
 
-    def close(self) -> None:
-        """See `store.Ranges`."""
-
 
 class _Upload:
     """See `store.Growing`."""

@@ -20,7 +20,7 @@ AnyPath = Path | UPath
 
 
 class Ranges(Protocol):
-    """A file that ranges are read from."""
+    """A file that ranges are read from; closed when neither it nor a range that was begun is referred to any more."""
 
     def begin(self, offset: int, length: int) -> Callable[[memoryview, int], int]:
         """Begin to read a range.
@@ -31,9 +31,6 @@ class Ranges(Protocol):
 
     def reader(self) -> Reader | None:
         """The same file, for threads that read ahead; None where a range is one request to the storage as it is."""
-
-    def close(self) -> None:
-        """Nothing more is read."""
 
 
 class Reader(Protocol):

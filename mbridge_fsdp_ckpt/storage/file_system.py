@@ -18,7 +18,12 @@ from mbridge_fsdp_ckpt.storage.held_path import HeldPath
 from mbridge_fsdp_ckpt.storage.reading import FileReader
 
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}\.new")
-"""Name of a file that is about to replace another."""
+"""Name of a file that is about to replace another, or is removed at once."""
+
+
+def temporary_name(name: str) -> str:
+    """A new one."""
+    return f".{name}.{uuid.uuid4().hex[:12]}.new"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +69,7 @@ class FileSystem:
 
     def replace(self, data: bytes) -> None:
         """See `store.Store`."""
-        temporary = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex[:12]}.new")
+        temporary = self.path.with_name(temporary_name(self.path.name))
         try:
             with closing(FileSystem(temporary).create()) as file:
                 file.write(data)

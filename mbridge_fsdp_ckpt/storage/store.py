@@ -71,7 +71,7 @@ class Store(Protocol):
         """The same directory, held on to: what takes its place meanwhile is not read."""
 
     def touch(self) -> None:
-        """Set its time to now."""
+        """Set its time to now, by the storage's clock; an object is written anew, empty."""
 
     def is_link(self) -> bool:
         """Whether it leads elsewhere."""

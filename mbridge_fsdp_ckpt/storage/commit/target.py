@@ -54,7 +54,7 @@ class Obstacle:
 
 
 def check_replaceable(target: AnyPath, working: Path | None = None) -> None:
-    """Check that a checkpoint may take the target's place; writes nothing.
+    """Check that a checkpoint may take the target's place; changes nothing.
 
     Args:
         target: The checkpoint directory that is to be made or replaced.

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,10 +32,10 @@ pytestmark = [
 ]
 
 
-def parts() -> Iterator[list[Row]]:
+def parts() -> list[list[Row]]:
     """Rows that share a job: MBRIDGE_SIGNALS, a part of their names, picks some."""
     wanted = [row for row in signals.rows() if os.environ.get("MBRIDGE_SIGNALS", "") in row.name]
-    return (wanted[start : start + TOGETHER] for start in range(0, len(wanted), TOGETHER))
+    return [wanted[start : start + TOGETHER] for start in range(0, len(wanted), TOGETHER)]
 
 
 @pytest.mark.timeout(3 * LIMIT_S * TOGETHER)

@@ -106,7 +106,8 @@ def save(
         values: Non-tensor state, the same on all ranks; rank 0's is written.
         rank_values: State of this rank alone, such as RNG states.
         include: Which model keys to save (adapters only, say); all by default.
-        add_files: Called on rank 0 with the staging directory, to put more files into the same commit.
+        add_files: Called on rank 0 with an empty folder: what it puts there is committed with the tensors.  Links,
+            pipes and the like, and names of the format's own files, fail the save by name.
         after_commit: Called on rank 0 once the checkpoint is in its place, while the others still wait: to let a
             tracker name it.  Where it raises, all ranks raise.
         settings: See `Settings`.

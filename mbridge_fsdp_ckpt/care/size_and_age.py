@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
-from mbridge_fsdp_ckpt.storage.commit.lease import STALE_S
+from mbridge_fsdp_ckpt.storage.commit import lease
 from mbridge_fsdp_ckpt.storage.files import size_of
 from mbridge_fsdp_ckpt.storage.store import AnyPath, is_local
 
@@ -26,8 +25,5 @@ def bytes_in(path: AnyPath) -> int:
 def is_young(path: AnyPath) -> bool:
     """Whether anything in it was touched within the last hour, or may have been: somebody may be writing it."""
     touched = [path] if is_local(path) else []  # object stores have no directories that could be touched
-    return any(_is_fresh(place.stat().st_mtime) for place in (*touched, *files_in(path)))
-
-
-def _is_fresh(modified: float) -> bool:
-    return modified == 0 or time.time() - modified < STALE_S  # 0: a store that does not tell
+    now = lease.now(path.parent)
+    return any(lease.is_fresh(place, now) for place in (*touched, *files_in(path)))

@@ -8,7 +8,7 @@ from pathlib import Path
 from mbridge_fsdp_ckpt.bridge.names import RUN_CONFIG
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError
 from mbridge_fsdp_ckpt.storage.entries import ExtraEntry
-from mbridge_fsdp_ckpt.storage.files import copy_file
+from mbridge_fsdp_ckpt.storage.files import copy_file, everything_in
 from mbridge_fsdp_ckpt.storage.format.names import MANIFEST_NAME, is_part
 from mbridge_fsdp_ckpt.storage.store import AnyPath, store_of
 
@@ -18,6 +18,7 @@ def other_files(directory: AnyPath) -> list[str]:
 
     Raises:
         DamagedCheckpointError: One is a link, or no file; or has a name that the format does not allow.
+        OSError: A folder may not be read.
     """
     names = sorted(name for name in _names(directory) if not is_part(name))
     for name in names:
@@ -29,7 +30,7 @@ def other_files(directory: AnyPath) -> list[str]:
 
 
 def _names(directory: AnyPath) -> Iterator[str]:
-    for path in directory.rglob("*"):
+    for path in everything_in(directory):
         linked, is_file = store_of(path).is_link(), path.is_file()
         if linked or not (is_file or path.is_dir()):
             raise _refused(path, "a symbolic link" if linked else "a special file")

@@ -19,7 +19,7 @@ from mbridge_fsdp_ckpt.storage.commit.content import Commit
 from mbridge_fsdp_ckpt.storage.commit.rename import put_in_place
 from mbridge_fsdp_ckpt.storage.entries import FileEntry
 from mbridge_fsdp_ckpt.storage.file_system import sync_directory
-from mbridge_fsdp_ckpt.storage.files import check_file, copy_file
+from mbridge_fsdp_ckpt.storage.files import check_file, copy_file, walk
 from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
 from mbridge_fsdp_ckpt.storage.stock.writer import write_dcp_view
 
@@ -77,7 +77,7 @@ def write_stock(
 
 
 def _flush(directory: Path) -> None:
-    for path in directory.rglob("*"):
+    for path in walk(directory):
         if path.is_dir():
             sync_directory(path)
         else:

@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import uuid
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,12 @@ from mbridge_fsdp_ckpt.storage.held_path import HeldPath
 from mbridge_fsdp_ckpt.storage.reading import FileReader
 
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}\.new")
-"""Name of a file that is about to replace another."""
+"""Name of a file that is about to replace another, or is removed at once."""
+
+
+def temporary_name(name: str) -> str:
+    """A new one."""
+    return f".{name}.{uuid.uuid4().hex[:12]}.new"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +69,7 @@ class FileSystem:
 
     def replace(self, data: bytes) -> None:
         """See `store.Store`."""
-        temporary = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex[:12]}.new")
+        temporary = self.path.with_name(temporary_name(self.path.name))
         try:
             with closing(FileSystem(temporary).create()) as file:
                 file.write(data)
@@ -84,30 +90,26 @@ class _OpenFile:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
+        weakref.finalize(self, os.close, descriptor)
 
     def begin(self, offset: int, length: int) -> Callable[[memoryview, int], int]:
         """See `store.Ranges`."""
-        descriptor = self._descriptor
 
-        def fill(memory: memoryview, start: int) -> int:
+        def fill(memory: memoryview, start: int) -> int:  # refers to the file, and so keeps it open
             filled = 0
             while filled < len(memory):
-                count = os.preadv(descriptor, [memory[filled:]], offset + start + filled)
+                count = os.preadv(self._descriptor, [memory[filled:]], offset + start + filled)
                 if count == 0:
                     break
                 filled += count
             return filled
 
-        os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_WILLNEED)  # hashed blocks are small for a disk
+        os.posix_fadvise(self._descriptor, offset, length, os.POSIX_FADV_WILLNEED)  # hashed blocks are small for a disk
         return fill
 
     def reader(self) -> FileReader:
         """See `store.Ranges`."""
         return FileReader(self._descriptor)
-
-    def close(self) -> None:
-        """See `store.Ranges`."""
-        os.close(self._descriptor)
 
 
 def sync_directory(path: Path) -> None:

@@ -35,6 +35,26 @@ def hold(directory: AnyPath) -> AnyPath:
     return store_of(directory).hold()
 
 
+def walk(directory: Path) -> Iterator[Path]:
+    """All that lies below a directory, each folder before what is in it; no link is followed.
+
+    Raises:
+        OSError: A folder may not be read: pathlib's patterns leave it out without a word.
+    """
+    for folder, folders, names in directory.walk(on_error=_raised):
+        yield from (folder / name for name in sorted((*folders, *names)))
+
+
+def everything_in(directory: AnyPath) -> Iterator[AnyPath]:
+    """The same of a directory in any store."""
+    local = store_of(directory).local
+    return directory.rglob("*") if local is None else walk(local)
+
+
+def _raised(error: OSError) -> NoReturn:
+    raise error
+
+
 def size_of(path: AnyPath) -> int:
     """Bytes."""
     return int(path.stat().st_size)
@@ -52,7 +72,7 @@ def check_file(directory: AnyPath, entry: FileEntry, listed_in: str = "") -> Any
         DamagedCheckpointError: It is missing, a link, or of another size.
     """
     path, as_listed = directory / entry.name, f", as {listed_in} has it" if listed_in else ""
-    linked = _has_link(directory, entry.name)
+    linked = has_link(directory, entry.name)
     if linked or not path.is_file():
         of_size = f" of {entry.size} bytes" if entry.size else ""  # 0 also where nobody knows it
         raise DamagedCheckpointError(
@@ -72,7 +92,7 @@ def check_file(directory: AnyPath, entry: FileEntry, listed_in: str = "") -> Any
     return path
 
 
-def _has_link(directory: AnyPath, name: str) -> bool:
+def has_link(directory: AnyPath, name: str) -> bool:
     """Whether the file, or a folder on the way to it from the directory, is a link."""
     path = directory
     for part in name.split("/"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -92,12 +91,11 @@ class Arena(Scratch):
 
 
 class OpenFiles:
-    """Payload files of one checkpoint.  Of more than `MAX_OPEN`, those used last stay open."""
+    """Payload files of one checkpoint.  Of more than `MAX_OPEN`, those used last and those being read stay open."""
 
     def __init__(self) -> None:
         self._files: OrderedDict[AnyPath, Ranges] = OrderedDict()
         self._ahead: ReadAhead | None = None
-        weakref.finalize(self, _close_all, self._files)
 
     @contextmanager
     def reading_ahead(self, ranges: Iterable[Range]) -> Iterator[None]:
@@ -236,7 +234,7 @@ class OpenFiles:
     def _file(self, path: AnyPath) -> Ranges:
         if path not in self._files:
             if len(self._files) >= MAX_OPEN:
-                self._files.popitem(last=False)[1].close()
+                self._files.popitem(last=False)  # a read that goes on keeps its file open
             self._files[path] = store_of(path).ranged()
         self._files.move_to_end(path)
         return self._files[path]
@@ -264,8 +262,3 @@ def _gone_named(path: AnyPath) -> Iterator[None]:
             remedy="Load again, and let no job save to a checkpoint, or prune it, that another one is loading.",
             key=str(path),
         ) from error
-
-
-def _close_all(files: OrderedDict[AnyPath, Ranges]) -> None:
-    for file in files.values():
-        file.close()

@@ -20,7 +20,7 @@ AnyPath = Path | UPath
 
 
 class Ranges(Protocol):
-    """A file that ranges are read from."""
+    """A file that ranges are read from; closed when neither it nor a range that was begun is referred to any more."""
 
     def begin(self, offset: int, length: int) -> Callable[[memoryview, int], int]:
         """Begin to read a range.
@@ -31,9 +31,6 @@ class Ranges(Protocol):
 
     def reader(self) -> Reader | None:
         """The same file, for threads that read ahead; None where a range is one request to the storage as it is."""
-
-    def close(self) -> None:
-        """Nothing more is read."""
 
 
 class Reader(Protocol):
@@ -74,7 +71,7 @@ class Store(Protocol):
         """The same directory, held on to: what takes its place meanwhile is not read."""
 
     def touch(self) -> None:
-        """Set its time to now."""
+        """Set its time to now, by the storage's clock; an object is written anew, empty."""
 
     def is_link(self) -> bool:
         """Whether it leads elsewhere."""

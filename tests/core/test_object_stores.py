@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from upath import UPath
 
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError
-from mbridge_fsdp_ckpt.storage.commit import methods
+from mbridge_fsdp_ckpt.storage.commit import lease, methods
 from mbridge_fsdp_ckpt.storage.commit.retention import iterations, prune, reading
 from mbridge_fsdp_ckpt.storage.commit.target import check_replaceable
 from mbridge_fsdp_ckpt.storage.store import as_path
@@ -217,11 +218,20 @@ def test_a_save_over_a_root_in_an_object_store_fails_on_all_ranks(
     assert names(root) == ["iter_0000001"]
 
 
-def test_old_ones_are_pruned_unless_somebody_reads_them(environment: dict[str, str], megatron_ranks: RankPool) -> None:
+def test_old_ones_are_pruned_unless_somebody_reads_them(
+    environment: dict[str, str], megatron_ranks: RankPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = as_path(f"s3://{BUCKET}/pruned")
     for number in (1, 2, 3):
         megatron_ranks.run(train_and_save, f"{root}/iter_000000{number}", environment, 1, ranks=1)
-    with reading(root / "iter_0000001"):
+    right = time.time
+    with reading(root / "iter_0000001"), monkeypatch.context() as host:
+        [mark] = root.glob(".reading-*")
+        before = mark.stat().st_mtime
+        time.sleep(1.1)  # S3 tells whole seconds
+        lease.renew(mark)
+        assert mark.stat().st_mtime > before
+        host.setattr(time, "time", lambda: right() + 7200.0)  # ahead of the storage's clock
         assert [iteration.number for iteration in prune(root, keep=1)] == [2]
     assert [iteration.number for iteration in prune(root, keep=1)] == [1]
     assert names(str(root)) == ["iter_0000003"]

@@ -10,7 +10,7 @@ import pytest
 from mbridge_fsdp_ckpt.storage import ranges
 from mbridge_fsdp_ckpt.storage.ahead import Range
 from mbridge_fsdp_ckpt.storage.checksums import HASHED_AT_ONCE, Hasher, checksum
-from mbridge_fsdp_ckpt.storage.ranges import OpenFiles, Place, Scratch
+from mbridge_fsdp_ckpt.storage.ranges import MAX_OPEN, OpenFiles, Place, Scratch
 
 
 @pytest.mark.parametrize(("length", "blocks"), [(0, 0), (1, 1), (HASHED_AT_ONCE, 1), (3 * HASHED_AT_ONCE + 1, 4)])
@@ -55,3 +55,25 @@ def test_a_part_goes_to_its_place_and_all_is_hashed(
         files.read_part(path, 7, length, Place(start, memory), hasher, Scratch())
     assert hasher.result() == checksum(data[7 : 7 + length])
     assert memory.tobytes() == data[7 + start : 7 + start + kept]
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_a_read_keeps_its_file_while_others_are_opened(tmp_path: Path) -> None:
+    """It goes on after more files than stay open were read: not from whichever of them has its descriptor by then."""
+    others = [tmp_path / str(number) for number in range(2 * MAX_OPEN)]
+    for number, path in enumerate(others):
+        path.write_bytes(bytes([number % 251]) * 8)
+    before = open_files()
+    files, suspended = OpenFiles(), []
+    for path in others:
+        reads = files.read_each(path, 0, [4, 4], None, Scratch())
+        suspended.append((next(reads).tobytes(), reads))
+    for number, (first, reads) in enumerate(suspended):
+        assert first + b"".join(part.tobytes() for part in reads) == bytes([number % 251]) * 8
+    del suspended, reads
+    assert open_files() <= before + MAX_OPEN
+    del files
+    assert open_files() <= before

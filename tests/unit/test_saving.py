@@ -52,7 +52,12 @@ def job(target: Path, settings: Settings = NO_VIEW, after_commit: Follow = None)
 
 def save(target: Path, ranks: list[Prepared], settings: Settings = NO_VIEW, after_commit: Follow = None) -> None:
     """All ranks' steps, one after the other."""
-    running = job(target, settings, after_commit)
+    saved(job(target, settings, after_commit), ranks)
+
+
+def saved(running: Job, ranks: list[Prepared]) -> None:
+    """The same of a save that was set up already."""
+    settings = running.settings
     try:
         judged = running.judge_plans(outgoing.combine([outgoing.announce(rank.outgoing) for rank in ranks]))
         place = judged["place"]

@@ -18,7 +18,7 @@ class Content:
     Args:
         manifest: The head's bytes, given the entries of the files beside payload and index.
         flushed: Tells of a name whether that file is on disk already.
-        add_files: Puts more files into a local directory.
+        add_files: Puts more files into an empty local directory.
         write_view: Writes what stock needs into a directory; None where nobody wants it.
         progress: Called after each step.
         last_call: Called just before the step that cannot be undone; raises where nobody waits for it any more.

@@ -1,26 +1,69 @@
-"""Leases: a file or directory whose time the living renew, so that nobody takes it for a dead job's."""
+"""Leases: a file or directory whose time the living renew, so that nobody takes it for a dead job's.
+
+The storage gives these times, so its own clock tells how old they are: hosts' clocks differ from it and from each
+other.  Where a file system takes times from its hosts instead (Lustre does), those that share a root must agree to
+within three quarters of an hour.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
+from mbridge_fsdp_ckpt.storage.file_system import temporary_name
 from mbridge_fsdp_ckpt.storage.store import AnyPath, store_of
 
 STALE_S = 3600.0
 """Seconds without a sign of life after which a job is taken for dead."""
 
 _log = logging.getLogger(__name__)
+_ahead: dict[str, float] = {}
+"""By directory: its storage's clock less this host's monotonic one, at the least so far."""
+
+
+def now(directory: AnyPath) -> float:
+    """The time by the storage's own clock: that of a small file which is made there, and removed.
+
+    If the clock is set forward in this process's life, it is taken to go on as before: all leases would seem old until
+    their holders renew them.  If it is set back, leases from before seem new, and last longer.
+
+    Returns:
+        UNIX time in seconds; minus infinity, so that nothing is old, where the storage refuses or tells no times.
+    """
+    file, begin = directory / temporary_name("clock"), time.monotonic()
+    try:
+        file.write_bytes(b"")
+        store_of(file).touch()
+        found = file.stat().st_mtime or -math.inf
+    except OSError as error:
+        _log.debug("%s does not tell the time: %s", directory, error)
+        return -math.inf
+    finally:
+        with suppress(OSError):
+            file.unlink(missing_ok=True)
+    _ahead[str(directory)] = min(found - begin, _ahead.get(str(directory), math.inf))
+    return begin + _ahead[str(directory)]
 
 
 def is_stale(place: AnyPath) -> bool:
     """Whether nobody has renewed it for an hour.  A store that tells no times keeps what is in it for living."""
     try:
-        touched = place.stat().st_mtime
-        return touched > 0 and time.time() - touched > STALE_S
+        return not is_fresh(place, now(place.parent))
     except FileNotFoundError:  # whoever held it is done
         return True
+
+
+def is_fresh(place: AnyPath, time: float) -> bool:
+    """Whether a file or directory was touched within the hour before a time that `now` told.
+
+    Raises:
+        FileNotFoundError: It is gone.
+    """
+    touched = place.stat().st_mtime
+    return touched == 0 or time - touched <= STALE_S  # 0: a store that does not tell
 
 
 def renew(place: AnyPath) -> None:

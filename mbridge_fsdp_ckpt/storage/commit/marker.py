@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
 
 from mbridge_fsdp_ckpt.storage.commit import removal
+from mbridge_fsdp_ckpt.storage.commit.added import added_by, check_not_elsewhere
 from mbridge_fsdp_ckpt.storage.commit.content import Content
 from mbridge_fsdp_ckpt.storage.files import replace_file
 from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, MANIFEST_NAME, is_part, suffix_of, token
-from mbridge_fsdp_ckpt.storage.store import AnyPath
+from mbridge_fsdp_ckpt.storage.store import AnyPath, store_of
 
 _log = logging.getLogger(__name__)
 
@@ -39,11 +41,7 @@ class MarkerCommit:
     def finish(self, content: Content) -> list[AnyPath]:
         """See `content.Commit`."""
         if content.add_files is not None:
-            with TemporaryDirectory() as folder:
-                content.add_files(Path(folder))
-                for file in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
-                    self._upload(file, self.directory / file.relative_to(folder).as_posix())
-                    content.progress()
+            self._add(content.add_files, content.progress)
         content.last_call()
         replace_file(self.directory / MANIFEST_NAME, content.manifest(()))
         self._committed = True
@@ -53,6 +51,17 @@ class MarkerCommit:
         except OSError as error:  # the checkpoint is there: no failure of the save
             _log.warning("stock's view or older objects in %s were left as they are: %s", self.directory, error)
             return []
+
+    def _add(self, add_files: Callable[[Path], None], progress: Callable[[], None]) -> None:
+        folder = Path(mkdtemp())
+        try:
+            names = added_by(add_files, folder)
+            check_not_elsewhere(self.directory, names)
+            for name in names:
+                self._upload(folder / name, self.directory / name)
+                progress()
+        finally:
+            removal.delete(folder)
 
     def _renew_view(self, content: Content) -> None:
         content.progress()
@@ -88,6 +97,7 @@ def leftovers(root: AnyPath) -> list[AnyPath]:
     if not root.exists():
         return []
     folders = [path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    folders = [path for path in folders if not store_of(path).is_link()]
     found: list[AnyPath] = []
     for directory in sorted(folders, key=lambda path: path.name):
         try:

@@ -70,7 +70,7 @@ def delete(path: AnyPath) -> bool:
             shutil.rmtree(local, onexc=lambda function, place, error: failures.append(error))
         else:
             path.unlink(missing_ok=True)
-    except OSError as error:
+    except (OSError, RecursionError) as error:  # the latter: a thousand folders in each other
         failures.append(error)
     refused = [error for error in failures if not isinstance(error, FileNotFoundError)]
     if refused:

@@ -27,13 +27,14 @@ from pathlib import Path
 
 from mbridge_fsdp_ckpt.errors import StorageError
 from mbridge_fsdp_ckpt.storage.commit import lease, removal
+from mbridge_fsdp_ckpt.storage.commit.added import added_by
 from mbridge_fsdp_ckpt.storage.commit.content import Content
 from mbridge_fsdp_ckpt.storage.commit.target import check_replaceable
 from mbridge_fsdp_ckpt.storage.entries import ExtraEntry
 from mbridge_fsdp_ckpt.storage.file_system import TEMPORARY, sync_directory
 from mbridge_fsdp_ckpt.storage.files import file_checksum, size_of, write_file
 from mbridge_fsdp_ckpt.storage.format.head import has_head, has_readable_head
-from mbridge_fsdp_ckpt.storage.format.names import DELETED, MANIFEST_NAME, REPLACED, STAGING, beside, target_of
+from mbridge_fsdp_ckpt.storage.format.names import DELETED, MANIFEST_NAME, REPLACED, STAGING, beside, target_of, token
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 _log = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class RenameCommit:
         if content.write_view is not None:
             content.write_view(self.directory)
         if content.add_files is not None:
-            content.add_files(self.directory)
+            self._add(content.add_files)
         content.progress()
         extra = tuple(self._flushed_extra(content))
         write_file(self.directory / MANIFEST_NAME, content.manifest(extra))
@@ -70,16 +71,24 @@ class RenameCommit:
         content.last_call()
         return put_in_place(self.directory, self._target)
 
+    def _add(self, add_files: Callable[[Path], None]) -> None:
+        """Into a folder of their own first: they can replace nothing that ranks have written."""
+        folder = self.directory / f".added-{token()}"
+        folder.mkdir()
+        added_by(add_files, folder)
+        for path in list(folder.iterdir()):
+            path.rename(self.directory / path.name)
+        folder.rmdir()
+
     def _flushed_extra(self, content: Content) -> list[ExtraEntry]:
         written = (folder / file for folder, _, files in self.directory.walk() for file in files)
         named = ((path.relative_to(self.directory).as_posix(), path) for path in written)
         found = []
         for name, path in sorted((name, path) for name, path in named if not content.flushed(name)):
-            if path.is_file():
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())
-                checksum = file_checksum(path, content.progress)
-                found.append(ExtraEntry(name=name, size=size_of(path), checksum=checksum))
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+            checksum = file_checksum(path, content.progress)
+            found.append(ExtraEntry(name=name, size=size_of(path), checksum=checksum))
         return found
 
     def abort(self) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.storage.commit.lease import is_stale
 from mbridge_fsdp_ckpt.storage.file_system import TEMPORARY
-from mbridge_fsdp_ckpt.storage.files import is_plain_file
+from mbridge_fsdp_ckpt.storage.files import everything_in, is_plain_file
 from mbridge_fsdp_ckpt.storage.format.names import (
     DCP_METADATA,
     DELETED,
@@ -54,7 +54,7 @@ class Obstacle:
 
 
 def check_replaceable(target: AnyPath, working: Path | None = None) -> None:
-    """Check that a checkpoint may take the target's place; writes nothing.
+    """Check that a checkpoint may take the target's place; changes nothing.
 
     Args:
         target: The checkpoint directory that is to be made or replaced.
@@ -90,8 +90,8 @@ def obstacle(target: AnyPath, working: Path | None = None) -> Obstacle | None:
         return None
     if not target.is_dir():
         return Obstacle("a file", "Give a directory, or move the file away.")
-    names = _names(target)
-    if _is_root(target, names):
+    names = names_in(target)
+    if is_root(target, names):
         return Obstacle(f"a root of checkpoints, with {_listed(names)}", inside)
     if _is_checkpoint(target, names) or all(_counts_for_nothing(target / name) for name in names):
         return None
@@ -116,7 +116,7 @@ def _around(target: Path, working: Path | None) -> str:
     return f"a parent of the working directory, {here}" if here.is_relative_to(target) else ""
 
 
-def _names(directory: AnyPath) -> set[str]:
+def names_in(directory: AnyPath) -> set[str]:
     """Of its entries.
 
     The empty object that a console makes for a folder is listed in it, under a name that leads to nothing: its own.
@@ -125,12 +125,12 @@ def _names(directory: AnyPath) -> set[str]:
     return {path.name for path in entries if path.name != directory.name or is_local(path) or path.exists()}
 
 
-def _is_root(directory: AnyPath, names: set[str]) -> bool:
+def is_root(directory: AnyPath, names: set[str]) -> bool:
     """Whether checkpoints lie in it, or did.  With a head of its own it is a root all the same."""
     if TRACKER in names or any(iteration_of(name) is not None for name in names):
         return True
     below = [path.parent for head in (MANIFEST_NAME, DCP_METADATA) for path in directory.glob(f"*/{head}")]
-    return any(_is_checkpoint(path, _names(path)) for path in below if not path.name.startswith((STAGING, DELETED)))
+    return any(_is_checkpoint(path, names_in(path)) for path in below if not path.name.startswith((STAGING, DELETED)))
 
 
 def _is_checkpoint(directory: AnyPath, names: set[str]) -> bool:
@@ -168,7 +168,7 @@ def _counts_for_nothing(path: AnyPath) -> bool:
     if store_of(path).is_link():
         return False
     if path.is_dir():
-        return all(found.is_dir() and not store_of(found).is_link() for found in path.rglob("*"))
+        return all(found.is_dir() and not store_of(found).is_link() for found in everything_in(path))
     return TEMPORARY.fullmatch(path.name) is not None
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from mbridge_fsdp_ckpt.agree.connection import Connection, Store
-from mbridge_fsdp_ckpt.agree.incarnation import connection, hosts_of, incarnation
+from mbridge_fsdp_ckpt.agree.incarnation import connection, end_without, hosts_of, incarnation
 from mbridge_fsdp_ckpt.agree.meeting import Meeting, lost
 from mbridge_fsdp_ckpt.agree.protocol import Node
 from mbridge_fsdp_ckpt.agree.signs import STORE_ERRORS, Signs, Watch
@@ -35,6 +35,8 @@ _log = logging.getLogger(__name__)
 _spent: dict[tuple[str, int], deque[list[str]]] = {}
 """Keys of the last sequences of a kind, of each rank that this process attends for; see `Agreement._tidy`."""
 _KEPT = 2
+_unended: list[tuple[str, CheckpointError]] = []
+"""Sequences that rank 0 attended here until the store no longer answered, and what it raised."""
 
 
 @dataclass(slots=True)
@@ -100,8 +102,10 @@ class Agreement:
             verdict = self._last.meet(wire, judge, combine)
             self.keys += self._last.keys(failed="failed" in verdict)
         if "failed" in verdict:
-            self.end()
-            raise CheckpointError.from_wire(verdict["failed"])
+            error = CheckpointError.from_wire(verdict["failed"])
+            if not self.end() and self.rank == 0:
+                _unended.append((self.name, error))
+            raise error
         return verdict["value"]
 
     def _enter(self, store: Store, phase: str) -> Meeting:
@@ -111,10 +115,14 @@ class Agreement:
             store, name, phase, self.rank, self.world_size, self.time_limit, signs, lambda: self.on_beat(), hosts
         )
 
-    def end(self) -> None:
-        """After the last meeting: rank 0 stays until the others have read the verdict.  An error is a last word too."""
+    def end(self) -> bool:
+        """After the last meeting: rank 0 stays until the others have read the verdict.  An error is a last word too.
+
+        Returns:
+            Whether the store has heard of it.
+        """
         if self._last is None or self.store is None or self._ended:
-            return
+            return True
         self._ended = True
         try:
             if self.rank == 0:
@@ -124,6 +132,18 @@ class Agreement:
             self._tidy(self.store)
         except STORE_ERRORS as error:  # the verdict is known here, and that is all that counts
             _log.info("rank %d does not hear the end of %s: %s", self.rank, self.name, error)
+            return False
+        return True
+
+    def make_up(self) -> None:
+        """Of rank 0, before the first meeting: end what it could not end when the store did not answer.
+
+        Raises:
+            DistError, OSError: It does not answer now.
+        """
+        while self.rank == 0 and self.store is not None and _unended:
+            end_without(self.store, *_unended[-1])
+            _unended.pop()
 
     def _tidy(self, store: Store) -> None:
         """Delete this rank's keys of an earlier sequence.  Those of the last ones are kept: who is late reads them."""
@@ -212,9 +232,11 @@ def next_agreement(
     try:
         name = job.join("call", purpose, "", (time_limit, storage_limit)).name
         store = job.store(time_limit, "call")
+        agreement = Agreement(name, job.rank, job.world_size, time_limit, store, storage_limit)
+        agreement.make_up()
     except STORE_ERRORS as error:
         raise lost(error, purpose, job.rank) from error
-    return Agreement(name, job.rank, job.world_size, time_limit, store, storage_limit)
+    return agreement
 
 
 def check_limits(time_limit: float, storage_limit: float) -> None:

@@ -167,4 +167,10 @@ class Seat:
         if not name:
             return Agreement(self.purpose, 0, 1, limits[0], storage_limit=limits[1])
         own = connection(self.host, self.port, limits[0])
-        return Agreement(name, self.rank, self.world_size, limits[0], own.within(limits[0]), limits[1], owned=own)
+        agreement = Agreement(name, self.rank, self.world_size, limits[0], own.within(limits[0]), limits[1], owned=own)
+        try:
+            agreement.make_up()
+        except STORE_ERRORS as error:
+            agreement.close()
+            raise lost(error, self.purpose, self.rank) from error
+        return agreement

@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from mbridge_fsdp_ckpt.agree.connection import Connection, Store
 from mbridge_fsdp_ckpt.agree.meeting import Meeting, a_while, wait_for
+from mbridge_fsdp_ckpt.agree.protocol import VERDICT
 from mbridge_fsdp_ckpt.agree.signs import STORE_ERRORS, Signs, Watch
 from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError, RankMissingError
 
@@ -210,14 +211,19 @@ class _Sequences:
     kind: Kind
     job: Incarnation
     _last: int = field(default=0)  # which this rank has joined, or passed over
+    _unsure: list[Opened] = field(default_factory=list)  # of rank 0: the store has not answered, and may yet open them
 
     def open(self, purpose: str, note: str, limit: float) -> Opened:
         """Of rank 0: the next one."""
         store, number = self.job.store(limit, self.kind), self._last + 1
+        self._last = number
         opened = Opened(f"{self.name}/{number}", number, purpose, note)
+        self._unsure.append(opened)
+        for before in self._unsure[:-1]:
+            end_without(store, before.name, _absent(before.purpose, limit, 0))
         store.set(f"{opened.name}/open", json.dumps(opened))
         store.set(f"{self.name}/now", json.dumps(opened))
-        self._last = number
+        self._unsure.clear()
         return opened
 
     def join(self, purpose: str, time_limit: float, storage_limit: float) -> Opened:
@@ -227,7 +233,7 @@ class _Sequences:
         watch = Watch(signs, time_limit)
         differs: CheckpointError | None = None
         while True:
-            found = self._next(store, time_limit)
+            found = self._next(store, purpose, time_limit)
             if found is not None and found.purpose == purpose:
                 self._last = found.number
                 return found
@@ -236,37 +242,46 @@ class _Sequences:
             if found is not None:
                 self._last = found.number
                 if not store.check([f"{found.name}/over"]):
-                    differs = self._fail(store, signs, found, purpose, time_limit)
+                    differs = self._fail(store, signs, found, self._differs(found, purpose), time_limit)
                     watch = Watch(Signs(None, "", 1.0, 1.0, 1), min(_SECOND_THOUGHT, 2 * time_limit))
             elif watch.over():
                 raise differs or _absent(purpose, time_limit, self.job.rank)
 
-    def _next(self, store: Store, limit: float) -> Opened | None:
-        """The sequence after the last one known, or the latest where that has long gone; None after a while."""
+    def _next(self, store: Store, purpose: str, limit: float) -> Opened | None:
+        """The latest sequence, or the one after the last known if that alone is for the purpose; None after a while."""
         following, now = f"{self.name}/{self._last + 1}/open", f"{self.name}/now"
-        if wait_for(store, [following], a_while(limit)):
-            return Opened(*json.loads(store.get(following)))
-        if store.check([now]):
-            latest = Opened(*json.loads(store.get(now)))
-            if latest.number > self._last:
-                return latest
-        return None
+        there = wait_for(store, [following], a_while(limit))
+        if not there and not store.check([now]):
+            return None
+        latest = Opened(*json.loads(store.get(now)))
+        if latest.number <= self._last:
+            return None
+        if there and latest.purpose != purpose and latest.number > self._last + 1:
+            missed = Opened(*json.loads(store.get(following)))
+            return missed if missed.purpose == purpose else latest
+        return latest
 
-    def _fail(self, store: Store, signs: Signs, found: Opened, purpose: str, limit: float) -> CheckpointError:
-        """Let a sequence that this rank will not join fail on all that have; returns the error."""
-        rank = self.job.rank
-        error = ConfigurationError(
+    def _differs(self, found: Opened, purpose: str) -> ConfigurationError:
+        return ConfigurationError(
             expected="all ranks to begin the same save or load",
-            found=f"rank 0: {found.purpose}, rank {rank}: {purpose}",
+            found=f"rank 0: {found.purpose}, rank {self.job.rank}: {purpose}",
             remedy="Call save and load in the same order and with the same directory on every rank.",
         )
-        name = f"{found.name}/1"
-        meeting = Meeting(
-            store, name, "beginning", rank, self.job.world_size, limit, signs, lambda: None, hosts_of(name)
-        )
+
+    def _fail(self, store: Store, signs: Signs, found: Opened, error: CheckpointError, limit: float) -> CheckpointError:
+        """Let a sequence that this rank will not join fail on all that have; returns what it failed with."""
+        rank, size, name = self.job.rank, self.job.world_size, f"{found.name}/1"
+        meeting = Meeting(store, name, "beginning", rank, size, limit, signs, lambda: None, hosts_of(name))
         told = meeting.meet({"failed": error.to_wire()}, lambda whole: None, lambda messages: None)
-        meeting.leave()
+        if rank:
+            meeting.leave()
         return CheckpointError.from_wire(told["failed"]) if "failed" in told else error
+
+
+def end_without(store: Store, name: str, error: CheckpointError) -> None:
+    """End a sequence that rank 0 has begun and could not attend: whoever still joins it hears why."""
+    store.compare_set(f"{name}/1/{VERDICT}", "", json.dumps({"failed": error.to_wire()}))
+    store.set(f"{name}/over", "")
 
 
 def hosts_of(name: str) -> str:

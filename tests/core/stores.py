@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import time
 from typing import Any
 
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from mbridge_fsdp_ckpt.testing.ranks import no_process_group
 from tests.core import cases, oracle
 
 JOB_RANKS = 2
+FROZEN_LIMIT_S = 3.0
 
 
 @no_process_group
@@ -43,6 +46,42 @@ def two_jobs(directory: str, port: int) -> list[Any]:
 
 
 @no_process_group
+def frozen_host(directory: str, port: int, host: int) -> list[str]:
+    """The host of the store is stopped: what a save, one beside the training and a load say, and then those after."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    trainable = cases.prepared(Recipe(layers=1), steps=1)
+    options: dict[str, Any] = {"model": trainable.model, "optimizer": trainable.optimizer}
+    options["settings"] = mbridge_fsdp_ckpt.Settings()
+    said: list[str] = []
+    calls: list[Any] = [
+        lambda: mbridge_fsdp_ckpt.save(f"{directory}/a{len(said)}", **options),
+        lambda: mbridge_fsdp_ckpt.save(f"{directory}/b{len(said)}", background=True, **options).result(),  # type: ignore[union-attr]
+        lambda: mbridge_fsdp_ckpt.load(f"{directory}/0", **options),
+    ]
+    mbridge_fsdp_ckpt.save(f"{directory}/0", **options)
+
+    for stopped in (True, False):
+        dist.barrier()
+        if rank == 0:
+            os.kill(host, signal.SIGSTOP if stopped else signal.SIGCONT)
+        dist.barrier()
+        options["settings"] = mbridge_fsdp_ckpt.Settings(time_limit=FROZEN_LIMIT_S if stopped else 60.0)
+        for call in calls:
+            begin = time.monotonic()
+            try:
+                call()
+            except CheckpointError as error:
+                said.append(f"{type(error).__name__}: {error}")
+            else:
+                said.append("done")
+            assert time.monotonic() - begin < 20 * FROZEN_LIMIT_S
+    dist.destroy_process_group()
+    return said
+
+
+@no_process_group
 def refused(directory: str, kind: str) -> list[str]:
     """A job that met in such a store: what a save, one beside the training, and a load say."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -55,6 +94,7 @@ def refused(directory: str, kind: str) -> list[str]:
         lambda: mbridge_fsdp_ckpt.save(directory, background=True, **whole),
         lambda: mbridge_fsdp_ckpt.load(directory, **whole),
     )
+
     said = []
     for call in calls:
         try:

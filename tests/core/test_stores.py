@@ -13,6 +13,7 @@ from mbridge_fsdp_ckpt.testing.ranks import RankPool
 from mbridge_fsdp_ckpt.testing.templates import Templates
 from tests.core import stores
 from tests.patience import patient_ranks
+from tests.unit.test_connection import serving
 
 
 @pytest.fixture(scope="module")
@@ -34,3 +35,14 @@ def test_a_store_of_files_is_refused_before_anything_is_written(pool: RankPool, 
             assert one.startswith("ConfigurationError: expected a job of several ranks that met in a TCPStore"), one
             assert "found FileStore" in one
     assert not target.exists()
+
+
+def test_a_frozen_store_ends_calls_by_name_and_the_next_ones_meet(pool: RankPool, tmp_path: Path) -> None:
+    with serving() as (host, port):
+        for said in pool.run(stores.frozen_host, str(tmp_path), port, host.pid, ranks=2):
+            assert len(said) == 6
+            for one in said[:3]:
+                assert one.startswith("RankMissingError"), one
+                assert "the job's rendezvous store to answer" in one
+                assert "is stopped or out of reach" in one
+            assert said[3:] == ["done"] * 3

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -39,12 +40,21 @@ while True:
 """
 
 
-@pytest.fixture
-def host() -> Iterator[tuple[subprocess.Popen[str], int]]:
+@contextmanager
+def serving() -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A process that serves a store, and its port."""
     with subprocess.Popen([sys.executable, "-c", SERVE], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        yield process, int(process.stdout.readline())
-        process.kill()
+        try:
+            yield process, int(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def host() -> Iterator[tuple[subprocess.Popen[str], int]]:
+    with serving() as found:
+        yield found
 
 
 def test_a_frozen_store_ends_requests_within_their_limit(host: tuple[subprocess.Popen[str], int]) -> None:

@@ -135,7 +135,7 @@ def save(
         with phases("wait"):
             trainer().settle()
         with phases("plan"):
-            seen = Outcome.of(partial(look, beside=True), seat.rank, "planning the save")
+            seen = Outcome.of(look, seat.rank, "planning the save")
         what = Order(place, seat, settings, values, seen, phases, add_files, after_commit)
         return trainer().begin(what)
     trainer().settle()

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from mbridge_fsdp_ckpt.testing.models import Recipe
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
 from tests.core import watched
+
+STRATEGIES = "no_shard", "optim", "optim_grads", "optim_grads_params"
 
 
 def test_whatever_changes_between_saves_the_next_one_has_it(megatron_ranks: RankPool, tmp_path: Path) -> None:
@@ -45,3 +50,15 @@ def test_a_call_waits_for_the_copy_where_steps_may_be_replayed(megatron_ranks: R
         "put back": False,
         "capturable": True,
     }
+
+
+@pytest.mark.parametrize("instances", [1, 2])
+def test_training_changes_nothing_that_is_watched(instances: int, megatron_ranks: RankPool) -> None:
+    """Gradients are zeroed and reduced, weights gathered: counters of flat buffers and what shares them stand."""
+    strategies = STRATEGIES if instances == 1 else STRATEGIES[-1:]
+    recipes = [Recipe(layers=1, experts=2, strategy=strategy, instances=instances) for strategy in strategies]
+    recipes += [recipes[-1].on(offload=0.5), recipes[-1].on(optimizer="auto")]
+    for found in megatron_ranks.run(watched.trains, recipes, ranks=2):
+        assert {recipe: changed for recipe, (_, changed) in found.items() if changed} == {}
+        assert all(count > 20 for count, _ in found.values())
+        assert len(found) == len(recipes)

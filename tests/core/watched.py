@@ -15,11 +15,13 @@ from unittest.mock import patch
 import torch
 
 from mbridge_fsdp_ckpt import checkpoint
+from mbridge_fsdp_ckpt.errors import ChangedTensorError
 from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module, local_shard
 from mbridge_fsdp_ckpt.saving.beside.filling import Filling
 from mbridge_fsdp_ckpt.saving.beside.order import Order
+from mbridge_fsdp_ckpt.saving.snapshot import _check, look, plan_save
 from mbridge_fsdp_ckpt.testing.models import Recipe
-from tests.core import oracle
+from tests.core import cases, oracle
 from tests.core.beside import PATIENT, SMALL, Run
 from tests.soak.kill import iteration
 
@@ -185,4 +187,26 @@ def replayed(root: str) -> dict[str, Any]:
     found["put back"] = is_taken(optimizer=optimizer)
     optimizer.optimizer.param_groups[0]["capturable"] = True
     found["capturable"] = is_taken(optimizer=optimizer)
+    return found
+
+
+def trains(recipes: list[Recipe]) -> dict[str, tuple[int, list[str]]]:
+    """By recipe: so many tensors that a save watches, and those that a forward and backward pass seem to change."""
+    found = {}
+    for recipe in recipes:
+        trainable = cases.prepared(recipe, steps=2)
+        frozen = next(p for group in trainable.optimizer.param_groups for p in group["params"])
+        frozen.requires_grad_(requires_grad=False)
+        prepared = plan_save(look(trainable.model, trainable.optimizer, None, None).held_still())
+        with patch.object(trainable.optimizer, "step"):
+            for number in (2, 3):
+                trainable.step(number)
+        changed = []
+        for holding in (*prepared.holdings, *prepared.numbers):
+            try:
+                _check(holding, prepared.watched)
+            except ChangedTensorError as error:
+                changed.append(f"{error.key}: {error.found}")
+        watched = [holding for holding in (*prepared.holdings, *prepared.numbers) if holding.kept is not None]
+        found[str(recipe)] = len(watched), changed
     return found

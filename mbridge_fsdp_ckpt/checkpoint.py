@@ -112,8 +112,9 @@ def save(
         settings: See `Settings`.
         background: Whether to return while the save goes on beside the training, in a process of its own.  What is
             saved is what is there now: tensors are copied during the next forward and backward pass, and the step of
-            any torch optimizer waits for what is left of that.  Before tensors or modules change otherwise, or are
-            moved, call `Saving.wait_until_taken`.  `add_files` and `after_commit` are called in another thread.
+            any torch optimizer waits for what is left of that.  Where steps may be replays of a captured graph, the
+            call itself waits.  Before tensors change otherwise, or are moved, call `Saving.wait_until_taken`.
+            `add_files` and `after_commit` are called in another thread.
 
     Returns:
         What it cost; of a save in the background, its handle, or None where it was skipped (`Settings.when_busy`).

@@ -113,8 +113,9 @@ def save(
         settings: See `Settings`.
         background: Whether to return while the save goes on beside the training, in a process of its own.  What is
             saved is what is there now: tensors are copied during the next forward and backward pass, and the step of
-            any torch optimizer waits for what is left of that.  Before tensors or modules change otherwise, or are
-            moved, call `Saving.wait_until_taken`.  `add_files` and `after_commit` are called in another thread.
+            any torch optimizer waits for what is left of that.  Where steps may be replays of a captured graph, the
+            call itself waits.  Before tensors change otherwise, or are moved, call `Saving.wait_until_taken`.
+            `add_files` and `after_commit` are called in another thread.
 
     Returns:
         What it cost; of a save in the background, its handle, or None where it was skipped (`Settings.when_busy`).
@@ -136,7 +137,7 @@ def save(
         with phases("wait"):
             trainer().settle()
         with phases("plan"):
-            seen = Outcome.of(partial(look, beside=True), seat.rank, "planning the save")
+            seen = Outcome.of(look, seat.rank, "planning the save")
         what = Order(place, seat, settings, values, seen, phases, add_files, after_commit)
         return trainer().begin(what)
     trainer().settle()

@@ -146,6 +146,10 @@ class RankMissingError(CheckpointError):
     """Ranks that did not arrive at a common step within the time limit."""
 
 
+class ChangedTensorError(CheckpointError):
+    """A tensor that changed, or was replaced, between the call of a save beside the training and its copy."""
+
+
 class SaveAbandonedError(CheckpointError):
     """A save beside the training whose trainer or writer ended, or fell silent, before it was committed."""
 

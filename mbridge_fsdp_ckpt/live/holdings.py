@@ -34,6 +34,7 @@ class Holding(NamedTuple):
         flat: The flattened local shard that the piece's source indexes, or the scalar.
         plan: The parameter it belongs to.
         is_buffer: Whether it is a buffer: a forward pass may change it.
+        kept: The tensor that the model or the optimizer keeps; None for a number that is none.
     """
 
     key: str
@@ -42,6 +43,7 @@ class Holding(NamedTuple):
     flat: torch.Tensor
     plan: ParameterPlan
     is_buffer: bool = False
+    kept: torch.Tensor | None = None
 
     @property
     def is_scalar(self) -> bool:
@@ -82,9 +84,9 @@ def model_holdings(
     for item in planned:
         if item.plan.pieces and (include is None or include(item.plan.layout.key)):
             named = _blocks(item.plan, None, _Kept(dtype_name(item.tensor.dtype)), vocabulary_size)
-            flat = item.elements()
+            flat, kept = item.elements(), item.tensor
             for key, entry, piece in named:
-                yield Holding(key, entry, piece, flat, item.plan, item.is_buffer)
+                yield Holding(key, entry, piece, flat, item.plan, item.is_buffer, kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +156,7 @@ def optimizer_holdings(
             for name, slot in slots.items():
                 flat = slot.tensor
                 for key, entry, piece in _blocks(plan, name, _Kept.of(slot, kept_by), vocabulary_size):
-                    holdings.append(Holding(key, entry, piece, flat, plan))
+                    holdings.append(Holding(key, entry, piece, flat, plan, kept=slot.kept))
     return holdings, stateless
 
 

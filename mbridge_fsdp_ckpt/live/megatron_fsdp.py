@@ -10,7 +10,7 @@ Nothing is asked of other ranks.  Megatron-FSDP leaves on each optimizer-named p
                                parallelism cut it: of the global shape, its local tensor is that rank's
     _tensor_parallel_mode, tensor_model_parallel, partition_dim    the dimension that Megatron-Core's cuts
 
-This file and `mesh` alone read Megatron-FSDP's attributes; `marks` compares them.
+This file and `mesh` alone read Megatron-FSDP's attributes; `structure` compares them.
 """
 
 from __future__ import annotations

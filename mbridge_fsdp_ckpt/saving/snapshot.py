@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Buffer, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -19,13 +20,14 @@ from mbridge_fsdp_ckpt.live.holdings import (
     optimizer_holdings,
     optimizer_parts,
 )
-from mbridge_fsdp_ckpt.live.marks import marks_of_job
 from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module
 from mbridge_fsdp_ckpt.live.optimizer import loss_scales
-from mbridge_fsdp_ckpt.live.optimizer.adapters import grouped, refuse_global_state
+from mbridge_fsdp_ckpt.live.optimizer.adapters import grouped, kept_tensors, may_be_replayed, refuse_global_state
 from mbridge_fsdp_ckpt.live.optimizer.base import Grouped
-from mbridge_fsdp_ckpt.live.planned import Planned, PlannedTensors, Remembered, plan_with_parts, remember
+from mbridge_fsdp_ckpt.live.planned import Planned, PlannedTensors, plan_with_parts
+from mbridge_fsdp_ckpt.live.structure import marks_of_job
 from mbridge_fsdp_ckpt.live.topology import sharding_strategy
+from mbridge_fsdp_ckpt.live.watched import Watched
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry, Section
 from mbridge_fsdp_ckpt.plan.pieces import ParameterPlan, Piece
 from mbridge_fsdp_ckpt.saving.outgoing import Elements, Outgoing
@@ -49,23 +51,44 @@ class Prepared:
         outgoing: What it writes, without its numbers.
         holdings: The blocks with what is behind them, one for each of `Outgoing.blocks`.
         numbers: See `Outgoing`, with what is behind them.
+        watched: All of these tensors, where training goes on.
     """
 
     outgoing: Outgoing
     holdings: list[Holding]
     numbers: list[Holding]
+    watched: Watched | None = None
 
     def read(self) -> Outgoing:
-        """What it writes, its numbers as they are now."""
+        """What it writes, its numbers as they are now.
+
+        Raises:
+            ChangedTensorError: See `Watched`.
+        """
         counts = [item.declares and item.piece.writes for item in self.numbers]
         read = zip(self.numbers, fetched([item.flat for item in self.numbers]), counts, strict=True)
         rows = [Number(item.key, data.tobytes(), own) for item, data, own in read]
+        for item in self.numbers:
+            _check(item, self.watched)
         return replace(self.outgoing, numbers=rows)
 
     @property
     def elements(self) -> Elements:
         """The tensors as they are now."""
-        return _Live(self.holdings)
+        return _Live(self.holdings, self.watched)
+
+    def check(self, number: int) -> None:
+        """Of one of the holdings, once it is copied.
+
+        Raises:
+            ChangedTensorError: See `Watched`.
+        """
+        _check(self.holdings[number], self.watched)
+
+
+def _check(holding: Holding, watched: Watched | None) -> None:
+    if watched is not None and holding.kept is not None:
+        watched.check(holding.kept, holding.key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +96,7 @@ class _Live:
     """See `Elements`: read from live tensors."""
 
     holdings: list[Holding]
+    watched: Watched | None
 
     def each(self, numbers: Sequence[int]) -> Iterator[Iterable[Buffer]]:
         """See `Elements`."""
@@ -80,16 +104,17 @@ class _Live:
 
     def digests(self, numbers: Sequence[int]) -> Iterator[int]:
         """See `Elements`."""
-        for pieces in self.each(numbers):
+        for number, pieces in zip(numbers, self.each(numbers), strict=True):
             hasher = Hasher()
             for piece in pieces:
                 hasher.update(piece)
+            _check(self.holdings[number], self.watched)
             yield hasher.number()
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What is to be saved, as far as something else than an optimizer's step may change it: seen at the call.
+    """What is to be saved, seen at the call.
 
     Args:
         module: The `MegatronFSDP` module.
@@ -103,10 +128,12 @@ class Seen:
         shape: `Outgoing.topology`.
         include: See `checkpoint.save`.
         vocabulary_size: See `Settings`.
+        optimizer: See `checkpoint.save`.
+        watched: See `Prepared`.
     """
 
     module: Any
-    tensors: PlannedTensors | Remembered
+    tensors: PlannedTensors
     own: list[Planned]
     optimizers: list[Grouped]
     hyperparameters: list[dict[str, Json]]
@@ -116,10 +143,20 @@ class Seen:
     shape: dict[str, int | str]
     include: KeyFilter | None
     vocabulary_size: int | None
+    optimizer: Any
+    watched: Watched | None = None
 
     def held_still(self) -> Seen:
-        """The same with copies of buffers."""
-        return replace(self, tensors=self.tensors.held_still())
+        """The same with copies of buffers; all other tensors are watched from now on."""
+        tensors = self.tensors.held_still()
+        of_optimizer = kept_tensors(self.optimizer) if self.optimizer is not None else ()
+        own = (planned.tensor for planned in self.own)
+        return replace(self, tensors=tensors, watched=Watched(chain(tensors.tensors, own, of_optimizer)))
+
+    @property
+    def may_be_replayed(self) -> bool:
+        """See `adapters.may_be_replayed`."""
+        return may_be_replayed(self.optimizer)
 
 
 def look(
@@ -129,8 +166,6 @@ def look(
     rank_values: Mapping[str, Any] | None,
     values: Mapping[str, Any] | None = None,
     vocabulary_size: int | None = None,
-    *,
-    beside: bool = False,
 ) -> Seen:
     """See what is to be saved.  No communication, and nothing of a tensor is read.
 
@@ -141,7 +176,6 @@ def look(
         rank_values: See `checkpoint.save`.
         values: See `checkpoint.save`.
         vocabulary_size: See `Settings`.
-        beside: Whether training goes on before it is planned: what only an optimizer's step changes is then seen there.
 
     Raises:
         CheckpointError: The model or the optimizer cannot be saved.
@@ -152,7 +186,7 @@ def look(
         refuse_global_state(optimizer)
         loss_scales.check_name(values, optimizer)
     job = marks_of_job()
-    tensors, modules = remember(module, job) if beside else plan_with_parts(module, job)
+    tensors, modules = plan_with_parts(module, job)
     optimizers = grouped(optimizer) if optimizer is not None else []
     states = own_states(module, modules)
     return Seen(
@@ -167,6 +201,7 @@ def look(
         shape={**job.sizes, "strategy": sharding_strategy(module)},
         include=include,
         vocabulary_size=vocabulary_size,
+        optimizer=optimizer,
     )
 
 
@@ -199,7 +234,7 @@ def plan_save(seen: Seen) -> Prepared:
         own=RankOwn(values=seen.values, extra_state=extra_state),
         param_groups=of_groups,
     )
-    return Prepared(_outgoing(known, said, encoded, sections, seen.shape), holdings, numbers)
+    return Prepared(_outgoing(known, said, encoded, sections, seen.shape), holdings, numbers, seen.watched)
 
 
 def outgoing_of(

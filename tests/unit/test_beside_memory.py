@@ -73,7 +73,7 @@ def test_a_ring_of_any_size_passes_on_what_is_staged(lengths: list[int], slots: 
 
     def fill() -> None:
         for tensor in tensors:
-            filling.add(tensor)
+            filling.add(tensor, lambda: None)
         filling.end()
 
     filler = threading.Thread(target=fill)
@@ -105,7 +105,7 @@ def test_what_an_earlier_save_left_there_is_refused() -> None:
     """As if the trainer had announced a portion that it has not copied."""
     what = outgoing([10])
     ring = Ring(what, 2, save=3)
-    Filling(ring.staging, 2, ring, OnHost()).add(torch.zeros(10, dtype=torch.bfloat16))
+    Filling(ring.staging, 2, ring, OnHost()).add(torch.zeros(10, dtype=torch.bfloat16), lambda: None)
     ring.staging.stamp(0, 2)
     ring.filled(1)
     with pytest.raises(InternalError, match="portion 0 of save 3"):

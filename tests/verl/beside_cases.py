@@ -77,9 +77,9 @@ def taken_around_a_move(setup: Setup) -> tuple[bool, bool]:
     """Whether a slow copy has ended before and after VeRL moves what it has to the host."""
     from verl.workers.engine.megatron import transformer_impl
 
-    def slow(filling: Filling, elements: Any) -> None:
+    def slow(*arguments: Any) -> None:
         time.sleep(0.05)
-        add(filling, elements)
+        add(*arguments)
 
     engine, add = tiny.build(setup), Filling.add
     with patch.object(Filling, "add", slow):

@@ -75,12 +75,9 @@ def collect(modules: Modules, on_disk: OnDisk = str) -> dict[str, State]:
 
 def may_have_some(modules: Iterable[nn.Module]) -> bool:
     """Whether there is state in one of them, or something that `collect` tells of.  All are asked in every save."""
-    return any(map(_has_something, modules))
-
-
-def scaling(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Those in which there may come to be some: they have the attribute from the beginning."""
-    return [module for module in modules if "fp8_meta" in vars(module) or "_fp8_metas" in vars(module)]
+    return any(
+        _has_something(module) for module in modules if "fp8_meta" in vars(module) or "_fp8_metas" in vars(module)
+    )
 
 
 def replicas_agree(module: nn.Module, ranks: int) -> bool:

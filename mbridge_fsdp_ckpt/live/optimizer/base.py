@@ -51,11 +51,13 @@ class Slot:
         tensor: Flat local elements, or a 0-d tensor.
         scaled_from: The dtype in which the optimizer keeps it together with a scale, where `tensor` is what they stand
             for.
+        kept: The tensor that the optimizer keeps; None for a Python number, and while none keeps it.
     """
 
     kind: Kind
     tensor: torch.Tensor
     scaled_from: torch.dtype | None = None
+    kept: torch.Tensor | None = None
 
     def value(self) -> torch.Tensor | int | float:
         """A scalar slot as the optimizer keeps it."""
@@ -174,9 +176,9 @@ def slot_of(name: object, value: object, parameter: torch.Tensor, *, is_local: b
     if isinstance(value, torch.Tensor):
         local = local_shard(value)
         if local.dim() == 0:
-            return Slot("tensor", local)
+            return Slot("tensor", local, kept=value)
         if _is_sharded_like(value, parameter, is_local=is_local):
-            return Slot("sharded", local.reshape(-1))
+            return Slot("sharded", local.reshape(-1), kept=value)
     elif isinstance(value, bool):
         return Slot("bool", torch.tensor(value))
     elif isinstance(value, int):

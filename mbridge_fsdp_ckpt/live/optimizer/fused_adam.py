@@ -66,11 +66,12 @@ class FusedAdamAdapter:
         state = self.optimizer.state.get(parameter, {})
         return {name: self._slot(name, value, parameter) for name, value in state.items()}
 
-    def _slot(self, name: str, value: object, parameter: torch.Tensor) -> Slot:
+    def _slot(self, name: str, value: torch.Tensor, parameter: torch.Tensor) -> Slot:
         if not self._scaled(name):
             return slot_of(name, value, parameter, is_local=True)
         unscaled = self.optimizer.get_unscaled_state(parameter, name)
-        return replace(slot_of(name, unscaled, parameter, is_local=True), scaled_from=self._dtype_of(name))
+        slot = slot_of(name, unscaled, parameter, is_local=True)
+        return replace(slot, scaled_from=self._dtype_of(name), kept=value)
 
     def class_name(self, parameter: torch.Tensor) -> str:
         """See `OptimizerAdapter`."""

@@ -76,7 +76,7 @@ class HybridAdapter:
         if slots and STEP not in slots and STEP in group:
             slots[STEP] = Slot("tensor", torch.tensor(float(group[STEP])))
         if inner.dtype != parameter.dtype:
-            slots[MASTER] = Slot("sharded", local_shard(inner).reshape(-1))
+            slots[MASTER] = Slot("sharded", local_shard(inner).reshape(-1), kept=inner)
         return slots
 
     def class_name(self, parameter: torch.Tensor) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -50,9 +51,15 @@ class Filling:
         self._staging, self._save, self._consumer, self._copies = staging, save, consumer, copies
         self._memory = torch.from_numpy(staging.bytes)
         self._position, self._entered, self._sealed = 0, 0, 0
+        self._unchecked: list[Callable[[], None]] = []
 
-    def add(self, elements: torch.Tensor) -> None:
-        """Append one chunk: its elements, flat, on any device."""
+    def add(self, elements: torch.Tensor, check: Callable[[], None]) -> None:
+        """Append one chunk.
+
+        Args:
+            elements: Its elements, flat, on any device.
+            check: Called once they are copied, and before anybody may rely on it; raises where they had changed.
+        """
         self._advance(aligned(self._position))
         size, done, count = elements.element_size(), 0, elements.numel()
         while done < count:
@@ -64,11 +71,13 @@ class Filling:
             self._copies.copy(target, elements[done : done + fits])
             done += fits
             self._advance(self._position + fits * size)
+        self._unchecked.append(check)
 
     def end(self) -> None:
         """Hand over what is left."""
         if self._position > self._sealed * PORTION:
             self._seal(self._sealed)
+        self._check()
 
     def _enter(self, portion: int) -> None:
         if portion >= self._entered:
@@ -82,9 +91,16 @@ class Filling:
 
     def _seal(self, portion: int) -> None:
         self._copies.settle()
+        self._check()
         self._staging.stamp(portion, self._save)
         self._sealed = portion + 1
         self._consumer.filled(self._sealed)
+
+    def _check(self) -> None:
+        """Of all chunks whose last byte has been copied."""
+        for check in self._unchecked:
+            check()
+        self._unchecked.clear()
 
 
 class OnHost:

@@ -66,6 +66,8 @@ class Trainer:
         self._stager = Worker.after(self._stager, "staging")
         saving.stalled += order.phases.elapsed
         self._stager.do(partial(self._stage, saving, order, writer, still, copies))
+        if still.message(lambda own: own.seen.may_be_replayed) is True:  # nothing would tell of such a step
+            saving.wait_until_taken()
         return saving
 
     def wait_until_taken(self) -> None:
@@ -225,7 +227,7 @@ class Trainer:
         filling = Filling(staging, self._saves, _Consumer(writer, saving, staging.slots, self._saves), copies)
         with torch.no_grad():
             for number in own.outgoing.chunks:
-                filling.add(own.holdings[number].elements().detach())
+                filling.add(own.holdings[number].elements().detach(), partial(own.check, number))
             filling.end()
         with torch.no_grad(), copies.reading():
             compared = own.outgoing.compared(choice)

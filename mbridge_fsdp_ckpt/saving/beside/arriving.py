@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Buffer, Callable, Iterable, Iterator, Sequence
 
 from mbridge_fsdp_ckpt.errors import CheckpointError, InternalError, SaveAbandonedError
+from mbridge_fsdp_ckpt.saving.beside.channel import slices
 from mbridge_fsdp_ckpt.saving.beside.memory import PORTION, Staging, aligned
 from mbridge_fsdp_ckpt.saving.outgoing import Outgoing
 
@@ -93,19 +93,19 @@ class Arriving:
             )
 
     def _await(self, there: Callable[[], bool]) -> None:
-        """Wait for the trainer, however slowly it copies, as long as something comes."""
+        """Wait for the training process, however slowly it copies, as long as something comes."""
         with self._changed:
-            since, seen = time.monotonic(), self._filled
+            seen, waits = self._filled, slices(self._limit)
             while not there():
                 if self._error is not None:
                     raise self._error
                 if self._filled > seen:
-                    since, seen = time.monotonic(), self._filled
-                left = since + self._limit - time.monotonic()
-                if left <= 0:
+                    seen, waits = self._filled, slices(self._limit)
+                pause = next(waits, None)
+                if pause is None:
                     raise SaveAbandonedError(
-                        expected="the trainer to copy what it saves before the optimizer's next step",
+                        expected="the training process to copy what it saves before the optimizer's next step",
                         found=f"nothing more within {self._limit:g} s",
                         remedy="Is it stopped, or stuck? Nothing was committed.",
                     )
-                self._changed.wait(left)
+                self._changed.wait(pause)

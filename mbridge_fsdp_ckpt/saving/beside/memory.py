@@ -6,6 +6,7 @@ slot for each, all of a save is staged at once; with fewer, the trainer waits un
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import struct
@@ -68,6 +69,7 @@ class Staging:
         self.descriptor, self.slots = descriptor, slots
         head = _head_of(slots)
         self._map = mmap.mmap(descriptor, head + slots * PORTION)
+        self._map.madvise(mmap.MADV_DONTFORK)  # a data loader that outlives it would keep its pages
         self.before_close: Callable[[], None] = lambda: None
         """Called before it is given back: to undo what was done to it."""
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8, offset=head)
@@ -104,4 +106,9 @@ class Staging:
         self.before_close()
         self.bytes = np.empty(0, dtype=np.uint8)
         del self._map
+        os.close(self.descriptor)
+
+    def forget(self) -> None:
+        """In a forked child, where it is not mapped: unmapping it would hit whatever has taken its addresses."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._map))
         os.close(self.descriptor)

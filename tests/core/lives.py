@@ -33,7 +33,6 @@ from mbridge_fsdp_ckpt.saving.beside.trainer import trainer
 from mbridge_fsdp_ckpt.storage.format.names import STAGING
 from mbridge_fsdp_ckpt.storage.format.names import beside as hidden
 from tests.core.beside import LIMIT_S, QUICK, Run
-
 from tests.soak.kill import iteration
 
 LONG_S = 2 * LIMIT_S + 1.0

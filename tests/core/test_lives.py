@@ -11,7 +11,7 @@ from mbridge_fsdp_ckpt.care.verify import verify
 from mbridge_fsdp_ckpt.storage.format.head import has_head
 from mbridge_fsdp_ckpt.storage.progress import Unwatched
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
-from tests.core import beside, lives
+from tests.core import beside, forked, lives
 from tests.core.test_beside_faults import MARGIN_S, is_running
 from tests.soak.kill import iteration
 
@@ -106,3 +106,16 @@ def test_an_old_error_takes_no_new_saves_place(megatron_ranks: RankPool, tmp_pat
     assert [has_head(iteration(tmp_path, number)) for number in range(1, 8)] == [
         False, True, False, True, True, False, False,
     ]  # fmt: skip
+
+
+def test_forked_children_have_no_part_in_it(megatron_ranks: RankPool, tmp_path: Path) -> None:
+    [loaded] = megatron_ranks.run(forked.loads, str(tmp_path / "loads"), ranks=1)
+    assert (loaded.pop("error"), loaded.pop("next")) == (None, None)
+    assert loaded == {what: [0, 1, 2, 3] for what in loaded}
+    [found] = megatron_ranks.run(forked.forks, str(tmp_path / "forks"), ranks=1)
+    assert found == {
+        "codes": {"asks": 0, "leaves": 0, "outlives": 0},
+        "said": {"asks": " ".join(["ConfigurationError"] * 5), "leaves": "left", "outlives": ""},
+        "errors": [None, None],
+        "same": True,
+    }

@@ -130,7 +130,8 @@ def test_what_is_said_of_another_save_is_dropped(both: Both, tmp_path: Path) -> 
     both.begin(2, tmp_path / "b", asks=True)
     asked = next(both.heard)
     assert (asked["ask"], asked["save"]) == ("add_files", 2)
-    for stale in ({"answer": None}, {"filled": 7}, {"digests": []}, {"broken": error.to_wire()}):
+    stales: list[Message] = [{"answer": None}, {"filled": 7}, {"digests": []}, {"broken": error.to_wire()}]
+    for stale in stales:
         both.say({**stale, "save": 1})
     both.say({"answer": error.to_wire(), "save": 2})
     assert next(both.heard)["failed"]["found"] == "none"

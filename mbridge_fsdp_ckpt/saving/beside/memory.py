@@ -11,6 +11,8 @@ import mmap
 import os
 import struct
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -111,4 +113,8 @@ class Staging:
     def forget(self) -> None:
         """In a forked child, where it is not mapped: unmapping it would hit whatever has taken its addresses."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._map))
-        os.close(self.descriptor)
+        own = os.fstat(self.descriptor)
+        for entry in Path("/proc/self/fd").iterdir():  # `mmap` has a descriptor of its own
+            with suppress(OSError):
+                if os.path.samestat(os.fstat(int(entry.name)), own):
+                    os.close(int(entry.name))

@@ -104,8 +104,7 @@ def save_checkpoint(
             may be that of the save before: then this one has ended, and well.
     """
     cfg, step = state.cfg, state.train_state.step
-    check_settings(cfg.checkpoint)
-    _check_model(model, prebuilt_state_dict)
+    _check(cfg.checkpoint, model, prebuilt_state_dict)
     fault_tolerance.on_checkpointing_start(state)
     model, pg_collection = _unwrapped(model, pg_collection)
     root = as_path(after_save.root_directory(cfg.checkpoint, non_persistent=non_persistent_ckpt))
@@ -173,7 +172,8 @@ def _unwrapped(model: list[Any], pg_collection: Any) -> tuple[list[Any], Any]:
     return inner, pg_collection or get_pg_collection(inner)
 
 
-def _check_model(model: list[Any], prebuilt_state_dict: dict[str, Any] | None) -> None:
+def _check(checkpoint_config: Any, model: list[Any], prebuilt_state_dict: dict[str, Any] | None) -> None:
+    check_settings(checkpoint_config)
     if prebuilt_state_dict is not None or not model:
         raise ConfigurationError(
             expected="a model to save",

@@ -28,10 +28,6 @@ class Pending:
     follow_up: Callable[[Saved], None]
     in_unison: bool
 
-    def has_ended(self, step: int) -> bool:
-        """Whether it is time to follow up, at this step of the training."""
-        return self.saving.ended_on_all(f"at step {step}") if self.in_unison else self.saving.done
-
 
 _pending: Pending | None = None
 
@@ -54,8 +50,10 @@ def look(step: int = 0) -> None:
     Args:
         step: Of the training, the same on all ranks; of no use where none follows up in unison.
     """
-    if _pending is not None and _pending.has_ended(step):
-        settle()
+    if _pending is not None:
+        saving = _pending.saving
+        if saving.ended_on_all(f"at step {step}") if _pending.in_unison else saving.done:
+            settle()
 
 
 def settle() -> None:

@@ -53,7 +53,7 @@ class Ring:
             self._changed.notify_all()
 
     def filled(self, portions: int) -> None:
-        self.staged.filled(portions)
+        self.staged.hear({"filled": portions})
 
     def wait_for_slot(self, portion: int) -> None:
         with self._changed:
@@ -117,7 +117,7 @@ def test_nothing_that_comes_and_an_error_end_the_wait() -> None:
     with pytest.raises(SaveAbandonedError, match="nothing more within"):
         list(*Arriving(outgoing([10]), staging, 1, print, 0.05).each([0]))
     broken = Arriving(outgoing([10]), staging, 1, print, LIMIT_S)
-    broken.broken(StorageError(expected="a", found="b", remedy="c"))
+    broken.hear({"broken": StorageError(expected="a", found="b", remedy="c").to_wire()})
     with pytest.raises(StorageError):
         next(broken.digests([0]))
 

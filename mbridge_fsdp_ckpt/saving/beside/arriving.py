@@ -6,7 +6,7 @@ import threading
 from collections.abc import Buffer, Callable, Iterable, Iterator, Sequence
 
 from mbridge_fsdp_ckpt.errors import CheckpointError, InternalError, SaveAbandonedError
-from mbridge_fsdp_ckpt.saving.beside.channel import slices
+from mbridge_fsdp_ckpt.saving.beside.channel import Message, slices
 from mbridge_fsdp_ckpt.saving.beside.memory import PORTION, Staging, aligned
 from mbridge_fsdp_ckpt.saving.outgoing import Outgoing
 
@@ -32,22 +32,16 @@ class Arriving:
         self._digests: dict[int, int] = {}
         self._error: CheckpointError | None = None
 
-    def filled(self, portions: int) -> None:
-        """So many portions are there.  Of another thread."""
-        with self._changed:
-            self._filled = portions
-            self._changed.notify_all()
+    def hear(self, message: Message) -> None:
+        """How many portions are there, the hashes of blocks that others write, or why no more comes.
 
-    def hashed(self, digests: dict[int, int]) -> None:
-        """The hashes of blocks that other ranks write, by number.  Of another thread."""
+        Of another thread.
+        """
         with self._changed:
-            self._digests = digests
-            self._changed.notify_all()
-
-    def broken(self, error: CheckpointError) -> None:
-        """Nothing more will come.  Of another thread."""
-        with self._changed:
-            self._error = self._error or error
+            self._filled = message.get("filled", self._filled)
+            self._digests.update(message.get("digests", ()))
+            if "broken" in message and self._error is None:
+                self._error = CheckpointError.from_wire(message["broken"])
             self._changed.notify_all()
 
     def each(self, numbers: Sequence[int]) -> Iterator[Iterable[Buffer]]:

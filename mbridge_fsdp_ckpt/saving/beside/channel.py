@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import select
 import socket
-import struct
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -17,7 +16,6 @@ Message = dict[str, Any]
 """One word, what belongs to it, and the id of the save that it is about: {"filled": 3, "save": 7}."""
 
 _SLICES = 16
-_LENGTH = struct.Struct("<Q")
 _READ_AT_ONCE = 1 << 20
 _DESCRIPTORS = 4
 
@@ -41,8 +39,7 @@ def encoded(message: Message) -> bytes:
     Raises:
         TypeError: It holds something that JSON has no word for.
     """
-    text = json.dumps(message).encode()
-    return _LENGTH.pack(len(text)) + text
+    return json.dumps(message).encode() + b"\n"
 
 
 class Channel:
@@ -63,17 +60,14 @@ class Channel:
             OSError: Nobody listens any more.
         """
         with self._sending:
-            if descriptor is not None:
-                socket.send_fds(self._socket, [b"\0" * _LENGTH.size], [descriptor])
-            self._socket.sendall(text)
+            sent = 0 if descriptor is None else socket.send_fds(self._socket, [text], [descriptor])
+            self._socket.sendall(memoryview(text)[sent:])
 
     def messages(self, pulse: float | None = None) -> Iterator[Message | None]:
         """Messages as they come, until the other end is closed; None after each `pulse` seconds in which none came."""
         ready, poller = bytearray(), select.poll()
         poller.register(self._socket, select.POLLIN)
         while True:
-            while (message := _taken(ready)) is not None:
-                yield message
             if not poller.poll(None if pulse is None else pulse * 1000):
                 yield None
                 continue
@@ -85,6 +79,9 @@ class Channel:
             if not data:
                 return
             ready += data
+            if b"\n" in data:
+                *lines, ready = ready.split(b"\n")
+                yield from map(json.loads, lines)
 
     def descriptor(self) -> int:
         """The descriptor that came first of those not asked for yet."""
@@ -99,17 +96,3 @@ class Channel:
     def forget(self) -> None:
         """In a forked child: close its copy, which the other end does not hear."""
         self._socket.close()
-
-
-def _taken(ready: bytearray) -> Message | None:
-    """The first message of what has come, taken from it; None where it is not whole yet."""
-    while len(ready) >= _LENGTH.size:
-        (length,) = _LENGTH.unpack_from(ready)
-        if len(ready) < _LENGTH.size + length:
-            return None
-        text = bytes(ready[_LENGTH.size : _LENGTH.size + length])
-        del ready[: _LENGTH.size + length]
-        if text:  # an empty one carries a descriptor
-            message: Message = json.loads(text)
-            return message
-    return None

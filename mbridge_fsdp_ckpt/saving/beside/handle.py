@@ -46,6 +46,10 @@ class Saving:
         self._process, self._changed = os.getpid(), threading.Condition()
         self._copying, self._giving_up, self._freed = True, False, 0
         self._asks: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self.slots = 0
+        """Portions of staging memory that it has."""
+        self.send: Callable[[Message], None] = lambda message: None
+        """To the checkpoint process, once it was handed over."""
         self._saved: Saved | None = None
         self._failed: ErrorData | None = None  # an error itself would keep the frames that it passed
         self.raised = False
@@ -137,14 +141,27 @@ class Saving:
             self._copying = False
             self._changed.notify_all()
 
-    def wait_for_slot(self, portion: int, slots: int) -> None:
-        """Wait until the checkpoint process has read what lies where a portion is to be.
+    def tell(self, **message: object) -> None:
+        """Tell the checkpoint process something of it.
+
+        Raises:
+            CheckpointError: That has ended, and with it the save.
+            TypeError: It cannot be sent.
+        """
+        self.send({**message, "save": self.number})
+
+    def filled(self, portions: int) -> None:
+        """See `filling.Consumer`."""
+        self.tell(filled=portions)
+
+    def wait_for_slot(self, portion: int) -> None:
+        """See `filling.Consumer`.
 
         Raises:
             CheckpointError: The save has failed meanwhile.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._over or self._freed > portion - slots)
+            self._changed.wait_for(lambda: self._over or self._freed > portion - self.slots)
             if self._over:
                 raise self.error or ended("it has ended")
 

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -102,10 +102,9 @@ class Trainer:
             if self._blocks == 1 and self._owed is not None:
                 self.end_last()
         except CheckpointError as error:
-            if self._blocks == 1:
-                self._owe(error)
-            else:
+            if self._blocks > 1:
                 raise
+            self._owe(error)
         finally:
             self._blocks -= 1
         if self._blocks == 0 and self._owed is not None:
@@ -183,7 +182,7 @@ class Trainer:
         try:
             time.sleep(_CALL_FIRST_S)
             self._copy(saving, order, writer, still, copies)
-            saving.serve(lambda ask: _answer(ask, saving, order, writer))
+            saving.serve(lambda ask: _answer(ask, saving, order))
         except BaseException as error:
             writer.kill(ended(f"the thread of the save failed: {brief(error)}"))
         finally:
@@ -200,7 +199,7 @@ class Trainer:
                 raise snapshot
             self._announce(saving, writer, order, snapshot, copies)
             handed_over = True
-            self._fill(saving, writer, snapshot.prepared, order.settings.replicas, copies)
+            self._fill(saving, writer.staging, snapshot.prepared, order.settings.replicas, copies)
         except BaseException as error:
             named = describe_unexpected(error, rank=order.seat.rank, doing="copying what is saved")
             if not isinstance(error, CheckpointError):
@@ -210,7 +209,7 @@ class Trainer:
                 saving.give_up(named)
             else:
                 with suppress(CheckpointError):  # it has ended, and with it the save
-                    writer.send({"broken": named.to_wire(), "save": saving.number})
+                    saving.tell(broken=named.to_wire())
         saving.set_taken()
 
     def _announce(
@@ -249,12 +248,12 @@ class Trainer:
                 staging.close()
             raise
         writer.layout, writer.staging = layout, staging
+        saving.slots, saving.send = slots, writer.send
 
-    def _fill(self, saving: Saving, writer: WriterProcess, own: Prepared, choice: str, copies: Copies) -> None:
+    def _fill(self, saving: Saving, staging: Staging | None, own: Prepared, choice: str, copies: Copies) -> None:
         """Copy what the checkpoint process writes, and hash what it compares alone."""
-        staging = writer.staging
         assert staging is not None
-        filling = Filling(staging, saving.number, _Consumer(writer, saving, staging.slots), copies)
+        filling = Filling(staging, saving.number, saving, copies)
         with torch.no_grad():
             for number in own.outgoing.chunks:
                 filling.add(own.holdings[number].elements().detach())
@@ -262,27 +261,10 @@ class Trainer:
         with torch.no_grad(), copies.reading():
             compared = own.outgoing.compared(choice)
             digests = list(zip(compared, own.elements.digests(compared), strict=True))
-        writer.send({"digests": digests, "save": saving.number})
+        saving.tell(digests=digests)
 
 
-@dataclass(frozen=True, slots=True)
-class _Consumer:
-    """See `filling.Consumer`: the checkpoint process."""
-
-    writer: WriterProcess
-    saving: Saving
-    slots: int
-
-    def filled(self, portions: int) -> None:
-        """See `filling.Consumer`."""
-        self.writer.send({"filled": portions, "save": self.saving.number})
-
-    def wait_for_slot(self, portion: int) -> None:
-        """See `filling.Consumer`."""
-        self.saving.wait_for_slot(portion, self.slots)
-
-
-def _answer(ask: Message, saving: Saving, order: Order, writer: WriterProcess) -> None:
+def _answer(ask: Message, saving: Saving, order: Order) -> None:
     """Call what the caller of the save gave, and tell the checkpoint process what it raised."""
     answer = None
     try:
@@ -295,7 +277,7 @@ def _answer(ask: Message, saving: Saving, order: Order, writer: WriterProcess) -
             say(_log.exception, "%s failed for %s", ask["ask"], order.directory)
         answer = describe_unexpected(error, rank=order.seat.rank, doing=f"calling {ask['ask']}").to_wire()
     with suppress(CheckpointError):  # the process has ended, and with it the save
-        writer.send({"answer": answer, "save": saving.number})
+        saving.tell(answer=answer)
 
 
 def _vouch(writer: WriterProcess, seat: Seat, store: dist.Store) -> None:

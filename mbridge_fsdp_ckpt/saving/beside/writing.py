@@ -52,19 +52,9 @@ class _Task:
 
     def hear(self, message: Message) -> None:
         """What the training process says of it.  Of the thread that listens."""
-        if "filled" in message:
-            self.arriving.filled(message["filled"])
-        elif "digests" in message:
-            self.arriving.hashed(dict(message["digests"]))
-        elif "broken" in message:
-            self.arriving.broken(CheckpointError.from_wire(message["broken"]))
-        elif "answer" in message:
+        self.arriving.hear(message)
+        if "answer" in message:
             self.answers.put(message["answer"])
-
-    def fail(self, error: CheckpointError) -> None:
-        """Nothing more will come."""
-        self.arriving.broken(error)
-        self.answers.put(error.to_wire())
 
 
 class Writer:
@@ -217,7 +207,7 @@ class Writer:
             found=found,
             remedy="Look at that rank's log. A resume finds the last whole checkpoint.",
         ).at_rank(task.seat.rank, DOING)
-        task.fail(error)
+        task.hear({"broken": error.to_wire(), "answer": error.to_wire()})
         try:
             give_up(task.seat.take(), error)
         except CheckpointError as told:

@@ -399,3 +399,20 @@ def old_errors(root: str) -> list[Any]:
     found.append(raised(lambda: fails("seven")))  # the newer one, with a note
     found.append(raised(mbridge_fsdp_ckpt.finish_saves))
     return found
+
+
+def in_unison(root: str) -> list[bool]:
+    """Whether a save has ended, as ranks find at a step, of which one has asked more often than the other."""
+    run = Run(root, settings=replace(QUICK, time_limit=30.0))
+    run.warm()
+    run.writer(signal.SIGSTOP)
+    saving = run.save()
+    assert saving is not None
+    saving.wait_until_taken()
+    found = [saving.ended_on_all("at step 1")] if dist.get_rank() == 1 else [False]
+    dist.barrier()
+    found.append(saving.ended_on_all("at step 2"))
+    run.writer(signal.SIGCONT)
+    saving.wait()
+    dist.barrier()
+    return [*found, saving.ended_on_all("at step 2"), saving.ended_on_all("at step 3")]

@@ -94,6 +94,10 @@ def test_a_checkpoint_process_runs_the_package_that_its_trainer_does(megatron_ra
     assert str(tmp_path / "other-1") in other["found"]
 
 
+def test_what_ranks_ask_at_a_step_has_one_answer(megatron_ranks: RankPool, tmp_path: Path) -> None:
+    assert megatron_ranks.run(lives.in_unison, str(tmp_path), ranks=2) == [[False, False, False, True]] * 2
+
+
 def test_an_old_error_takes_no_new_saves_place(megatron_ranks: RankPool, tmp_path: Path) -> None:
     results = megatron_ranks.run(lives.old_errors, str(tmp_path), ranks=2)
     assert results[0] == results[1]

@@ -184,7 +184,10 @@ class Trainer:
             self._copy(saving, order, writer, still, copies)
             saving.serve(lambda ask: _answer(ask, saving, order))
         except BaseException as error:
-            writer.kill(ended(f"the thread of the save failed: {brief(error)}"))
+            failed = ended(f"the thread of the save failed: {brief(error)}")
+            writer.kill(failed)
+            saving.set_taken()
+            saving.give_up(failed)
         finally:
             with self._lock:
                 self._give_back(saving.number)

@@ -273,8 +273,9 @@ def _hold_interpreter() -> None:
 
 def suspended(root: str) -> Ended:
     """All of a job is suspended in the middle of copying, for longer than anybody waits."""
-    run = Run(root, settings=replace(QUICK, storage_limit=LIMIT_S))
+    run = Run(root)
     run.warm()
+    run.settings = replace(QUICK, storage_limit=LIMIT_S)
     copying, go_on = threading.Event(), threading.Event()
     whole = Filling.add
 

@@ -50,9 +50,8 @@ class WriterProcess:
                 start_new_session=True,
             )
         self._saving: Saving | None = None
-        self._why: CheckpointError | None = None
         self.error: CheckpointError | None = None
-        """Why it can be given nothing more to do, once it has ended."""
+        """Why it can be given nothing more to do, once it has ended, or is about to."""
         self.spoke = threading.Event()
         """Whether it has said something, or has ended without."""
         self.staging: Staging | None = None
@@ -101,7 +100,8 @@ class WriterProcess:
 
     def kill(self, error: CheckpointError) -> None:
         """End it at once; whatever it was doing ends by this error."""
-        self._why = self._why or error
+        with self._lock:  # the next save begins with another one, though this has not gone yet
+            self.error = self.error or error
         self._process.kill()
 
     def stop(self) -> None:
@@ -143,7 +143,8 @@ class WriterProcess:
             self._process.wait(_LEAVE_S)
         self._channel.close()
         with self._lock:
-            self.error, saving = self._why or error, self._saving
+            self.error = self.error or error
+            saving = self._saving
         self._outbox.put(None)
         self.spoke.set()
         if saving is not None:

@@ -124,33 +124,35 @@ def save(
         ConfigurationError: `directory` holds something else than a checkpoint.  The same on every rank.
         CheckpointError: The same on every rank.  Nothing was committed, the previous checkpoint stands; unless the
             error says that the checkpoint is in its place, because `after_commit` failed.  An error of a save in the
-            background is raised by its handle, and if nobody has asked that, by the next save or `finish_saves`.
+            background is raised by its handle, and if nobody has asked that, by the next save, once that has ended,
+            or by `finish_saves`.
     """
     settings, phases, place = settings or _DEFAULTS, Phases(), called(directory)
     purpose, limits = f"save to {place}", (settings.time_limit, settings.storage_limit)
     look = partial(snapshot.look, model, optimizer, include, rank_values, values, settings.vocabulary_size)
     values = loss_scales.with_loss_scales(values, optimizer)
-    if background:
-        seat = Seat.next(purpose, *limits)
-        if trainer().skips(seat, settings):
-            return None
-        with phases("wait"):
-            trainer().settle()
+    with trainer().old_error_last():
+        if background:
+            seat = Seat.next(purpose, *limits)
+            if trainer().skips(seat, settings):
+                return None
+            with phases("wait"):
+                trainer().end_last()
+            with phases("plan"):
+                seen = Outcome.of(look, seat.rank, "planning the save")
+            what = Order(place, seat, settings, values, seen, phases, add_files, after_commit)
+            return trainer().begin(what)
+        trainer().end_last()
+        agreement = next_agreement(purpose, *limits)
+        job = Job(as_path(directory), settings, agreement, values, add_files, after_commit)
         with phases("plan"):
-            seen = Outcome.of(look, seat.rank, "planning the save")
-        what = Order(place, seat, settings, values, seen, phases, add_files, after_commit)
-        return trainer().begin(what)
-    trainer().settle()
-    agreement = next_agreement(purpose, *limits)
-    job = Job(as_path(directory), settings, agreement, values, add_files, after_commit)
-    with phases("plan"):
-        prepared = Outcome.of(lambda: snapshot.plan_save(look()), agreement.rank, "planning the save")
-    outgoing = prepared.then(lambda own: own.read(), agreement.rank, "planning the save")
-    with job_bar(agreement.rank, wanted=settings.progress) as progress:
-        saved = saving.run(job, outgoing, lambda: prepared.value.elements, Watching(phases, progress))
-    if agreement.rank == 0:
-        tell("save", place, saved)
-    return saved
+            prepared = Outcome.of(lambda: snapshot.plan_save(look()), agreement.rank, "planning the save")
+        outgoing = prepared.then(lambda own: own.read(), agreement.rank, "planning the save")
+        with job_bar(agreement.rank, wanted=settings.progress) as progress:
+            saved = saving.run(job, outgoing, lambda: prepared.value.elements, Watching(phases, progress))
+        if agreement.rank == 0:
+            tell("save", place, saved)
+        return saved
 
 
 def finish_saves() -> None:

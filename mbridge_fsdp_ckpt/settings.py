@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
 from mbridge_fsdp_ckpt.errors import ConfigurationError
@@ -62,7 +64,7 @@ class Settings:
             terminal, and not where the environment variable MBRIDGE_FSDP_CKPT_PROGRESS is 0.
 
     Raises:
-        ConfigurationError: An unknown choice.
+        ConfigurationError: An unknown choice, or no number where one is needed.
     """
 
     time_limit: float = DEFAULT_TIME_LIMIT
@@ -82,6 +84,11 @@ class Settings:
     progress: bool = True
 
     def __post_init__(self) -> None:
+        for name in ("time_limit", "storage_limit"):
+            object.__setattr__(self, name, float(_number(name, getattr(self, name), Real)))
+        for name in ("read_buffer", "vocabulary_size", "staging_limit"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, int(_number(name, getattr(self, name), Integral)))
         _check_choice("dcp_metadata", self.dcp_metadata, DCP_METADATA_CHOICES)
         _check_choice("verify", self.verify, VERIFY_CHOICES)
         _check_choice("share_reads", self.share_reads, SHARING_CHOICES)
@@ -122,6 +129,16 @@ class Settings:
     def may_be_cast(self, key: str) -> bool:
         """Whether the user allows a slot to lose precision, or to change its optimizer."""
         return any(fnmatchcase(key, pattern) for pattern in self.allow_cast)
+
+
+def _number(name: str, value: Any, kind: type[Any]) -> Any:
+    """A number of whoever's, NumPy's say."""
+    if not isinstance(value, kind) or isinstance(value, bool) or not math.isfinite(value):
+        what = "a number" if kind is Real else "a whole number"
+        raise ConfigurationError(
+            expected=f"{name} to be {what}", found=repr(value), remedy="Leave it out, or give one."
+        )
+    return value
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

@@ -154,8 +154,8 @@ class Agreement:
                 store.delete_key(key)
 
     def close(self) -> None:
-        """Let go of a connection of its own."""
-        self.on_beat = lambda: None  # whoever it is bound to may refer to this
+        """After all meetings: let go of a connection of its own, and of what refers to this."""
+        self.on_beat, self._last = lambda: None, None
         if self.owned is not None:
             self.owned.close()
 

@@ -68,7 +68,7 @@ def _tried[T](action: Callable[[], T], phase: str, rank: int) -> Wire[T]:
         return _checked({"value": action()}, phase, rank)
     except CheckpointError as error:
         return {"failed": error.to_wire()}
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a callback that leaves the program must not leave the others waiting
         return {"failed": describe_unexpected(error, rank=rank, doing=phase).to_wire()}
 
 

@@ -75,7 +75,7 @@ class SafeCheckpointManager:
 
     def finalize_async_saves(self, state: Any, blocking: bool = False, terminate: bool = False) -> None:
         """Follow up a save beside the training that has ended, or wait for it; see `finalize`."""
-        finalize(blocking=blocking, terminate=terminate)
+        finalize(state.train_state.step, blocking=blocking, terminate=terminate)
 
 
 def save_checkpoint(
@@ -101,11 +101,10 @@ def save_checkpoint(
 
     Raises:
         CheckpointError: The same on every rank; the previous checkpoint and the trackers stand.  With `async_save` it
-            may be that of the save before.
+            may be that of the save before: then this one has ended, and well.
     """
     cfg, step = state.cfg, state.train_state.step
-    check_settings(cfg.checkpoint)
-    _check_model(model, prebuilt_state_dict)
+    _check(cfg.checkpoint, model, prebuilt_state_dict)
     fault_tolerance.on_checkpointing_start(state)
     model, pg_collection = _unwrapped(model, pg_collection)
     root = as_path(after_save.root_directory(cfg.checkpoint, non_persistent=non_persistent_ckpt))
@@ -124,8 +123,9 @@ def save_checkpoint(
         "settings": settings_of(cfg),
     }
     announcement = Announcement(state, step, directory, cfg.checkpoint.save, callback_manager, model, optimizer)
-    begun = _save(directory, options, announcement, background=cfg.checkpoint.async_save)
-    fault_tolerance.on_checkpointing_end(global_state=state, is_async_finalization=not begun)
+    with trainer().old_error_last():
+        begun = _save(directory, options, announcement, background=cfg.checkpoint.async_save)
+        fault_tolerance.on_checkpointing_end(global_state=state, is_async_finalization=not begun)
 
 
 def _save(directory: AnyPath, options: dict[str, Any], announcement: Announcement, *, background: bool) -> bool:
@@ -145,10 +145,11 @@ def _save(directory: AnyPath, options: dict[str, Any], announcement: Announcemen
     return saving is not None
 
 
-def finalize(*, blocking: bool, terminate: bool) -> None:
+def finalize(step: int, *, blocking: bool, terminate: bool) -> None:
     """What Bridge asks for after each step, and at the end: to follow up a save beside the training that has ended.
 
     Args:
+        step: Of the training.
         blocking: Whether to wait for the save, not only to look.
         terminate: Whether it was the last one: the process that writes ends, and its memory is given back.
 
@@ -156,7 +157,7 @@ def finalize(*, blocking: bool, terminate: bool) -> None:
         CheckpointError: The save failed, and its error has not been raised yet: the same on every rank.  Not by a look.
     """
     if not (blocking or terminate):
-        pending.look()
+        pending.look(step)
         return
     try:
         pending.finish()
@@ -171,7 +172,8 @@ def _unwrapped(model: list[Any], pg_collection: Any) -> tuple[list[Any], Any]:
     return inner, pg_collection or get_pg_collection(inner)
 
 
-def _check_model(model: list[Any], prebuilt_state_dict: dict[str, Any] | None) -> None:
+def _check(checkpoint_config: Any, model: list[Any], prebuilt_state_dict: dict[str, Any] | None) -> None:
+    check_settings(checkpoint_config)
     if prebuilt_state_dict is not None or not model:
         raise ConfigurationError(
             expected="a model to save",

@@ -28,11 +28,6 @@ class Pending:
     follow_up: Callable[[Saved], None]
     in_unison: bool
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether it is time to follow up."""
-        return self.saving.ended_on_all() if self.in_unison else self.saving.done
-
 
 _pending: Pending | None = None
 
@@ -49,10 +44,16 @@ def goes_on() -> bool:
     return _pending is not None and not _pending.saving.done
 
 
-def look() -> None:
-    """Follow up a save that has ended well.  What it failed with, the next one raises, or the end."""
-    if _pending is not None and _pending.has_ended:
-        settle()
+def look(step: int = 0) -> None:
+    """Follow up a save that has ended well.  What it failed with, the next one raises, or the end.
+
+    Args:
+        step: Of the training, the same on all ranks; of no use where none follows up in unison.
+    """
+    if _pending is not None:
+        saving = _pending.saving
+        if saving.ended_on_all(f"at step {step}") if _pending.in_unison else saving.done:
+            settle()
 
 
 def settle() -> None:

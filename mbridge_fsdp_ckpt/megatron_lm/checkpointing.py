@@ -23,6 +23,7 @@ from mbridge_fsdp_ckpt.hosts.pending import Pending
 from mbridge_fsdp_ckpt.hosts.root import RELEASE, TRACKER, find_checkpoint
 from mbridge_fsdp_ckpt.megatron_lm import following
 from mbridge_fsdp_ckpt.megatron_lm.choice import check_arguments, settings_in_use
+from mbridge_fsdp_ckpt.saving.beside.trainer import trainer
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.format.names import ITERATION, STOCK_FORMAT
 from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path
@@ -53,7 +54,7 @@ def save_checkpoint(
 
     Raises:
         CheckpointError: The same on every rank; the previous checkpoint and the tracker stand.  Of a save beside the
-            training it is raised by the next one, or at the end.
+            training it is raised by the next one, once that has ended, or at the end.
     """
     args = get_args()
     check_arguments(args)
@@ -65,22 +66,23 @@ def save_checkpoint(
     print_rank_0(f"saving checkpoint at iteration {iteration:7d} to {root} in fsdp_dtensor_safe format")
     stock.maybe_save_dataloader_state(train_data_iterator, iteration, getattr(args, "dataloader_save", None))
     interval = args.save_retain_interval
-    saving = checkpoint.save(
-        directory,
-        model=model[0] if len(model) == 1 else model,
-        optimizer=None if args.no_save_optim else optimizer,
-        values=_values(args, iteration, opt_param_scheduler, num_floating_point_operations_so_far),
-        rank_values=_rank_values(args),
-        after_commit=lambda: following.publish(root, iteration, release=release, interval=interval),
-        settings=_settings_of(args),
-        background=args.async_save,
-    )
-    news = following.News(root, directory, iteration, metrics, args.async_save, args.log_progress)
-    if not args.async_save:
-        news.tell()
-    elif saving is not None:
-        pending.put(Pending(saving, lambda saved: news.tell(), in_unison=False))
-    ft_integration.on_checkpointing_end(is_async_finalization=False)
+    with trainer().old_error_last():
+        saving = checkpoint.save(
+            directory,
+            model=model[0] if len(model) == 1 else model,
+            optimizer=None if args.no_save_optim else optimizer,
+            values=_values(args, iteration, opt_param_scheduler, num_floating_point_operations_so_far),
+            rank_values=_rank_values(args),
+            after_commit=lambda: following.publish(root, iteration, release=release, interval=interval),
+            settings=_settings_of(args),
+            background=args.async_save,
+        )
+        news = following.News(root, directory, iteration, metrics, args.async_save, args.log_progress)
+        if not args.async_save:
+            news.tell()
+        elif saving is not None:
+            pending.put(Pending(saving, lambda saved: news.tell(), in_unison=False))
+        ft_integration.on_checkpointing_end(is_async_finalization=False)
 
 
 def _values(args: Any, iteration: int, scheduler: Any, operations: float) -> dict[str, Any]:

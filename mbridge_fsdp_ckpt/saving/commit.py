@@ -161,7 +161,7 @@ class Job:
         try:
             if self.after_commit is not None:
                 self.after_commit()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             _log.exception("%s is in its place, what follows failed", self.target)
             named = describe_unexpected(error, rank=self.agreement.rank, doing="following up the commit")
             stands = f"The checkpoint is complete and in its place, a tracker may name the one before: {self.target}."

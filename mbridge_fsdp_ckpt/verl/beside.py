@@ -19,16 +19,21 @@ from weakref import WeakKeyDictionary
 
 from mbridge_fsdp_ckpt import checkpoint
 from mbridge_fsdp_ckpt.errors import SaveAbandonedError
+from mbridge_fsdp_ckpt.saving.beside.channel import slices
 
 _log = logging.getLogger(__name__)
 _ACTOR = "actor"
 
 
 class Following:
-    """What VeRL does once a checkpoint is committed."""
+    """What VeRL does once a checkpoint is committed.
 
-    def __init__(self) -> None:
-        self._handed_over = threading.Event()
+    Args:
+        limit: Seconds that VeRL may take after the commit until it hands that over.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self._limit, self._handed_over = limit, threading.Event()
         self._finalize: Callable[[], None] | None = None
         self.saving: checkpoint.Saving | None = None
         """The save, once it has begun."""
@@ -45,13 +50,13 @@ class Following:
         """On rank 0, in another thread.
 
         Raises:
-            SaveAbandonedError: VeRL's export failed.
+            SaveAbandonedError: VeRL's export failed, or takes too long.
         """
-        self._handed_over.wait()
+        has_come = any(self._handed_over.wait(pause) for pause in slices(self._limit))
         if self._finalize is None:
             raise SaveAbandonedError(
                 expected="VeRL's export of the same step beside the sharded checkpoint",
-                found="that it failed",
+                found="that it failed" if has_come else f"none within {self._limit:g} s of the commit (storage_limit)",
                 remedy="See its own error. VeRL's tracker names the checkpoint before.",
             )
         self._finalize()

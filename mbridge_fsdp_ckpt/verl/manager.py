@@ -59,12 +59,12 @@ def save(manager: Any, directory: str, settings: Settings) -> None:
 
     Raises:
         CheckpointError: The same on every rank.  Nothing was committed, an older checkpoint stands.  Of a save beside
-            the training it is raised by the next one.
+            the training it is raised by the engine's next one, once that has ended.
     """
     if not (manager.should_save_model or manager.should_save_optimizer or manager.should_save_extra):
         _say("save_contents=%s asks for no sharded checkpoint", list(manager.checkpoint_save_contents))
         return
-    beside, following = manager.checkpoint_config.async_save, Following()
+    beside, following = manager.checkpoint_config.async_save, Following(settings.storage_limit)
     saving = checkpoint.save(
         directory,
         model=manager.model[0],

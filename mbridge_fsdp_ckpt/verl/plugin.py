@@ -192,16 +192,18 @@ def _ending(stock: _Method) -> _Method:
         if choice_of(manager.checkpoint_config) is None or not manager.checkpoint_config.async_save:
             stock(engine, local_path, hdfs_path, global_step, *others, **named)
             return
+        from mbridge_fsdp_ckpt.saving.beside.trainer import trainer
         from mbridge_fsdp_ckpt.verl import beside
 
         beside.keep_to_actors(manager, local_path)
-        try:
-            stock(engine, local_path, hdfs_path, global_step, *others, **named)
-        except BaseException:
-            beside.hand_over(manager, None)
-            raise
-        if beside.is_last(engine, global_step):
-            beside.finish(manager)
+        with trainer().old_error_last():  # not before VeRL has handed over what follows the new save
+            try:
+                stock(engine, local_path, hdfs_path, global_step, *others, **named)
+            except BaseException:
+                beside.hand_over(manager, None)
+                raise
+            if beside.is_last(engine, global_step):
+                beside.finish(manager)
 
     return save_checkpoint
 

@@ -5,6 +5,7 @@ RANK=... WORLD_SIZE=... MASTER_ADDR=... MASTER_PORT=... python -m tests.core.bes
 HOW     raises      an exception that nobody catches
         waits       trains on until somebody interrupts it
         leaves      ends well, and leaves its process group as soon as it has asked for the save
+        saves       trains on until SIGUSR1, on which it makes its last save
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ def main(root: Path, how: str) -> None:
     run = beside.Run(str(root), settings=beside.PATIENT)
     run.warm()
     dist.barrier()
+    told: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda number, frame: told.append(number))
     run.writer(signal.SIGSTOP)
     run.save()
     together = dist.destroy_process_group if how == "leaves" else dist.barrier
@@ -41,6 +44,10 @@ def main(root: Path, how: str) -> None:
         raise RuntimeError("training diverged")
     if how == "waits":
         time.sleep(600)
+    while how == "saves" and not told:
+        time.sleep(0.05)
+    if told:
+        run.save()
 
 
 if __name__ == "__main__":

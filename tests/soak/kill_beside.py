@@ -33,7 +33,7 @@ WRITERS_STEPS = tuple(step for step in STEPS if step.name not in _OF_TRAINERS an
 OWN_STEPS = (
     Step("saving.beside.writing:Writer._begin", EVERYBODY),
     Step("saving.beside.arriving:Arriving._pieces", EVERYBODY, times=3),
-    Step("saving.beside.writing:Writer._after_commit"),
+    Step("saving.beside.writing:Writer._ask"),
     Step("saving.beside.channel:Channel.send", EVERYBODY),
 )
 """And what it does besides."""

@@ -229,7 +229,7 @@ class Job:
         from mbridge_fsdp_ckpt.saving.beside.trainer import trainer
 
         writer = trainer()._writer
-        return writer.pid if writer is not None and writer.lives else 0
+        return writer.pid if writer is not None and writer.error is None else 0
 
     def _tell_all(self, number: int, row: Row) -> None:
         self._handled.clear()

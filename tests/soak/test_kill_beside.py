@@ -89,7 +89,7 @@ def test_a_trainer_that_has_ended_before_its_writer_asks_it_something_is_named(
     pool: RankPool, older: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
     """Nobody listens by then: that is no fault of the storage."""
-    trial = Trial("trainer", "saving.beside.writing:Writer._after_commit", 1, rank=0, overwrites=False)
+    trial = Trial("trainer", "saving.beside.writing:Writer._ask", 1, rank=0, overwrites=False)
     assert run_one(trial, pool, *older, tmp_path / "root") == "old state, SaveAbandonedError"
 
 

@@ -18,7 +18,7 @@ from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.layout import Axis
 from mbridge_fsdp_ckpt.saving.beside import wire
 from mbridge_fsdp_ckpt.saving.beside.arriving import Arriving
-from mbridge_fsdp_ckpt.saving.beside.channel import Channel
+from mbridge_fsdp_ckpt.saving.beside.channel import Channel, encoded
 from mbridge_fsdp_ckpt.saving.beside.filling import Filling, OnHost
 from mbridge_fsdp_ckpt.saving.beside.memory import PORTION, Staging, length_of, slots_for
 from mbridge_fsdp_ckpt.saving.outgoing import Outgoing
@@ -53,7 +53,7 @@ class Ring:
             self._changed.notify_all()
 
     def filled(self, portions: int) -> None:
-        self.staged.filled(portions)
+        self.staged.hear({"filled": portions})
 
     def wait_for_slot(self, portion: int) -> None:
         with self._changed:
@@ -117,7 +117,7 @@ def test_nothing_that_comes_and_an_error_end_the_wait() -> None:
     with pytest.raises(SaveAbandonedError, match="nothing more within"):
         list(*Arriving(outgoing([10]), staging, 1, print, 0.05).each([0]))
     broken = Arriving(outgoing([10]), staging, 1, print, LIMIT_S)
-    broken.broken(StorageError(expected="a", found="b", remedy="c"))
+    broken.hear({"broken": StorageError(expected="a", found="b", remedy="c").to_wire()})
     with pytest.raises(StorageError):
         next(broken.digests([0]))
 
@@ -145,17 +145,17 @@ def test_messages_of_any_length_and_memory_cross(ends: tuple[Channel, Channel]) 
     one, other = ends
     staging, heard = Staging.create(2), other.messages()
     staging.stamp(1, 9)
-    one.send({"first": 1}, staging.descriptor)
+    one.send(encoded({"first": 1}), staging.descriptor)
     assert next(heard) == {"first": 1}
     shared = Staging(other.descriptor(), 2)
     assert shared.has(1, 9)
     assert not shared.has(1, 8)
     long = {"long": "x" * (3 << 20)}
-    sender = threading.Thread(target=one.send, args=(long,))
+    sender = threading.Thread(target=one.send, args=(encoded(long),))
     sender.start()
     assert next(heard) == long
     sender.join()
     one.close()
     assert list(heard) == []
     with pytest.raises(BrokenPipeError):
-        other.send({"more": 1})
+        other.send(encoded({"more": 1}))

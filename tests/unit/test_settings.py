@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.loading import budget
-from mbridge_fsdp_ckpt.settings import AUTO_DCP_CHUNKS, Settings
+from mbridge_fsdp_ckpt.settings import AUTO_DCP_CHUNKS, LEAST_STAGING, Settings
 
 
 @pytest.mark.parametrize(
@@ -21,6 +23,12 @@ from mbridge_fsdp_ckpt.settings import AUTO_DCP_CHUNKS, Settings
         ("commit", "copy"),
         ("read_buffer", -1),
         ("share_reads", "sometimes"),
+        ("time_limit", "120"),
+        ("time_limit", True),
+        ("storage_limit", float("inf")),
+        ("storage_limit", None),
+        ("staging_limit", 1e9),
+        ("vocabulary_size", "32000"),
     ],
 )
 def test_an_unknown_choice_is_refused_by_name(name: str, value: Any) -> None:
@@ -76,3 +84,19 @@ def test_patterns_of_keys(patterns: tuple[str, ...], key: str, matches: bool) ->
     settings = Settings(allow_missing=patterns, allow_unexpected=patterns)
     assert settings.may_be_missing(key) is matches
     assert settings.may_be_unexpected(key) is matches
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kept"),
+    [
+        ("time_limit", np.float32(1.5), 1.5),
+        ("storage_limit", np.int64(5), 5.0),
+        ("staging_limit", np.int64(LEAST_STAGING), LEAST_STAGING),
+        ("read_buffer", np.uint8(7), 7),
+        ("vocabulary_size", np.int32(9), 9),
+    ],
+)
+def test_numbers_of_numpys_are_kept_as_pythons(name: str, value: Any, kept: float) -> None:
+    found = getattr(Settings(**{name: value}), name)
+    assert (found, type(found)) == (kept, type(kept))
+    assert json.loads(json.dumps(found)) == kept

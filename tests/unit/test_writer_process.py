@@ -6,12 +6,12 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
+from mbridge_fsdp_ckpt.agree.elsewhere import Seat
 from mbridge_fsdp_ckpt.errors import SaveAbandonedError
-from mbridge_fsdp_ckpt.saving.beside.channel import Message
+from mbridge_fsdp_ckpt.saving.beside.handle import Saving
 from mbridge_fsdp_ckpt.saving.beside.process import WriterProcess
 
 LIMIT_S = 60.0
@@ -19,39 +19,25 @@ LONG = {"word": "x" * (1 << 22)}
 """More than a socket holds until somebody reads."""
 
 
-class Heard:
-    """Who listens."""
-
-    def __init__(self) -> None:
-        self.ended = threading.Event()
-
-    def hear(self, message: Message) -> None:
-        """Nothing that is of interest here."""
-
-    def writer_ended(self, writer: WriterProcess, how: str) -> None:
-        self.ended.set()
+def saving(number: int) -> Saving:
+    return Saving(number, "iter_0000001", Seat("save", 0, 1, LIMIT_S, LIMIT_S))
 
 
 @pytest.fixture
-def stopped() -> Iterator[tuple[WriterProcess, Heard]]:
-    """A writer that reads nothing, as one that has only begun to start."""
-    heard = Heard()
-    writer = WriterProcess(heard, LIMIT_S, LIMIT_S)
+def stopped() -> Iterator[WriterProcess]:
+    """A process that reads nothing, as one that has only begun to start."""
+    writer = WriterProcess(LIMIT_S, LIMIT_S)
     os.kill(writer.pid, signal.SIGSTOP)
-    yield writer, heard
-    if writer.lives:
+    yield writer
+    if writer.error is None:
         os.kill(writer.pid, signal.SIGKILL)
-    assert heard.ended.wait(LIMIT_S)
+    assert writer.spoke.wait(LIMIT_S)
     writer.stop()
 
 
-def _open_files() -> int:
-    return sum(1 for _ in Path("/proc/self/fd").iterdir())
-
-
-def test_what_is_said_waits_for_nobody(stopped: tuple[WriterProcess, Heard]) -> None:
+def test_what_is_said_waits_for_nobody(stopped: WriterProcess) -> None:
     """The first save's plan of many tensors waited for the writer to start, and the optimizer's step for both."""
-    writer, _ = stopped
+    writer = stopped
 
     def say() -> None:
         for _ in range(3):
@@ -63,15 +49,22 @@ def test_what_is_said_waits_for_nobody(stopped: tuple[WriterProcess, Heard]) -> 
     assert not saying.is_alive()
 
 
-def test_a_writer_that_has_ended_is_told_nothing(stopped: tuple[WriterProcess, Heard]) -> None:
-    writer, heard = stopped
-    with Path(os.devnull).open("rb") as file:
-        writer.send(LONG, file.fileno())
-        writer.send(LONG, file.fileno())
-        before = _open_files()
-        os.kill(writer.pid, signal.SIGKILL)
-        assert heard.ended.wait(LIMIT_S)
-        writer._teller.join(LIMIT_S)
-        assert _open_files() < before, "copies of the descriptor are closed"
+def test_the_end_of_a_process_ends_the_save_that_it_was_handed_last(stopped: WriterProcess) -> None:
+    one, two = saving(1), saving(2)
+    stopped.send(LONG, begins=one)
+    stopped.send(LONG, begins=two)
+    os.kill(stopped.pid, signal.SIGKILL)
+    two.set_taken()
+    two.wait()
+    assert two.error is not None
+    assert "exit status -9" in two.error.found
+    assert one.error is None
     with pytest.raises(SaveAbandonedError, match="exit status -9"):
-        writer.send({"word": "more"})
+        stopped.send({"word": "more"})
+
+
+def test_what_cannot_be_sent_is_said_to_who_sends_it(stopped: WriterProcess) -> None:
+    one = saving(1)
+    with pytest.raises(TypeError, match="set"):
+        stopped.send({"word": {1, 2}}, begins=one)
+    assert stopped._saving is None

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from mbridge_fsdp_ckpt.errors import SaveAbandonedError
 from mbridge_fsdp_ckpt.testing.outcomes import Died
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from mbridge_fsdp_ckpt.verl.beside import Following
 from tests.core import oracle
 from tests.verl import beside_cases, cases
 from tests.verl.conftest import RANKS
@@ -93,3 +95,13 @@ def test_a_critic_is_saved_at_once_and_sets_no_tracker(beside: Setup, verl_ranks
     """It would be the actor's, which need not be committed."""
     assert verl_ranks.run(beside_cases.save_a_critic, beside) == [True] * RANKS
     assert not (Path(beside.directory) / TRACKER).exists()
+
+
+def test_what_verl_never_hands_over_ends_the_save_by_name() -> None:
+    """Its export may hang."""
+    following = Following(limit=0.1)
+    with pytest.raises(SaveAbandonedError, match=r"none within 0.1 s of the commit"):
+        following.after_commit()
+    assert following.hand_over(None)
+    with pytest.raises(SaveAbandonedError, match="that it failed"):
+        following.after_commit()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Buffer, Callable, Iterable, Iterator, Sequence
 
 from mbridge_fsdp_ckpt.errors import CheckpointError, InternalError, SaveAbandonedError
+from mbridge_fsdp_ckpt.saving.beside.channel import Message, slices
 from mbridge_fsdp_ckpt.saving.beside.memory import PORTION, Staging, aligned
 from mbridge_fsdp_ckpt.saving.outgoing import Outgoing
 
@@ -32,22 +32,16 @@ class Arriving:
         self._digests: dict[int, int] = {}
         self._error: CheckpointError | None = None
 
-    def filled(self, portions: int) -> None:
-        """So many portions are there.  Of another thread."""
-        with self._changed:
-            self._filled = portions
-            self._changed.notify_all()
+    def hear(self, message: Message) -> None:
+        """How many portions are there, the hashes of blocks that others write, or why no more comes.
 
-    def hashed(self, digests: dict[int, int]) -> None:
-        """The hashes of blocks that other ranks write, by number.  Of another thread."""
+        Of another thread.
+        """
         with self._changed:
-            self._digests = digests
-            self._changed.notify_all()
-
-    def broken(self, error: CheckpointError) -> None:
-        """Nothing more will come.  Of another thread."""
-        with self._changed:
-            self._error = self._error or error
+            self._filled = message.get("filled", self._filled)
+            self._digests.update(message.get("digests", ()))
+            if "broken" in message and self._error is None:
+                self._error = CheckpointError.from_wire(message["broken"])
             self._changed.notify_all()
 
     def each(self, numbers: Sequence[int]) -> Iterator[Iterable[Buffer]]:
@@ -93,19 +87,19 @@ class Arriving:
             )
 
     def _await(self, there: Callable[[], bool]) -> None:
-        """Wait for the trainer, however slowly it copies, as long as something comes."""
+        """Wait for the training process, however slowly it copies, as long as something comes."""
         with self._changed:
-            since, seen = time.monotonic(), self._filled
+            seen, waits = self._filled, slices(self._limit)
             while not there():
                 if self._error is not None:
                     raise self._error
                 if self._filled > seen:
-                    since, seen = time.monotonic(), self._filled
-                left = since + self._limit - time.monotonic()
-                if left <= 0:
+                    seen, waits = self._filled, slices(self._limit)
+                pause = next(waits, None)
+                if pause is None:
                     raise SaveAbandonedError(
-                        expected="the trainer to copy what it saves before the optimizer's next step",
+                        expected="the training process to copy what it saves before the optimizer's next step",
                         found=f"nothing more within {self._limit:g} s",
                         remedy="Is it stopped, or stuck? Nothing was committed.",
                     )
-                self._changed.wait(left)
+                self._changed.wait(pause)

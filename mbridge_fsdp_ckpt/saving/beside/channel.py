@@ -3,20 +3,43 @@
 from __future__ import annotations
 
 import json
+import select
 import socket
-import struct
 import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import repeat
 from typing import Any
 
 Message = dict[str, Any]
-"""One word, and what belongs to it: {"filled": 3}."""
+"""One word, what belongs to it, and the id of the save that it is about: {"filled": 3, "save": 7}."""
 
-_LENGTH = struct.Struct("<Q")
+_SLICES = 16
 _READ_AT_ONCE = 1 << 20
 _DESCRIPTORS = 4
+
+
+def slices(limit: float) -> Iterator[float]:
+    """A limit in seconds, as waits one after the other.
+
+    Time limits count waits, and not the clock: a process that was stopped for hours comes back in the middle of one.
+    """
+    return repeat(limit / _SLICES, _SLICES)
+
+
+def pulse_for(limit: float) -> float:
+    """Seconds between two heartbeats, some of which may be late, where silence has a limit in seconds."""
+    return min(1.0, limit / 8)
+
+
+def encoded(message: Message) -> bytes:
+    """A message as it is sent.
+
+    Raises:
+        TypeError: It holds something that JSON has no word for.
+    """
+    return json.dumps(message).encode() + b"\n"
 
 
 class Channel:
@@ -30,24 +53,24 @@ class Channel:
         self._socket, self._sending = end, threading.Lock()
         self._descriptors: deque[int] = deque()
 
-    def send(self, message: Message, descriptor: int | None = None) -> None:
-        """Send a message, and a descriptor with it.
+    def send(self, text: bytes, descriptor: int | None = None) -> None:
+        """Send an encoded message, and a descriptor with it.
 
         Raises:
             OSError: Nobody listens any more.
         """
-        text = json.dumps(message).encode()
         with self._sending:
-            if descriptor is not None:
-                socket.send_fds(self._socket, [b"\0" * _LENGTH.size], [descriptor])
-            self._socket.sendall(_LENGTH.pack(len(text)) + text)
+            sent = 0 if descriptor is None else socket.send_fds(self._socket, [text], [descriptor])
+            self._socket.sendall(memoryview(text)[sent:])
 
-    def messages(self) -> Iterator[Message]:
-        """Messages as they come, until the other end is closed."""
-        ready = bytearray()
+    def messages(self, pulse: float | None = None) -> Iterator[Message | None]:
+        """Messages as they come, until the other end is closed; None after each `pulse` seconds in which none came."""
+        ready, poller = bytearray(), select.poll()
+        poller.register(self._socket, select.POLLIN)
         while True:
-            while (message := _taken(ready)) is not None:
-                yield message
+            if not poller.poll(None if pulse is None else pulse * 1000):
+                yield None
+                continue
             try:
                 data, descriptors, _, _ = socket.recv_fds(self._socket, _READ_AT_ONCE, _DESCRIPTORS)
             except OSError:  # this end was closed, or the other with something unread
@@ -56,6 +79,9 @@ class Channel:
             if not data:
                 return
             ready += data
+            if b"\n" in data:
+                *lines, ready = ready.split(b"\n")
+                yield from map(json.loads, lines)
 
     def descriptor(self) -> int:
         """The descriptor that came first of those not asked for yet."""
@@ -67,16 +93,6 @@ class Channel:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
-
-def _taken(ready: bytearray) -> Message | None:
-    """The first message of what has come, taken from it; None where it is not whole yet."""
-    while len(ready) >= _LENGTH.size:
-        (length,) = _LENGTH.unpack_from(ready)
-        if len(ready) < _LENGTH.size + length:
-            return None
-        text = bytes(ready[_LENGTH.size : _LENGTH.size + length])
-        del ready[: _LENGTH.size + length]
-        if text:  # an empty one carries a descriptor
-            message: Message = json.loads(text)
-            return message
-    return None
+    def forget(self) -> None:
+        """In a forked child: close its copy, which the other end does not hear."""
+        self._socket.close()

@@ -6,10 +6,13 @@ slot for each, all of a save is staged at once; with fewer, the trainer waits un
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import struct
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -68,6 +71,7 @@ class Staging:
         self.descriptor, self.slots = descriptor, slots
         head = _head_of(slots)
         self._map = mmap.mmap(descriptor, head + slots * PORTION)
+        self._map.madvise(mmap.MADV_DONTFORK)  # a data loader that outlives it would keep its pages
         self.before_close: Callable[[], None] = lambda: None
         """Called before it is given back: to undo what was done to it."""
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8, offset=head)
@@ -105,3 +109,12 @@ class Staging:
         self.bytes = np.empty(0, dtype=np.uint8)
         del self._map
         os.close(self.descriptor)
+
+    def forget(self) -> None:
+        """In a forked child, where it is not mapped: unmapping it would hit whatever has taken its addresses."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._map))
+        own = os.fstat(self.descriptor)
+        for entry in Path("/proc/self/fd").iterdir():  # `mmap` has a descriptor of its own
+            with suppress(OSError):
+                if os.path.samestat(os.fstat(int(entry.name)), own):
+                    os.close(int(entry.name))

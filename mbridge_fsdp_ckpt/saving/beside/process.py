@@ -1,159 +1,224 @@
-"""The trainer's side of its writer: it starts the process, hears it, and notices when it has ended or gone silent."""
+"""The training process's side of its checkpoint process: starts it, talks to it, and notices its end or silence."""
 
 from __future__ import annotations
 
 import logging
 import os
 import queue
+import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
-from typing import Protocol
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
-from mbridge_fsdp_ckpt.errors import SaveAbandonedError
+from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError, brief
 from mbridge_fsdp_ckpt.saving.beside import wire
-from mbridge_fsdp_ckpt.saving.beside.channel import Channel, Message
+from mbridge_fsdp_ckpt.saving.beside.channel import Channel, Message, encoded, pulse_for
+from mbridge_fsdp_ckpt.saving.beside.handle import Saving, ended, say
 from mbridge_fsdp_ckpt.saving.beside.memory import Staging
 
 _log = logging.getLogger(__name__)
-_LEAVE_S = 10.0  # seconds that a writer with nothing to do has to end
-
-
-def pulse_for(limit: float) -> float:
-    """Seconds between two signs of life of a writer, some of which may be late, and between looks at them.
-
-    Args:
-        limit: Seconds without one after which it is killed.
-    """
-    return min(1.0, limit / 8)
-
-
-class Listener(Protocol):
-    """Who waits for what a writer has to say."""
-
-    def hear(self, message: Message) -> None:
-        """A message.  Of another thread."""
-
-    def writer_ended(self, writer: WriterProcess, how: str) -> None:
-        """Nothing more will be said.  Of another thread."""
+_LEAVE_S = 10.0  # seconds that a process with nothing to do has to end
+_PROGRAM = f"import sys; sys.path[:] = sys.argv[4:]; from {__package__}.writing import main; main()"
 
 
 class WriterProcess:
-    """The writer of this rank.
+    """The checkpoint process of this rank.
 
     Args:
-        listener: Hears it.
         start_limit: Seconds that it may take until it says something.
-        silence_limit: Seconds without a sign of life after which it is killed.
+        silence_limit: Seconds without a heartbeat after which it is killed.
+
+    Raises:
+        OSError, RuntimeError: The system has no process, or no thread.
     """
 
-    def __init__(self, listener: Listener, start_limit: float, silence_limit: float) -> None:
+    def __init__(self, start_limit: float, silence_limit: float) -> None:
         own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        with other:
+        self._pulse, self._limits = pulse_for(silence_limit), (start_limit, silence_limit)
+        self._channel, self._lock = Channel(own), threading.Lock()
+        told = str(other.fileno()), str(self._pulse), str(os.getpid())
+        with other, _signals_blocked():
             self._process = subprocess.Popen(
-                [sys.executable, "-m", f"{__package__}", str(other.fileno()), str(pulse_for(silence_limit))],
+                [sys.executable, "-P", "-c", _PROGRAM, *told, *_path()],
                 pass_fds=[other.fileno()],
                 env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is the trainer's
+                start_new_session=True,
             )
-        self._channel, self._listener, self._silence_limit = Channel(own), listener, silence_limit
-        self._ended, self._killed_for = threading.Event(), ""
+        self._saving: Saving | None = None
+        self.error: CheckpointError | None = None
+        """Why it can be given nothing more to do, once it has ended, or is about to."""
         self.spoke = threading.Event()
         """Whether it has said something, or has ended without."""
-        self._patient_until = time.monotonic() + start_limit
-        self.how_ended = ""
-        """In words, once it has."""
         self.staging: Staging | None = None
         """The memory that it knows of."""
         self.layout: wire.Layout | None = None
         """The layout that it knows of."""
-        self._outbox: queue.SimpleQueue[tuple[Message, int | None] | None] = queue.SimpleQueue()
-        self._teller = threading.Thread(target=self._tell, name="telling the writer", daemon=True)
-        self._teller.start()
-        threading.Thread(target=self._listen, name="hearing the writer", daemon=True).start()
-        threading.Thread(target=self._watch, name="watching the writer", daemon=True).start()
-
-    @property
-    def lives(self) -> bool:
-        """Whether it can be given something to do."""
-        return not self._ended.is_set()
+        self._outbox: queue.SimpleQueue[tuple[bytes, int | None] | None] = queue.SimpleQueue()
+        self._teller = threading.Thread(target=self._tell, name="telling the checkpoint process", daemon=True)
+        try:
+            self._teller.start()
+            threading.Thread(target=self._listen, name="hearing the checkpoint process", daemon=True).start()
+        except RuntimeError:
+            self._outbox.put(None)
+            self._process.kill()
+            raise
 
     @property
     def pid(self) -> int:
         """Its process."""
         return self._process.pid
 
-    def send(self, message: Message, descriptor: int | None = None) -> None:
+    def send(self, message: Message, descriptor: int | None = None, begins: Saving | None = None) -> None:
         """Say something to it, and wait for nothing: while it starts it hears nothing, and tensors wait to be copied.
 
+        Args:
+            message: What.
+            descriptor: Sent with it; open until the save has ended.
+            begins: The save that is handed over by it: its messages are heard from now on, and its end ends that.
+
         Raises:
-            SaveAbandonedError: It has ended.
+            CheckpointError: It has ended.
+            TypeError: The message cannot be sent.
         """
-        if self._ended.is_set():
-            raise ended(self.how_ended)
-        self._outbox.put((message, None if descriptor is None else os.dup(descriptor)))
+        text = encoded(message)
+        with self._lock:
+            if self.error is not None:
+                raise CheckpointError.from_wire(self.error.to_wire())
+            self._saving = begins or self._saving
+            self._outbox.put((text, descriptor))
 
     def drop_staging(self) -> None:
-        """Give the trainer's share of the memory back, if there is any."""
+        """Give the training process's share of the memory back, if there is any."""
         if self.staging is not None:
             self.staging.close()
             self.staging = None
+
+    def kill(self, error: CheckpointError) -> None:
+        """End it at once; whatever it was doing ends by this error."""
+        with self._lock:  # the next save begins with another one, though this has not gone yet
+            self.error = self.error or error
+        self._process.kill()
 
     def stop(self) -> None:
         """Let it end, and give the memory back; what it is doing is given up."""
         self._outbox.put(None)
         self._teller.join(_LEAVE_S)
         self._channel.close()
-        try:
-            self._process.wait(_LEAVE_S)
-        except subprocess.TimeoutExpired:
+        for _ in range(2):  # one that is stuck in its storage does not even hear that it is killed
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_LEAVE_S)
+                break
             self._process.kill()
-            self._process.wait()
         self.drop_staging()
 
+    def forget(self) -> None:
+        """In a forked child, which has none: close what was inherited, unheard by the process."""
+        self._channel.forget()
+        self._process.returncode = 0  # nobody's child here
+        if self.staging is not None:
+            self.staging.forget()
+
     def _tell(self) -> None:
-        while (item := self._outbox.get()) is not None:
-            message, descriptor = item
-            try:
-                self._channel.send(message, descriptor)
-            except OSError as error:
-                _log.debug("the writer has ended, which who listens to it knows: %s", error)
-            finally:
-                if descriptor is not None:
-                    os.close(descriptor)
+        try:
+            while (item := self._outbox.get()) is not None:
+                self._channel.send(*item)
+        except ConnectionError as error:  # who listens hears of its end
+            say(_log.debug, "the checkpoint process has ended: %s", error)
+        except BaseException as error:
+            self.kill(ended(f"the thread that tells it failed: {brief(error)}"))
 
     def _listen(self) -> None:
-        for message in self._channel.messages():
-            self._patient_until = time.monotonic() + self._silence_limit
-            self.spoke.set()
-            if "log" in message:
-                level, name, text = message["log"]
-                logging.getLogger(name).log(level, "%s", text)
-            elif "alive" not in message:
-                self._listener.hear(message)
-        code = self._process.wait()
-        self.how_ended = self._killed_for or f"it ended with exit status {code}"
-        self._ended.set()
+        """Of the thread that listens: however that ends, the process and its save end."""
+        try:
+            error = self._hear()
+        except BaseException as unexpected:
+            error = ended(f"the thread that hears it failed: {brief(unexpected)}")
+        self._process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_LEAVE_S)
+        self._channel.close()
+        with self._lock:
+            self.error = self.error or error
+            saving = self._saving
         self._outbox.put(None)
         self.spoke.set()
-        self._listener.writer_ended(self, self.how_ended)
+        if saving is not None:
+            saving.give_up(self.error)
 
-    def _watch(self) -> None:
-        """A writer that is stopped, or stuck in its storage, is killed: nobody waits for it for good."""
-        while not self._ended.wait(pulse_for(self._silence_limit)):
-            if time.monotonic() > self._patient_until:
-                self._killed_for = f"no sign of life within {self._silence_limit:g} s"
-                self._process.kill()
-                return
+    def _hear(self) -> CheckpointError:
+        """Pass on what it says; returns why it has ended.
+
+        Silence is counted in waits that found nothing to read: a process that was stopped, or whose interpreter was
+        busy, first reads what has come meanwhile.
+        """
+        silent = 0
+        for message in self._channel.messages(self._pulse):
+            silent = silent + 1 if message is None else 0
+            if message is not None:
+                if "hello" in message and (error := _differs(message["hello"])) is not None:
+                    return error
+                self.spoke.set()
+                self._pass_on(message)
+            elif silent * self._pulse > (limit := self._limits[self.spoke.is_set()]):
+                return ended(f"no sign of life within {limit:g} s")
+            elif self._process.poll() is not None:  # a child of this process may hold its end of the channel open
+                break
+        try:
+            return ended(f"it ended with exit status {self._process.wait(_LEAVE_S)}")
+        except subprocess.TimeoutExpired:
+            return ended("it hung up")
+
+    def _pass_on(self, message: Message) -> None:
+        saving = self._saving
+        if "log" in message:
+            level, name, text = message["log"]
+            say(logging.getLogger(name).log, level, "%s", text)
+        elif "save" not in message:
+            return
+        elif saving is not None and saving.number == message["save"]:
+            saving.hear(message)
+        else:
+            say(_log.debug, "of a save that has ended: %s", message)
 
 
-def ended(how: str) -> SaveAbandonedError:
-    """The error for a writer that is no more."""
-    return SaveAbandonedError(
-        expected="the process that writes this rank's save to live until that has ended",
-        found=how,
-        remedy="Was it killed, say for memory? A resume finds the last whole checkpoint. The next save starts another.",
+def identity() -> list[str]:
+    """Which installation of this package a process runs: its version and its file."""
+    package = sys.modules[__name__.partition(".")[0]]
+    return [str(package.__version__), str(Path(__file__).resolve())]
+
+
+def _differs(other: list[str]) -> ConfigurationError | None:
+    if other == identity():
+        return None
+    return ConfigurationError(
+        expected=f"the checkpoint process to run the package of its training process, {' in '.join(identity())}",
+        found=" in ".join(other),
+        remedy="Has it been installed anew, or sys.path changed, since the job began? Restart the job.",
     )
+
+
+def _path() -> list[str]:
+    """Where this process looks for modules, in full; what is relative to a directory that was removed is left out."""
+    found = []
+    for entry in sys.path:
+        with suppress(FileNotFoundError):
+            found.append(str(Path(entry).absolute()))
+    return found
+
+
+@contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """A block in which processes start that no signal ends or wakes, but for SIGKILL: they go by their channel alone.
+
+    Schedulers send signals to all processes of a job.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

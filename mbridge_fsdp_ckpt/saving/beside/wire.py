@@ -11,6 +11,8 @@ from mbridge_fsdp_ckpt.storage.format.own_index import RankIndex
 from mbridge_fsdp_ckpt.storage.format.rows import Number
 from mbridge_fsdp_ckpt.storage.format.schema import RankOwn
 
+_SAID = "coordinates", "parameters", "stateless", "states", "param_groups"
+
 Layout = tuple[list[Block], dict[str, KeyEntry]]
 """What is the same from save to save: blocks and keys.  Values never are."""
 
@@ -41,12 +43,8 @@ def to_wire(outgoing: Outgoing) -> dict[str, Any]:
     return {
         "numbers": [[number.key, number.data.hex(), number.counts] for number in outgoing.numbers],
         "sketch": outgoing.sketch,
-        "coordinates": dict(said.coordinates),
-        "parameters": dict(said.parameters),
-        "stateless": list(said.stateless),
-        "states": list(said.states),
+        "said": {name: getattr(said, name) for name in _SAID},
         "own": said.own.model_dump(),
-        "param_groups": dict(said.param_groups),
         "hyperparameters": {str(hashed): values for hashed, values in outgoing.hyperparameters.items()},
         "sections": list(outgoing.sections),
         "topology": outgoing.topology,
@@ -56,17 +54,7 @@ def to_wire(outgoing: Outgoing) -> dict[str, Any]:
 def from_wire(data: dict[str, Any], layout: Layout, rank: int) -> Outgoing:
     """What `to_wire` and `layout_to_wire` gave."""
     blocks, keys = layout
-    said = RankIndex(
-        rank=rank,
-        coordinates=data["coordinates"],
-        payload=None,
-        keys={},
-        parameters=data["parameters"],
-        stateless=data["stateless"],
-        states=data["states"],
-        own=RankOwn.model_validate(data["own"]),
-        param_groups=data["param_groups"],
-    )
+    said = RankIndex(rank=rank, payload=None, keys={}, own=RankOwn.model_validate(data["own"]), **data["said"])
     return Outgoing(
         blocks=blocks,
         keys=keys,

@@ -18,7 +18,7 @@ def test_a_save_makes_a_constant_number_of_requests(ranks: int, megatron_ranks: 
         assert first.pop(f"set {rank}") == others[0].pop(f"set {rank}", 0) + 1, "its host, once a process"
         if rank:
             meetings = {"set " + str(rank): 2, "wait verdict": 2, "get verdict": 2, "add read": 1}
-            assert others[-1] == {"wait open": 1, "get open": 1} | meetings
+            assert others[-1] == {"wait open": 1, "get now": 1} | meetings
         else:
             *_, one, other = ({what: n for what, n in asked.items() if "delete_key" in what} for asked in others)
             assert one == other, "what is deleted of an earlier save is as much each time"

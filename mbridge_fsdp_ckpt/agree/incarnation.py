@@ -221,8 +221,8 @@ class _Sequences:
         self._unsure.append(opened)
         for before in self._unsure[:-1]:
             end_without(store, before.name, _absent(before.purpose, limit, 0))
+        store.set(f"{self.name}/now", json.dumps(opened))  # first: who sees the other reads this
         store.set(f"{opened.name}/open", json.dumps(opened))
-        store.set(f"{self.name}/now", json.dumps(opened))
         self._unsure.clear()
         return opened
 

@@ -29,6 +29,7 @@ from weakref import ref
 
 import torch.distributed as dist
 
+from mbridge_fsdp_ckpt.agree import meeting
 from mbridge_fsdp_ckpt.agree.connection import Connection, Store
 from mbridge_fsdp_ckpt.agree.meeting import Meeting, a_while, wait_for
 from mbridge_fsdp_ckpt.agree.protocol import VERDICT
@@ -230,7 +231,7 @@ class _Sequences:
         """Of all others: the one that rank 0 has opened for the same purpose."""
         store = self.job.store(time_limit, self.kind)
         signs = Signs(store, f"{self.name}/0", time_limit, storage_limit, self.job.world_size)
-        watch = Watch(signs, time_limit)
+        watch = Watch(signs, time_limit + meeting.GRACE)
         differs: CheckpointError | None = None
         while True:
             found = self._next(store, purpose, time_limit)
@@ -271,10 +272,9 @@ class _Sequences:
     def _fail(self, store: Store, signs: Signs, found: Opened, error: CheckpointError, limit: float) -> CheckpointError:
         """Let a sequence that this rank will not join fail on all that have; returns what it failed with."""
         rank, size, name = self.job.rank, self.job.world_size, f"{found.name}/1"
-        meeting = Meeting(store, name, "beginning", rank, size, limit, signs, lambda: None, hosts_of(name))
-        told = meeting.meet({"failed": error.to_wire()}, lambda whole: None, lambda messages: None)
-        if rank:
-            meeting.leave()
+        met = Meeting(store, name, "beginning", rank, size, limit, signs, lambda: None, hosts_of(name))
+        told = met.meet({"failed": error.to_wire()}, lambda whole: None, lambda messages: None)
+        met.leave()
         return CheckpointError.from_wire(told["failed"]) if "failed" in told else error
 
 

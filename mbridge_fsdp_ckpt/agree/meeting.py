@@ -43,7 +43,9 @@ from mbridge_fsdp_ckpt.agree.signs import STORE_ERRORS, Signs, Watch
 from mbridge_fsdp_ckpt.agree.wire import Combining, Judging, Wire, combined, judged
 from mbridge_fsdp_ckpt.errors import CheckpointError, ErrorData, RankMissingError, brief
 
-_GRACE = 15.0  # seconds that others wait for the verdict beyond the limit of who waits for messages
+GRACE = 15.0
+"""Seconds that others wait for what rank 0 says, beyond the limit of who waits for messages."""
+
 _LOOKS = 0.002, 0.25  # seconds between looks for messages, first and longest
 _LONGER = 1.2  # of the last pause: who is late by some time is seen a sixth of it later
 _SLICE = 30.0  # seconds of one wait inside the store
@@ -185,7 +187,7 @@ class Meeting:
                 for key in keys:
                     self.store.delete_key(self._at(key))
             case Patience(for_messages):
-                self._watch = Watch(self.signs, self.time_limit + (0.0 if for_messages else _GRACE))
+                self._watch = Watch(self.signs, self.time_limit + (0.0 if for_messages else GRACE))
             case Late():
                 return self._watch.over()
             case Missing(absent, sealed):

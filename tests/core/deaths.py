@@ -82,7 +82,7 @@ def _own(trainable: Any) -> list[Any]:
 
 @contextmanager
 def _ended(victim: int, step: str, ending: Ending) -> Iterator[None]:
-    with patch.object(meeting, "_GRACE", GRACE_S):
+    with patch.object(meeting, "GRACE", GRACE_S):
         if dist.get_rank() != victim:
             yield
             return

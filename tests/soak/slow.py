@@ -132,7 +132,7 @@ def _save_beside(place: Path, trainable: Any, trial: Trial, told: Path) -> dict[
     live, copies = oracle.live(trainable), Slowness(place, trial, dist.get_rank(), SLOW_BESIDE_S)
     told.write_text(json.dumps([str(place), *astuple(trial)]))
     dist.barrier()
-    with patch.object(meeting, "_GRACE", GRACE_S), patched(COPYING, copies.counted(COPY)):
+    with patch.object(meeting, "GRACE", GRACE_S), patched(COPYING, copies.counted(COPY)):
         try:
             mbridge_fsdp_ckpt.save(target, **whole, settings=settings, background=True)
             trainable.step(2)
@@ -164,7 +164,7 @@ def _seen_at(told: Path) -> Path:
 
 def make_slow(told: str, rank: int) -> None:
     """In a writer, before it does anything: in each save one call of its storage takes long, if the trial says so."""
-    meeting._GRACE = GRACE_S
+    meeting.GRACE = GRACE_S
 
     def slow(save: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
@@ -200,7 +200,7 @@ def _seen(place: Path, trial: Trial, action: Callable[[], Any]) -> dict[str, Any
     error = None
     slowness = Slowness(place, trial, dist.get_rank(), SLOW_S)
     dist.barrier()
-    with patch.object(meeting, "_GRACE", GRACE_S), slowness.holding():
+    with patch.object(meeting, "GRACE", GRACE_S), slowness.holding():
         try:
             action()
         except CheckpointError as caught:

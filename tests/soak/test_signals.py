@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,33 +18,47 @@ from mbridge_fsdp_ckpt.care.verify import verify
 from mbridge_fsdp_ckpt.errors import CheckpointError
 from mbridge_fsdp_ckpt.storage.progress import Unwatched
 from mbridge_fsdp_ckpt.testing.modules import is_installed
-from tests.soak import signals
+from tests.soak import sampling, signals
 from tests.soak.signals import Row, Seen
 
 REPOSITORY = Path(__file__).parents[2]
 TOGETHER = 12  # rows of one job
 LIMIT_S = 60.0  # for a row
 
-pytestmark = [
-    pytest.mark.skipif(
-        "MBRIDGE_SIGNALS" not in os.environ, reason="make test-signals runs it: signals end saves today"
-    ),
-    pytest.mark.skipif(not is_installed("megatron.core"), reason="needs megatron.core"),
-]
+SHARE = 60  # one in so many rows runs by default
+
+pytestmark = pytest.mark.skipif(not is_installed("megatron.core"), reason="needs megatron.core")
 
 
-def parts() -> list[list[Row]]:
-    """Rows that share a job: MBRIDGE_SIGNALS, a part of their names, picks some."""
-    wanted = [row for row in signals.rows() if os.environ.get("MBRIDGE_SIGNALS", "") in row.name]
-    return [wanted[start : start + TOGETHER] for start in range(0, len(wanted), TOGETHER)]
+def drawn() -> list[Row]:
+    """Those that run now: MBRIDGE_SIGNALS, a part of their names, picks some."""
+    if (wanted := os.environ.get("MBRIDGE_SIGNALS")) is not None:
+        return [row for row in signals.rows() if wanted in row.name]
+    return sampling.drawn("signals", signals.rows(), SHARE)
 
 
-@pytest.mark.timeout(3 * LIMIT_S * TOGETHER)
-@pytest.mark.parametrize("rows", parts(), ids=lambda rows: rows[0].name)
-def test_saves_outlive_what_happens(rows: list[Row], tmp_path: Path) -> None:
-    seen = run(rows, tmp_path)
-    wrong = {row.name: trouble for row, ranks in zip(rows, seen, strict=True) if (trouble := judge(row, ranks))}
-    assert not wrong, "\n".join(f"{name}: {trouble}" for name, trouble in wrong.items())
+@pytest.mark.timeout(7200)
+def test_saves_outlive_what_happens(tmp_path: Path) -> None:
+    begin, rows, outcomes, wrong = time.monotonic(), drawn(), [], []
+    for start in range(0, len(rows), TOGETHER):
+        together, root = rows[start : start + TOGETHER], tmp_path / str(start)
+        root.mkdir()
+        for row, ranks in zip(together, run(together, root), strict=True):
+            if trouble := judge(row, ranks):
+                wrong.append(f"{row.name}: {trouble}")
+            outcomes.append((f"{row.how}, {row.where}", outcome(ranks)))
+    assert not wrong, "\n".join([*wrong, sampling.how_to_repeat()])
+    found = sampling.tally(outcomes)
+    print(f"signals: {found}; {sampling.how_to_repeat()}")
+    if "MBRIDGE_SIGNALS" not in os.environ:
+        sampling.record("signals", sampling.Result(time.monotonic() - begin, found, {"time limit, s": signals.LIMIT_S}))
+
+
+def outcome(ranks: list[Seen]) -> str:
+    """Which saves are whole, and what was raised."""
+    whole = [name for name, target in zip(("that one", "the next"), ranks[0].targets, strict=True) if is_whole(target)]
+    raised = sorted({error for seen in ranks for error in seen.errors})
+    return f"whole: {' and '.join(whole) or 'none'}" + "".join(f", `{error}`" for error in raised)
 
 
 def run(rows: list[Row], root: Path) -> list[list[Seen]]:

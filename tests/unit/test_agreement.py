@@ -168,7 +168,7 @@ def test_a_missing_rank_is_named_by_all_others(server: Server) -> None:
 
 
 def test_a_missing_judge_is_named(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "_GRACE", 0.2)
+    monkeypatch.setattr(meeting, "GRACE", 0.2)
     ranks = server.ranks(3, time_limit=0.5)
     error = same_error(outcomes([lambda a=a: meet(a, "plan", {}, len) for a in ranks[1:]]), RankMissingError)
     assert "no sign of rank 0" in error.found
@@ -183,7 +183,7 @@ def test_a_rank_that_comes_after_the_limit_gets_the_same_error(server: Server) -
 def test_a_judge_that_comes_after_the_limit_gets_the_same_error(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(meeting, "_GRACE", 0.2)
+    monkeypatch.setattr(meeting, "GRACE", 0.2)
     late, *waiting = server.ranks(3, time_limit=0.3)
     judged: list[Any] = []
     found = outcomes([lambda a=a: meet(a, "plan", {}, len) for a in waiting])
@@ -195,7 +195,7 @@ def test_a_judge_that_comes_after_the_limit_gets_the_same_error(
 def test_nobody_commits_what_others_gave_up_and_nobody_gives_up_what_is_sealed(
     server: Server, monkeypatch: pytest.MonkeyPatch, sealed: bool
 ) -> None:
-    monkeypatch.setattr(meeting, "_GRACE", 1.0)
+    monkeypatch.setattr(meeting, "GRACE", 1.0)
     ranks = server.ranks(3, time_limit=1.0, storage_limit=0.1)
     done: list[str] = []
 
@@ -218,7 +218,7 @@ def test_nobody_commits_what_others_gave_up_and_nobody_gives_up_what_is_sealed(
 
 
 def test_a_judge_that_stalls_after_the_seal_is_named(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "_GRACE", 0.2)
+    monkeypatch.setattr(meeting, "GRACE", 0.2)
     judge, waiting = server.ranks(2, time_limit=0.3, storage_limit=0.1)
 
     def stall(messages: list[Any]) -> None:
@@ -263,7 +263,7 @@ def test_any_failure_of_the_judge_is_everyones(server: Server, raised: Exception
 
 
 def test_an_answer_that_cannot_be_sent_is_an_error_of_everyone(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "_GRACE", 0.2)
+    monkeypatch.setattr(meeting, "GRACE", 0.2)
     found = outcomes([lambda a=a: meet(a, "plan", {}, lambda m: object()) for a in server.ranks(2, 1.0)])
     assert isinstance(found[0], CheckpointError)
     same_error(found, type(found[0]))
@@ -335,7 +335,7 @@ def test_a_rank_inside_one_long_call_is_not_silent(server: Server) -> None:
 
 
 def test_a_judge_inside_one_long_call_is_not_silent(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "_GRACE", 0.0)
+    monkeypatch.setattr(meeting, "GRACE", 0.0)
     ranks = server.ranks(3, time_limit=0.8)
 
     def judge(messages: list[Any]) -> str:

@@ -53,7 +53,7 @@ def server() -> Server:
 @pytest.fixture
 def small_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Meeting, "_node", property(lambda met: Node(met.rank, met.world_size, 2)))
-    monkeypatch.setattr(meeting, "_GRACE", 0.3)
+    monkeypatch.setattr(meeting, "GRACE", 0.3)
     monkeypatch.setattr(meeting, "_LAST_WORD", 0.2)
 
 
@@ -229,6 +229,6 @@ def test_a_missing_leaf_of_a_large_job_is_found_without_asking_for_everybody() -
         common.set(f"save/1/{protocol.here(rank)}", "")
     store = Watched(common)
     a = Agreement("save", 1, world, 0.1, store)
-    with patch.object(meeting, "_GRACE", 0.1), pytest.raises(RankMissingError, match=f"no sign of rank {missing}[.]"):
+    with patch.object(meeting, "GRACE", 0.1), pytest.raises(RankMissingError, match=f"no sign of rank {missing}[.]"):
         a.meet("commit", [], len, joined)
     assert store.requests.total() < 40 + 4 * ARITY

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from mbridge_fsdp_ckpt.agree import incarnation
+from mbridge_fsdp_ckpt.agree import incarnation, meeting
 from mbridge_fsdp_ckpt.agree.agreement import Agreement
 from mbridge_fsdp_ckpt.agree.incarnation import Incarnation, _Sequences
 from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError, RankMissingError
@@ -22,6 +22,11 @@ LIMIT_S = 3.0
 @pytest.fixture(scope="module")
 def server() -> Server:
     return Server(3)
+
+
+@pytest.fixture(autouse=True)
+def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "GRACE", 0.0)
 
 
 class Job:

@@ -3,7 +3,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-portable test-window test-point test-all test-signals test-quick bench gpu-bundle docs lint lock clean uv core dev full
+.PHONY: help demo test test-portable test-window test-point test-all test-quick bench gpu-bundle docs lint lock clean uv core dev full
 
 # A folder of requirements/stacks, each with an environment of its own
 export STACK ?= current
@@ -39,9 +39,6 @@ test-point: full
 
 test-all: full lint ## Linters, then every test with every case of what `make test` samples; writes docs/soak/ and docs/soak.md (two hours)
 	$(RUN) MBRIDGE_SOAK=1 python -m pytest --timeout 3600 $(ARGS)
-
-test-signals: full ## Signals, stops and forks at each step of a background save: an hour and a half (MBRIDGE_SIGNALS=SIGTERM: some)
-	$(RUN) MBRIDGE_SIGNALS=$${MBRIDGE_SIGNALS-/} python -m pytest $(ARGS) tests/soak/test_signals.py
 
 test-quick: full ## Every unit test, and of each family one pair of layouts: less than five minutes
 	$(RUN) python -m pytest -m quick $(ARGS)

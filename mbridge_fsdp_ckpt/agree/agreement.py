@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from mbridge_fsdp_ckpt.agree.connection import Connection, Store
-from mbridge_fsdp_ckpt.agree.incarnation import connection, end_without, hosts_of, incarnation
+from mbridge_fsdp_ckpt.agree.incarnation import KEPT, connection, end_without, hosts_of, incarnation
 from mbridge_fsdp_ckpt.agree.meeting import Meeting, lost
 from mbridge_fsdp_ckpt.agree.protocol import Node
 from mbridge_fsdp_ckpt.agree.signs import STORE_ERRORS, Signs, Watch
@@ -34,7 +34,6 @@ from mbridge_fsdp_ckpt.settings import DEFAULT_STORAGE_LIMIT, DEFAULT_TIME_LIMIT
 _log = logging.getLogger(__name__)
 _spent: dict[tuple[str, int], deque[list[str]]] = {}
 """Keys of the last sequences of a kind, of each rank that this process attends for; see `Agreement._tidy`."""
-_KEPT = 2
 _unended: list[tuple[str, CheckpointError]] = []
 """Sequences that rank 0 attended here until the store no longer answered, and what it raised."""
 
@@ -127,7 +126,6 @@ class Agreement:
         try:
             if self.rank == 0:
                 self.store.set(f"{self.name}/over", "")
-                self.keys += [f"{self.name}/open", f"{self.name}/over"]
             self._last.leave()
             self._tidy(self.store)
         except STORE_ERRORS as error:  # the verdict is known here, and that is all that counts
@@ -149,7 +147,7 @@ class Agreement:
         """Delete this rank's keys of an earlier sequence.  Those of the last ones are kept: who is late reads them."""
         spent = _spent.setdefault((self.name.rpartition("/")[0], self.rank), deque())
         spent.append(self.keys)
-        while len(spent) > _KEPT:
+        while len(spent) > KEPT:
             for key in spent.popleft():
                 store.delete_key(key)
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, Protocol
+from weakref import finalize
 
 import torch.distributed as dist
 
@@ -66,6 +67,7 @@ class Connection:
         self.usable = True
         """False once a request was given up, or failed: the next one needs another connection."""
         threading.Thread(target=_serve, args=(self._todo,), name="rendezvous store", daemon=True).start()
+        finalize(self, self._todo.put, None).atexit = False  # the thread ends when nobody can ask any more
 
     def ask[T](self, request: Callable[[dist.Store], T], limit: float) -> T:
         """Make a request, of any thread.

@@ -44,6 +44,9 @@ _AT_ONCE, _AMPLE = 256, 60.0  # questions answered in one request, and the secon
 _SECOND_THOUGHT = 15.0  # seconds that a rank which began something else waits for the others to begin the same
 _log = logging.getLogger(__name__)
 
+KEPT = 2
+"""Sequences of a kind of which the keys are still there when rank 0 opens another."""
+
 Kind = Literal["call", "async"]
 """Sequences of calls that ranks wait in, and of saves that go on beside the training, are numbered separately."""
 
@@ -225,6 +228,8 @@ class _Sequences:
         store.set(f"{self.name}/now", json.dumps(opened))  # first: who sees the other reads this
         store.set(f"{opened.name}/open", json.dumps(opened))
         self._unsure.clear()
+        for word in ("open", "over"):  # who is late may still read the last ones
+            store.delete_key(f"{self.name}/{number - KEPT - 1}/{word}")
         return opened
 
     def join(self, purpose: str, time_limit: float, storage_limit: float) -> Opened:

@@ -177,6 +177,7 @@ TABLES = {
     "kill_steps": _of_kills,
     "kill_moments": _of_kills,
     "kill_beside": _of_deaths,
+    "signals": _of_optimizers,
     "optimizers": _of_optimizers,
     "plans": _of_plans,
 }

@@ -54,6 +54,14 @@ MATRICES = {
         "resume finds the older or the newer checkpoint, bit for bit: the newer one if anybody was told that it is "
         "there.",
     ),
+    "signals": (
+        "Signals, stops and forks",
+        "A background save of two plain ranks, and then the next. At a step of the training process or of its "
+        "checkpoint process, every process of the job gets SIGTERM, SIGUSR1 or SIGINT, as a scheduler sends them; or "
+        "one process is stopped for half the time limit, or twice; or a data loader forks a worker. The training "
+        "process of rank 0 serves the rendezvous store. A case passes if both saves are whole, nothing is raised and "
+        "every checkpoint process lives; after twice the limit, if one of them is.",
+    ),
     "optimizers": (
         "Loads of every optimizer",
         "A checkpoint of one job is loaded by another, in which something is otherwise: torch's AdamW, with and "

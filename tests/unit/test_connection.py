@@ -113,6 +113,19 @@ def test_a_connection_that_fails_names_what_torch_said() -> None:
     assert not connection.usable
 
 
+def test_the_thread_of_a_connection_ends_when_nobody_can_ask() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    before = threading.active_count()
+    within = Connection(store.clone).within(60.0)  # type: ignore[attr-defined]  # the stubs lack it
+    within.set("a", "1")
+    assert threading.active_count() == before + 1
+    del within
+    until = time.monotonic() + 30
+    while threading.active_count() > before and time.monotonic() < until:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+
+
 class Group:
     """In the place of a process group."""
 

@@ -51,7 +51,7 @@ def serving() -> Iterator[tuple[subprocess.Popen[str], int]]:
             process.kill()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def host() -> Iterator[tuple[subprocess.Popen[str], int]]:
     with serving() as found:
         yield found
@@ -98,7 +98,10 @@ def test_control_c_ends_who_asks_a_frozen_store(host: tuple[subprocess.Popen[str
         os.kill(process.pid, signal.SIGSTOP)
         time.sleep(0.5)
         asking.send_signal(signal.SIGINT)
-        _, said = asking.communicate(timeout=60)
+        try:
+            _, said = asking.communicate(timeout=60)
+        finally:
+            os.kill(process.pid, signal.SIGCONT)
         assert "KeyboardInterrupt" in said
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
@@ -63,6 +64,7 @@ class Connection:
     def __init__(self, connect: Callable[[], dist.Store]) -> None:
         self._todo: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
         self._todo.put((Future(), lambda _: connect()))
+        weakref.finalize(self, self._todo.put, None).atexit = False  # nobody asks any more
         self.usable = True
         """False once a request was given up, or failed: the next one needs another connection."""
         threading.Thread(target=_serve, args=(self._todo,), name="rendezvous store", daemon=True).start()

@@ -84,6 +84,8 @@ class Trainer:
         if settings.when_busy != "skip":
             return False
         busy = self._saving is not None and not self._saving.done
+        if busy and self._saving is not None:
+            self._saving.join()  # sequences are begun in the order of the calls, on all ranks
         skipped = seat.rank_0_says("busy" if busy else "free") == "busy"
         if skipped and seat.rank == 0:
             _log.warning("skipped: %s; the save before it goes on", seat.purpose)

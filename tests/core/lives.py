@@ -453,3 +453,28 @@ def in_order(root: str) -> list[Any]:
         found.append(base_of(default_store()).num_keys())
         dist.barrier()
     return found
+
+
+def interrupted(root: str) -> list[Any]:
+    """A signal ends the wait for a save, and the program saves once more: what both come to."""
+    run = Run(root, settings=replace(QUICK, time_limit=20.0))
+    run.warm()
+    run.writer(signal.SIGSTOP)
+    first = run.save()
+    assert first is not None
+    first.wait_until_taken()
+    before = signal.signal(signal.SIGALRM, _raises(KeyboardInterrupt()))
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    found: list[Any] = []
+    try:
+        mbridge_fsdp_ckpt.finish_saves()
+    except KeyboardInterrupt:
+        found.append("interrupted")
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    dist.barrier()
+    with subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -CONT {writer_pid()}"]):
+        second = run.save()
+    assert second is not None
+    second.wait()
+    return [*found, first.done, first.error, second.error]

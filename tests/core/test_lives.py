@@ -106,6 +106,13 @@ def test_ranks_begin_saves_in_the_order_of_their_calls_and_leave_no_keys(
         assert keys[2:] == keys[2:3] * 4
 
 
+def test_a_save_whose_wait_was_interrupted_still_comes_before_the_next(
+    megatron_ranks: RankPool, tmp_path: Path
+) -> None:
+    assert megatron_ranks.run(lives.interrupted, str(tmp_path), ranks=2) == [["interrupted", True, None, None]] * 2
+    assert all(has_head(iteration(tmp_path, number)) for number in (1, 2, 3))
+
+
 def test_an_old_error_takes_no_new_saves_place(megatron_ranks: RankPool, tmp_path: Path) -> None:
     results = megatron_ranks.run(lives.old_errors, str(tmp_path), ranks=2)
     assert results[0] == results[1]

@@ -34,6 +34,7 @@ from mbridge_fsdp_ckpt.settings import DEFAULT_STORAGE_LIMIT, DEFAULT_TIME_LIMIT
 _log = logging.getLogger(__name__)
 _spent: dict[tuple[str, int], deque[list[str]]] = {}
 """Keys of the last sequences of a kind, of each rank that this process attends for; see `Agreement._tidy`."""
+_LONGEST = 1e9  # seconds
 _unended: list[tuple[str, CheckpointError]] = []
 """Sequences that rank 0 attended here until the store no longer answered, and what it raised."""
 
@@ -241,15 +242,15 @@ def check_limits(time_limit: float, storage_limit: float) -> None:
     """Refuse limits that cannot be meant.
 
     Raises:
-        ConfigurationError: One is not positive.
+        ConfigurationError: One is not positive, or longer than threads and stores can wait.
     """
     for name, limit, usual in (
         ("time", time_limit, DEFAULT_TIME_LIMIT),
         ("storage", storage_limit, DEFAULT_STORAGE_LIMIT),
     ):
-        if not limit > 0:
+        if not 0 < limit <= _LONGEST:
             raise ConfigurationError(
-                expected=f"a positive {name} limit in seconds",
+                expected=f"a positive {name} limit of at most {_LONGEST:g} seconds",
                 found=str(limit),
                 remedy=f"Set {name}_limit to {usual:g}, say.",
             )

@@ -26,7 +26,6 @@ class _Joining:
     job: Incarnation
     _asking: threading.Lock = field(default_factory=threading.Lock)
     _found: Opened | CheckpointError | None = field(default=None)
-    _said: list[str] = field(default_factory=list)
 
     def join(self, seat: Seat, note: str = "") -> Opened:
         """See `Incarnation.join`; the same answer, or error, for all that ask."""
@@ -47,9 +46,11 @@ class _Joining:
         """See `Seat.first_says`."""
         store, key = self.job.store(seat.time_limit, "call"), f"{self.join(seat).name}/{about}"
         said = store.compare_set(key, "", word).decode()
-        self._said.append(key)
-        if seat.rank == 0 and len(self._said) > 2:  # nobody is two questions behind
-            store.delete_key(self._said.pop(0))
+        self.job.asked.append(key)
+        if len(self.job.asked) > 2:  # nobody is two questions behind
+            spent = self.job.asked.pop(0)
+            if seat.rank == 0:
+                store.delete_key(spent)
         return said
 
 

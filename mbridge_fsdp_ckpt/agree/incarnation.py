@@ -21,6 +21,7 @@ import logging
 import os
 import socket
 import threading
+import time
 import uuid
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -39,8 +40,8 @@ from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError, RankMi
 _ROOT = "mbridge_fsdp_ckpt"
 _QUEUE = f"{_ROOT}/asked"
 _ANSWERS = f"{_ROOT}/answers"
-_SLICE = timedelta(seconds=30)
-_AT_ONCE, _AMPLE = 256, 60.0  # questions answered in one request, and the seconds that these may take
+_LOOKS, _LONGER = (0.002, 0.25), 1.2  # seconds between looks for questions, first and longest, and how they grow
+_AT_ONCE, _AMPLE = 256, 90.0  # questions answered in one request, and the seconds that these may take
 _SECOND_THOUGHT = 15.0  # seconds that a rank which began something else waits for the others to begin the same
 _log = logging.getLogger(__name__)
 
@@ -88,6 +89,8 @@ class Incarnation:
         self._connecting = threading.Lock()
         self._connections: dict[Kind, Connection] = {}
         self._sequences: dict[Kind, _Sequences] = {}
+        self.asked: list[str] = []
+        """Keys of questions about saves, the oldest first: see `elsewhere`."""
 
     def store(self, limit: float, kind: Kind) -> Store:
         """The store, without prefixes, over a connection that this process keeps.
@@ -176,29 +179,39 @@ class _Naming:
     entry: Connection
 
     def serve(self) -> None:
-        """Answer until everybody knows; what ranks of an earlier incarnation have asked nobody reads."""
+        """Answer until everybody knows; what ranks of an earlier incarnation have asked nobody reads.
+
+        It looks, and does not wait inside the store: torch aborts a program that ends meanwhile.
+        """
+        pause = _LOOKS[0]
         try:
-            while self.unaware and dist.group.WORLD is self.group():
-                self.entry.ask(self._answer, _SLICE.total_seconds() + _AMPLE)
+            while self.unaware and self._is_last():
+                answered = self.entry.ask(self._answer, _AMPLE)
+                pause = _LOOKS[0] if answered else min(pause * _LONGER, _LOOKS[1])
+                time.sleep(pause)
         except STORE_ERRORS as error:  # who waits for the name will say so
             _log.info("rank 0 cannot tell the name of the job any more: %s", error)
         finally:
             self.entry.close()
 
-    def _answer(self, store: Any) -> None:
-        """What has been asked; returns after a while where nothing is."""
-        if not wait_for(store, [_QUEUE], _SLICE.total_seconds()):
-            return
-        for _ in range(min(store.queue_len(_QUEUE), _AT_ONCE)):
+    def _is_last(self) -> bool:
+        """Whether no other group has followed: a save that goes on may need the name after its group was left."""
+        return dist.group.WORLD is None or dist.group.WORLD is self.group()
+
+    def _answer(self, store: Any) -> int:
+        """Answer what has been asked; how much that was."""
+        asked_now: int = min(store.queue_len(_QUEUE), _AT_ONCE)
+        for _ in range(asked_now):
             asked = store.queue_pop(_QUEUE, False)
             rank, said = json.loads(asked)
-            if dist.group.WORLD is not self.group():  # the next incarnation asks already
+            if not self._is_last():  # the next incarnation asks already
                 store.queue_push(_QUEUE, asked)
-                return
+                break
             if said == self.name:
                 self.unaware.discard(rank)
             elif "/" not in said:  # a token, not an earlier name
                 store.set(f"{_ANSWERS}/{said}", self.name)
+        return asked_now
 
 
 @dataclass(slots=True)

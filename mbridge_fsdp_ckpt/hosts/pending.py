@@ -59,10 +59,11 @@ def look(step: int = 0) -> None:
 def settle() -> None:
     """Wait until the save has ended, and follow it up; after one that failed nothing follows."""
     global _pending
-    pending, _pending = _pending, None
+    pending = _pending
     if pending is None:
         return
-    pending.saving.wait()
+    pending.saving.wait()  # where a signal ends the wait, it is still to be followed up
+    _pending = None
     if pending.saving.error is None:
         pending.follow_up(pending.saving.result())
 

@@ -25,11 +25,12 @@ import torch
 import torch.distributed as dist
 
 import mbridge_fsdp_ckpt
+from mbridge_fsdp_ckpt.agree.incarnation import base_of, default_store
 from mbridge_fsdp_ckpt.errors import CheckpointError
 from mbridge_fsdp_ckpt.saving.beside.channel import Channel
 from mbridge_fsdp_ckpt.saving.beside.filling import Filling
 from mbridge_fsdp_ckpt.saving.beside.handle import Saving
-from mbridge_fsdp_ckpt.saving.beside.trainer import trainer
+from mbridge_fsdp_ckpt.saving.beside.trainer import Trainer, trainer
 from mbridge_fsdp_ckpt.storage.format.names import STAGING
 from mbridge_fsdp_ckpt.storage.format.names import beside as hidden
 from tests.core.beside import LIMIT_S, QUICK, Run
@@ -417,3 +418,63 @@ def in_unison(root: str) -> list[bool]:
     saving.wait()
     dist.barrier()
     return [*found, saving.ended_on_all("at step 2"), saving.ended_on_all("at step 3")]
+
+
+def in_order(root: str) -> list[Any]:
+    """Saves that ask whether to skip, right behind one that did not, on a rank whose threads are slow.
+
+    Returns:
+        What both saves came to, and keys in the store after each of some more saves about which ranks ask at steps.
+    """
+    run = Run(root, settings=replace(QUICK, time_limit=10.0))
+    copy = Trainer._copy
+
+    def late(*given: Any) -> None:
+        time.sleep(1.0)
+        copy(*given)
+
+    with patch.object(Trainer, "_copy", late) if dist.get_rank() == 1 else _nothing():
+        first = run.save()
+        run.settings = replace(run.settings, when_busy="skip")
+        time.sleep(0.0 if dist.get_rank() == 1 else 0.3)  # rank 0 begins the first at once
+        skipped = run.save() is None
+        assert first is not None
+        first.wait()
+    found: list[Any] = [skipped, first.error]
+    run.settings = replace(run.settings, when_busy="wait")
+    for _ in range(6):
+        saving = run.save()
+        assert saving is not None
+        saving.wait()
+        dist.barrier()
+        for step in range(3):
+            saving.ended_on_all(f"at step {step}")
+        dist.barrier()
+        found.append(base_of(default_store()).num_keys())
+        dist.barrier()
+    return found
+
+
+def interrupted(root: str) -> list[Any]:
+    """A signal ends the wait for a save, and the program saves once more: what both come to."""
+    run = Run(root, settings=replace(QUICK, time_limit=20.0))
+    run.warm()
+    run.writer(signal.SIGSTOP)
+    first = run.save()
+    assert first is not None
+    first.wait_until_taken()
+    before = signal.signal(signal.SIGALRM, _raises(KeyboardInterrupt()))
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    found: list[Any] = []
+    try:
+        mbridge_fsdp_ckpt.finish_saves()
+    except KeyboardInterrupt:
+        found.append("interrupted")
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    dist.barrier()
+    with subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -CONT {writer_pid()}"]):
+        second = run.save()
+    assert second is not None
+    second.wait()
+    return [*found, first.done, first.error, second.error]

@@ -98,6 +98,21 @@ def test_what_ranks_ask_at_a_step_has_one_answer(megatron_ranks: RankPool, tmp_p
     assert megatron_ranks.run(lives.in_unison, str(tmp_path), ranks=2) == [[False, False, False, True]] * 2
 
 
+def test_ranks_begin_saves_in_the_order_of_their_calls_and_leave_no_keys(
+    megatron_ranks: RankPool, tmp_path: Path
+) -> None:
+    for skipped, error, *keys in megatron_ranks.run(lives.in_order, str(tmp_path), ranks=2):
+        assert (skipped, error) == (True, None)
+        assert keys[2:] == keys[2:3] * 4
+
+
+def test_a_save_whose_wait_was_interrupted_still_comes_before_the_next(
+    megatron_ranks: RankPool, tmp_path: Path
+) -> None:
+    assert megatron_ranks.run(lives.interrupted, str(tmp_path), ranks=2) == [["interrupted", True, None, None]] * 2
+    assert all(has_head(iteration(tmp_path, number)) for number in (1, 2, 3))
+
+
 def test_an_old_error_takes_no_new_saves_place(megatron_ranks: RankPool, tmp_path: Path) -> None:
     results = megatron_ranks.run(lives.old_errors, str(tmp_path), ranks=2)
     assert results[0] == results[1]

@@ -493,7 +493,7 @@ def test_a_single_rank_needs_no_store() -> None:
 
 
 @pytest.mark.parametrize("limit", [0.0, -1.0, float("nan")])
-def test_a_limit_must_be_positive(limit: float) -> None:
+def test_a_limit_must_be_one_that_can_be_waited_for(limit: float) -> None:
     with pytest.raises(ConfigurationError, match="positive time limit"):
         next_agreement("save", limit)
     with pytest.raises(ConfigurationError, match="positive storage limit"):

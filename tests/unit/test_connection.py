@@ -116,17 +116,42 @@ def test_a_connection_that_fails_names_what_torch_said() -> None:
     assert not connection.usable
 
 
-def test_the_thread_of_a_connection_ends_when_nobody_can_ask() -> None:
+def _connections() -> int:
+    return sum(thread.name == "rendezvous store" for thread in threading.enumerate())
+
+
+def test_a_connection_that_nobody_has_any_more_ends_its_thread() -> None:
+    """As those of an earlier incarnation, and those that were given up."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    before = threading.active_count()
-    within = Connection(store.clone).within(60.0)  # type: ignore[attr-defined]  # the stubs lack it
-    within.set("a", "1")
-    assert threading.active_count() == before + 1
-    del within
-    until = time.monotonic() + 30
-    while threading.active_count() > before and time.monotonic() < until:
+    before = _connections()
+    connections = [Connection(lambda: client("127.0.0.1", store.port, 5.0)) for _ in range(3)]
+    assert [connection.within(5.0).add("a", 1) for connection in connections] == [1, 2, 3]
+    assert _connections() == before + 3
+    connections.clear()
+    deadline = time.monotonic() + 10.0
+    while _connections() > before:
+        assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert threading.active_count() == before
+
+
+NAME = """
+import threading, time, weakref
+import torch.distributed as dist
+from mbridge_fsdp_ckpt.agree.connection import Connection
+from mbridge_fsdp_ckpt.agree.incarnation import _Naming
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+class Group: pass
+dist.group.WORLD = group = Group()
+naming = _Naming("a/b", weakref.ref(group), {1}, Connection(store.clone))
+threading.Thread(target=naming.serve, daemon=True).start()
+time.sleep(1.0)
+raise SystemExit(3)
+"""
+
+
+def test_a_program_ends_with_its_own_status_while_its_name_is_still_to_be_told() -> None:
+    found = subprocess.run([sys.executable, "-c", NAME], capture_output=True, text=True, timeout=120, check=False)
+    assert found.returncode == 3, found.stderr
 
 
 class Group:
@@ -184,3 +209,13 @@ def test_the_thread_of_an_earlier_incarnation_hands_on_what_the_next_one_asks(
     thread.join()
     assert asking == [new]
     assert new != old
+
+
+def test_a_rank_that_asks_once_rank_0_has_left_its_group_is_told(live: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save beside the training may outlast the group, to which others still refer."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    zero, one = (job(server, rank, 2, live) for rank in range(2))
+    monkeypatch.setattr(type(dist.group), "WORLD", None, raising=False)
+    name = zero.name(30.0)
+    time.sleep(0.5)
+    assert outcomes([lambda: one.name(10.0)]) == [name]

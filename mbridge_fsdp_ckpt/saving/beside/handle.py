@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Literal
 
@@ -101,6 +102,11 @@ class Saving:
         if word == "ended":
             self.wait()
         return word == "ended"
+
+    def join(self) -> None:
+        """Begin its meetings, if that has not been done.  What hinders that, the save fails with."""
+        with suppress(CheckpointError):
+            _ = self._seat.name
 
     @property
     def error(self) -> CheckpointError | None:

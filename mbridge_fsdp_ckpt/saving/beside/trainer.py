@@ -63,7 +63,9 @@ class Trainer:
             copies: Copies = OnStream() if on_device else OnHost()
             writer = self._writer_for(order.settings, order.seat)
             arguments = saving, order, writer, still, copies
-            threading.Thread(target=self._live, args=arguments, name=f"save {self._saves}", daemon=True).start()
+            thread = threading.Thread(target=self._live, args=arguments, name=f"save {self._saves}", daemon=True)
+            self._saving = saving
+            thread.start()
         except Exception as error:  # no process, no thread: no rank can save
             say(_log.exception, "rank %d cannot begin to save", order.seat.rank)
             saving.set_taken()
@@ -84,6 +86,8 @@ class Trainer:
         if settings.when_busy != "skip":
             return False
         busy = self._saving is not None and not self._saving.done
+        if busy and self._saving is not None:
+            self._saving.join()  # sequences are begun in the order of the calls, on all ranks
         skipped = seat.rank_0_says("busy" if busy else "free") == "busy"
         if skipped and seat.rank == 0:
             _log.warning("skipped: %s; the save before it goes on", seat.purpose)
@@ -116,10 +120,11 @@ class Trainer:
 
     def end_last(self) -> None:
         """Wait for the save before, if there is one; what it failed with is owed, unless it has been raised."""
-        saving, self._saving = self._saving, None
+        saving = self._saving
         if saving is None:
             return
-        saving.wait()
+        saving.wait()  # where a signal ends the wait, the save goes on: the next call waits for it
+        self._saving = self._served = None
         if saving.error is not None and not saving.raised:
             saving.raised = True
             self._owe(saving.error)

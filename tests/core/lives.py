@@ -226,19 +226,17 @@ def _slots(optimizer: Any) -> Iterator[torch.Tensor]:
 
 def _counted() -> dict[str, int]:
     """Once they have settled: threads of this process that save; threads and connections of its checkpoint process."""
-    process, found = Path(f"/proc/{writer_pid()}"), dict[str, int]()
-    deadline = time.monotonic() + 10.0
-    while time.monotonic() < deadline:
+    process, found, same = Path(f"/proc/{writer_pid()}"), dict[str, int](), 0
+    deadline = time.monotonic() + 30.0
+    while same < 3 and time.monotonic() < deadline:
         links = [str(link.readlink()) for link in (process / "fd").iterdir() if link.is_symlink()]
         new = {
             "own threads": sum(thread.name.startswith("save ") for thread in threading.enumerate()),
             "threads": len(list((process / "task").iterdir())),
             "sockets": sum(link.startswith("socket:") for link in links),
         }
-        if new == found:
-            break
-        found = new
-        time.sleep(0.5)
+        found, same = new, same + 1 if new == found else 0
+        time.sleep(0.3)
     return found
 
 

@@ -196,6 +196,9 @@ def leaves_nothing(root: str) -> dict[str, Any]:
     alive = state() is not None
     handle = trainer()._writer
     del run
+    for thread in threading.enumerate():
+        if thread.name.startswith("save "):
+            thread.join(60.0)
     gc.collect()
     return {
         "failed": failed,

@@ -188,7 +188,7 @@ STEPS = {
     "Job.clean_up": "tidying up",
     "Writer._begin": "the writer hears of a save",
     "Arriving._pieces": "the writer takes a block from the staging memory",
-    "Writer._after_commit": "the writer lets its trainer replace the tracker",
+    "Writer._ask": "the writer asks its trainer for something: to add files, to replace the tracker",
     "Channel.send": "the writer tells its trainer something",
 }
 """Steps of a save by the function that takes them; one without words goes by its own name."""

@@ -211,6 +211,8 @@ class _Naming:
                 self.unaware.discard(rank)
             elif "/" not in said:  # a token, not an earlier name
                 store.set(f"{_ANSWERS}/{said}", self.name)
+            if not self.unaware:
+                break
         return asked_now
 
 

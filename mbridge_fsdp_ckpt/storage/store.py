@@ -13,6 +13,7 @@ from typing import IO, Protocol
 
 from upath import UPath
 
+from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.storage.file_system import FileSystem
 from mbridge_fsdp_ckpt.storage.object_store import ObjectStore
 
@@ -95,10 +96,14 @@ def store_of(path: AnyPath) -> Store:
 
 
 def as_path(place: str | os.PathLike[str] | AnyPath) -> AnyPath:
-    """A path from what a user gave: absolute where it is local."""
+    """A path from what a user gave: absolute where it is local.
+
+    Raises:
+        ConfigurationError: It is empty.
+    """
     if isinstance(place, Path | UPath):
         return place.absolute()
-    text = os.fspath(place).removeprefix("file://")
+    text = _given(os.fspath(place)).removeprefix("file://")
     if "://" not in text:
         return Path(text).absolute()
     return UPath(text, use_listings_cache=False)  # other processes write there, too
@@ -110,8 +115,23 @@ def is_local(path: AnyPath) -> bool:
 
 
 def called(directory: str | os.PathLike[str] | AnyPath) -> str:
-    """The directory as all ranks call it, before anything is asked of its storage."""
+    """The directory as all ranks call it, before anything is asked of its storage.
+
+    Raises:
+        ConfigurationError: It is empty.
+    """
     if isinstance(directory, Path):
         return str(directory.absolute())
-    text = str(directory)
+    text = _given(str(directory))
     return text if "://" in text else str(Path(text).absolute())
+
+
+def _given(text: str) -> str:
+    """A path that somebody wrote: an empty one would be the working directory."""
+    if not text.removeprefix("file://").strip():
+        raise ConfigurationError(
+            expected="a directory, a file or a URL",
+            found="an empty path",
+            remedy="Is a variable of your shell or configuration not set? Write . for the working directory.",
+        )
+    return text

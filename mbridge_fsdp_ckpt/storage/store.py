@@ -6,7 +6,7 @@ A path is a `pathlib.Path`, or a `upath.UPath` of what fsspec reaches (`s3://...
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Protocol
@@ -88,6 +88,12 @@ class Store(Protocol):
 
     def replace(self, data: bytes) -> None:
         """Put a small file in its place in one step; readers see the old content or the new."""
+
+    def remove(self) -> None:
+        """Delete the file of exactly this name, if there is one."""
+
+    def below(self) -> Iterator[AnyPath]:
+        """All that lies below the directory of exactly this name, each folder before what is in it; behind no link."""
 
 
 def store_of(path: AnyPath) -> Store:

@@ -7,8 +7,8 @@ B's chunks   [...........][.........]        memory at a time
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -171,12 +171,60 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
+@dataclass(frozen=True, slots=True)
+class Container:
+    """In the place of a container in nested state: what kind it is, whatever is in it.
+
+    Args:
+        kind: A list, a tuple or a mapping.
+        empty: Whether nothing else tells of it.
+    """
+
+    kind: str
+    empty: bool = field(compare=False)
+
+
 def flattened(value: Any, name: str) -> dict[str, Any]:
-    """Nested state as dotted names with what stands there; an empty container stands for itself."""
-    if not isinstance(value, (dict, list, tuple)) or not value:
+    """Nested state as dotted names with what stands there; each container too, with its kind.
+
+    A name that has a dot is quoted, one that is no string stands in brackets: no two names are alike.
+    """
+    if not isinstance(value, (dict, list, tuple)):
         return {name: value}
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    return {path: item for key, inner in items for path, item in flattened(inner, f"{name}.{key}").items()}
+    found: dict[str, Any] = {name: Container(next(k.__name__ for k in _KINDS if isinstance(value, k)), not value)}
+    items = value.items() if isinstance(value, dict) else ((str(place), item) for place, item in enumerate(value))
+    for key, inner in items:
+        found |= flattened(inner, f"{name}.{_quoted(key)}")
+    return found
+
+
+_KINDS = dict, list, tuple
+
+
+def _quoted(key: Any) -> str:
+    if not isinstance(key, str):
+        return f"[{key!r}]"
+    return repr(key) if not key or not _PLAIN.issuperset(key) else key
+
+
+_PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-/")
+
+
+def unlike(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[str]:
+    """Names of nested state under which two sides have something else, or one has nothing.
+
+    A container that one side lacks is named by what is in it.
+    """
+    found = []
+    for name in {**left, **right}:
+        if name in left and name in right:
+            differs = not same_value(left[name], right[name])
+        else:
+            alone = left[name] if name in left else right[name]
+            differs = not isinstance(alone, Container) or alone.empty
+        if differs:
+            found.append(name)
+    return found
 
 
 def same_value(a: Any, b: Any) -> bool:
@@ -187,4 +235,6 @@ def same_value(a: Any, b: Any) -> bool:
         return a.dtype == b.dtype and a.shape == b.shape and compare(a, b, Tolerance()).elements == 0
     if hasattr(a, "tobytes"):
         return bool(a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes())
-    return bool(a == b) or (isinstance(a, float) and math.isnan(a) and math.isnan(b))
+    if isinstance(a, float):
+        return (math.isnan(a) and math.isnan(b)) or (a == b and math.copysign(1.0, a) == math.copysign(1.0, b))
+    return bool(a == b)

@@ -8,12 +8,13 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from mbridge_fsdp_ckpt.care.compare import (
+    Container,
     Side,
     Tolerance,
     Unequal,
     compare_key,
     flattened,
-    same_value,
+    unlike,
 )
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.storage.commit.retention import reading
@@ -119,14 +120,22 @@ def _compare_values(a: CheckpointSource, b: CheckpointSource, pattern: str, foun
         if apart:
             found.notes.append(f"values that one of the formats does not have were not compared: {', '.join(apart)}")
         ours, theirs = ({name: side[name] for name in side if name not in apart} for side in (ours, theirs))
-    left = flattened(ours, "values") | flattened(a.hyperparameters(), "hyperparameters")
-    right = flattened(theirs, "values") | flattened(b.hyperparameters(), "hyperparameters")
-    for name in sorted(left.keys() | right.keys()):
-        if not fnmatchcase(name, pattern):
-            continue
-        if name not in left or name not in right or not same_value(left[name], right[name]):
+    left, right = (flattened(values, "values") | _by_parameter(source) for values, source in ((ours, a), (theirs, b)))
+    for name in sorted(unlike(left, right)):
+        if fnmatchcase(name, pattern):
             found.values[name] = _text(left, name), _text(right, name)
 
 
+def _by_parameter(source: CheckpointSource) -> dict[str, Any]:
+    """Hyperparameters under the names of parameters as they are, dots and all."""
+    found: dict[str, Any] = {}
+    for name, values in source.hyperparameters().items():
+        found |= flattened(values, f"hyperparameters.{name}")
+    return found
+
+
 def _text(values: Mapping[str, Any], name: str) -> str:
-    return repr(values[name])[:200] if name in values else _ABSENT
+    if name not in values:
+        return _ABSENT
+    value = values[name]
+    return f"(a {value.kind})" if isinstance(value, Container) else repr(value)[:200]

@@ -23,7 +23,7 @@ from mbridge_fsdp_ckpt.errors import CheckpointError
 from mbridge_fsdp_ckpt.hosts.root import RELEASE, TRACKER, tracked
 from mbridge_fsdp_ckpt.storage.commit import methods
 from mbridge_fsdp_ckpt.storage.commit.retention import iterations
-from mbridge_fsdp_ckpt.storage.files import check_content, is_plain_file, read_bounded, replace_file
+from mbridge_fsdp_ckpt.storage.files import check_content, entries, is_plain_file, read_bounded, replace_file
 from mbridge_fsdp_ckpt.storage.format.head import has_head
 from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
 from mbridge_fsdp_ckpt.storage.format.names import (
@@ -201,7 +201,7 @@ def _plan_leftovers(root: AnyPath, plan: Plan, *, force: bool) -> None:
         else:
             why = f"left by a save or a removal that died, {decimal(bytes_in(path))}"
             plan.steps.append(Step("delete", path, why, partial(_delete, path)))
-    marks: list[AnyPath] = [mark for mark in root.glob(f"{READING}*") if is_reading(mark.name)]
+    marks: list[AnyPath] = [mark for mark in entries(root, READING) if is_reading(mark.name)]
     for mark in sorted(marks, key=lambda path: path.name):
         if is_young(mark):
             plan.left_alone.append((mark, "somebody reads that checkpoint"))
@@ -216,4 +216,4 @@ def _delete(path: AnyPath) -> None:
     if local is not None and local.is_dir():
         shutil.rmtree(local)
     else:
-        path.unlink(missing_ok=True)
+        store_of(path).remove()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mbridge_fsdp_ckpt.storage.commit import lease
-from mbridge_fsdp_ckpt.storage.files import size_of
+from mbridge_fsdp_ckpt.storage.files import everything_in, size_of
 from mbridge_fsdp_ckpt.storage.store import AnyPath, is_local
 
 
@@ -14,7 +14,7 @@ def files_in(path: AnyPath) -> Iterator[AnyPath]:
     if not path.is_dir():
         yield path
         return
-    yield from (inner for inner in path.rglob("*") if inner.is_file())
+    yield from (inner for inner in everything_in(path) if inner.is_file())
 
 
 def bytes_in(path: AnyPath) -> int:

@@ -22,7 +22,7 @@ from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter
 from mbridge_fsdp_ckpt.storage.format.rows import Chunk
 from mbridge_fsdp_ckpt.storage.format.told import Told, together, write_group_index, write_own_index
 from mbridge_fsdp_ckpt.storage.progress import Meter, Progress, Unwatched
-from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path, is_local
+from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path, is_local, store_of
 
 _log = logging.getLogger(__name__)
 
@@ -174,6 +174,6 @@ def take_back(place: Place, agreement: Agreement) -> None:
     rank, directory, files = agreement.rank, as_path(place["directory"]), files_of(place)
     for name in (files.payload(rank), files.of_rank(rank), files.of_group(rank)):
         try:
-            (directory / name).unlink(missing_ok=True)
+            store_of(directory / name).remove()
         except OSError as error:
             _log.warning("could not remove %s: %s", directory / name, error)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, NoReturn
 
 from mbridge_fsdp_ckpt.storage.growing import GrowingFile
 from mbridge_fsdp_ckpt.storage.held_path import HeldPath
@@ -79,6 +79,23 @@ class FileSystem:
             temporary.unlink(missing_ok=True)
             raise
         sync_directory(self.path.parent)
+
+    def remove(self) -> None:
+        """See `store.Store`."""
+        self.path.unlink(missing_ok=True)
+
+    def below(self) -> Iterator[Path]:
+        """See `store.Store`.
+
+        Raises:
+            OSError: A folder may not be read: pathlib's patterns leave it out without a word.
+        """
+        for folder, folders, names in self.path.walk(on_error=_raised):
+            yield from (folder / name for name in sorted((*folders, *names)))
+
+
+def _raised(error: OSError) -> NoReturn:
+    raise error
 
 
 def _open(path: Path) -> int:

@@ -12,6 +12,7 @@ from typing import IO, NoReturn
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, ManifestError
 from mbridge_fsdp_ckpt.storage.checksums import Hasher
 from mbridge_fsdp_ckpt.storage.entries import FileEntry
+from mbridge_fsdp_ckpt.storage.file_system import FileSystem
 from mbridge_fsdp_ckpt.storage.store import AnyPath, store_of
 
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
@@ -36,23 +37,28 @@ def hold(directory: AnyPath) -> AnyPath:
 
 
 def walk(directory: Path) -> Iterator[Path]:
-    """All that lies below a directory, each folder before what is in it; no link is followed.
-
-    Raises:
-        OSError: A folder may not be read: pathlib's patterns leave it out without a word.
-    """
-    for folder, folders, names in directory.walk(on_error=_raised):
-        yield from (folder / name for name in sorted((*folders, *names)))
+    """All that lies below a directory of a file system: see `everything_in`."""
+    return FileSystem(directory).below()
 
 
 def everything_in(directory: AnyPath) -> Iterator[AnyPath]:
-    """The same of a directory in any store."""
-    local = store_of(directory).local
-    return directory.rglob("*") if local is None else walk(local)
+    """All that lies below a directory, each folder before what is in it; no link is followed.
+
+    Raises:
+        OSError: A folder may not be read.
+    """
+    return store_of(directory).below()
 
 
-def _raised(error: OSError) -> NoReturn:
-    raise error
+def entries(directory: AnyPath, beginning: str = "") -> list[AnyPath]:
+    """What lies in a directory, by how its name begins; nothing where it is none, or may not be read.
+
+    By name, never by pattern: names of directories and URLs may have brackets, stars and question marks.
+    """
+    try:
+        return [path for path in directory.iterdir() if path.name.startswith(beginning)]
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return []
 
 
 def size_of(path: AnyPath) -> int:

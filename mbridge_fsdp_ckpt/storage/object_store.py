@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import IO, cast
 
@@ -56,6 +56,16 @@ class ObjectStore:
     def replace(self, data: bytes) -> None:
         """See `store.Store`."""
         self.path.write_bytes(data)
+
+    def remove(self) -> None:
+        """See `store.Store`.  `UPath.unlink` takes brackets, stars and question marks in a name for a pattern."""
+        with suppress(FileNotFoundError):
+            self.path.fs.rm_file(self.path.path)
+
+    def below(self) -> Iterator[UPath]:
+        """See `store.Store`: its objects; `UPath.rglob` takes the directory for a pattern, too."""
+        place = self.path.path.rstrip("/") + "/"
+        return (self.path / name.removeprefix(place) for name in sorted(self.path.fs.find(place)))
 
 
 class _Object:

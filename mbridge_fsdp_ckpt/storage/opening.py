@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
 
 from mbridge_fsdp_ckpt.errors import ConfigurationError, DamagedCheckpointError, NotACheckpointError
-from mbridge_fsdp_ckpt.storage.files import check_content, check_file, hold, what_is_there
+from mbridge_fsdp_ckpt.storage.files import check_content, check_file, entries, hold, what_is_there
 from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, FORMAT_NAME, INDEXES, MANIFEST_NAME, STOCK_FORMAT
 from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource, Head
@@ -86,7 +87,7 @@ def _format_of(directory: AnyPath) -> str:
 
 def _check_written_by_stock(directory: AnyPath) -> None:
     """A lost manifest must not turn a checkpoint with checksums into one without."""
-    found = sorted(path.name for path in directory.glob(INDEXES))
+    found = sorted(path.name for path in entries(directory) if fnmatchcase(path.name, INDEXES))
     if found:
         raise DamagedCheckpointError(
             expected=f"{MANIFEST_NAME} beside the index files {', '.join(found[:3])}",

@@ -6,13 +6,14 @@ A path is a `pathlib.Path`, or a `upath.UPath` of what fsspec reaches (`s3://...
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Protocol
 
 from upath import UPath
 
+from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.storage.file_system import FileSystem
 from mbridge_fsdp_ckpt.storage.object_store import ObjectStore
 
@@ -88,6 +89,12 @@ class Store(Protocol):
     def replace(self, data: bytes) -> None:
         """Put a small file in its place in one step; readers see the old content or the new."""
 
+    def remove(self) -> None:
+        """Delete the file of exactly this name, if there is one."""
+
+    def below(self) -> Iterator[AnyPath]:
+        """All that lies below the directory of exactly this name, each folder before what is in it; behind no link."""
+
 
 def store_of(path: AnyPath) -> Store:
     """The place, as its kind handles it."""
@@ -95,10 +102,14 @@ def store_of(path: AnyPath) -> Store:
 
 
 def as_path(place: str | os.PathLike[str] | AnyPath) -> AnyPath:
-    """A path from what a user gave: absolute where it is local."""
+    """A path from what a user gave: absolute where it is local.
+
+    Raises:
+        ConfigurationError: It is empty.
+    """
     if isinstance(place, Path | UPath):
         return place.absolute()
-    text = os.fspath(place).removeprefix("file://")
+    text = _given(os.fspath(place)).removeprefix("file://")
     if "://" not in text:
         return Path(text).absolute()
     return UPath(text, use_listings_cache=False)  # other processes write there, too
@@ -110,8 +121,23 @@ def is_local(path: AnyPath) -> bool:
 
 
 def called(directory: str | os.PathLike[str] | AnyPath) -> str:
-    """The directory as all ranks call it, before anything is asked of its storage."""
+    """The directory as all ranks call it, before anything is asked of its storage.
+
+    Raises:
+        ConfigurationError: It is empty.
+    """
     if isinstance(directory, Path):
         return str(directory.absolute())
-    text = str(directory)
+    text = _given(str(directory))
     return text if "://" in text else str(Path(text).absolute())
+
+
+def _given(text: str) -> str:
+    """A path that somebody wrote: an empty one would be the working directory."""
+    if not text.removeprefix("file://").strip():
+        raise ConfigurationError(
+            expected="a directory, a file or a URL",
+            found="an empty path",
+            remedy="Is a variable of your shell or configuration not set? Write . for the working directory.",
+        )
+    return text

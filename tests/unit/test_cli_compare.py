@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mbridge_fsdp_ckpt.care import compare
-from mbridge_fsdp_ckpt.care.compare import Tolerance, flattened, same_value
+from mbridge_fsdp_ckpt.care.compare import Container, Tolerance, flattened, same_value, unlike
 
 NAN = math.nan
 
@@ -57,12 +57,33 @@ def test_a_dtype_without_arithmetic_is_compared_by_its_bits(tolerance: Tolerance
     ("value", "names"),
     [
         ({"a": {"b": 1}, "c": [2, (3,)]}, {"v.a.b": 1, "v.c.0": 2, "v.c.1.0": 3}),
-        ({"a": {}, "b": []}, {"v.a": {}, "v.b": []}),
+        ({"a": {}, "b": []}, {}),
         (5, {"v": 5}),
+        ({"a.b": 1, 2: 3, "2": 4}, {"v.'a.b'": 1, "v.[2]": 3, "v.2": 4}),
     ],
 )
 def test_nested_state_has_dotted_names(value: Any, names: dict[str, Any]) -> None:
-    assert flattened(value, "v") == names
+    assert {name: leaf for name, leaf in flattened(value, "v").items() if not isinstance(leaf, Container)} == names
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "named"),
+    [
+        ([1, 2], (1, 2), ["v"]),
+        ({0: 1}, [1], ["v", "v.0", "v.[0]"]),
+        ({0: 1}, {"0": 1}, ["v.0", "v.[0]"]),
+        ([], (), ["v"]),
+        ({}, {"a": 1}, ["v.a"]),
+        ({"x": []}, {}, ["v.x"]),
+        ({"x": {"y": 1}}, {}, ["v.x.y"]),
+        ({"a": {"b": 1}, "a.b": 5}, {"a": {"b": 5}, "a.b": 1}, ["v.'a.b'", "v.a.b"]),
+        ({"a": {"b": 1}, "a.b": 5}, {"a": {"b": 1}, "a.b": 5}, []),
+        ({"x": 0.0}, {"x": -0.0}, ["v.x"]),
+    ],
+)
+def test_what_differs_in_kind_or_name_is_no_equal(left: Any, right: Any, named: list[str]) -> None:
+    assert sorted(unlike(flattened(left, "v"), flattened(right, "v"))) == named
+    assert sorted(unlike(flattened(right, "v"), flattened(left, "v"))) == named
 
 
 @pytest.mark.parametrize(
@@ -71,6 +92,8 @@ def test_nested_state_has_dotted_names(value: Any, names: dict[str, Any]) -> Non
         (1, 1, True),
         (1, 1.0, False),
         (1, True, False),
+        (0.0, 0.0, True),
+        (0.0, -0.0, False),
         (NAN, NAN, True),
         (torch.tensor([1, 2]), torch.tensor([1, 2]), True),
         (torch.tensor([1, 2]), torch.tensor([1, 3]), False),

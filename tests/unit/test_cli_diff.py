@@ -179,6 +179,7 @@ def test_other_state_is_compared_by_name(a: Path, tmp_path: Path) -> None:
         "hyperparameters.module.weight.lr": {"a": "0.1", "b": "0.2"},
         "values.iteration": {"a": "10", "b": "20"},
         "values.new": {"a": "(absent)", "b": "None"},
+        "values.opt_param_scheduler.steps": {"a": "(a tuple)", "b": "(a list)"},
     }
     assert data("diff", a, b, "--no-values")["equal"]
 

@@ -193,3 +193,13 @@ def test_an_object_store_is_pruned_as_well() -> None:
     (root / "latest_checkpointed_iteration.txt").write_text("20")
     assert data("prune", str(root), "--keep", 1, "--yes")["removed"] == ["iter_0000010", "iter_0000030"]
     assert [number for number in NUMBERS if (root / f"iter_{number:07d}" / "manifest.json").exists()] == [20, 40]
+
+
+def test_an_empty_path_is_no_directory(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unset variable of a shell is enough: prune "$ROOT" --keep 1 --yes."""
+    monkeypatch.chdir(root)
+    for place in ("", " "):
+        refused = call("prune", place, "--keep", "1", "--yes")
+        assert refused.exit_code != 0
+        assert "an empty path" in refused.stderr
+    assert left(root) == list(NUMBERS)

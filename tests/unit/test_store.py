@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from upath import UPath
 
-from mbridge_fsdp_ckpt.errors import DamagedCheckpointError
+from mbridge_fsdp_ckpt.errors import ConfigurationError, DamagedCheckpointError
 from mbridge_fsdp_ckpt.storage.checksums import HASHED_AT_ONCE, Hasher, checksum
 from mbridge_fsdp_ckpt.storage.files import hold, is_plain_file, read_bounded, replace_file, write_file
 from mbridge_fsdp_ckpt.storage.held_path import HeldPath
 from mbridge_fsdp_ckpt.storage.ranges import OpenFiles, Scratch
-from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path, is_local, store_of
+from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path, called, is_local, store_of
 
 DATA = bytes(range(251)) * (3 * HASHED_AT_ONCE // 251)
 
@@ -114,3 +114,10 @@ def test_what_a_user_gives_is_local_or_not(text: str, local: bool) -> None:
     assert store_of(path).local == (path if local else None)
     assert as_path(path) == path
     assert not local or path.is_absolute()
+
+
+@pytest.mark.parametrize("place", ["", "  ", "file://"])
+def test_an_empty_path_is_refused(place: str) -> None:
+    for name in (as_path, called):
+        with pytest.raises(ConfigurationError, match="an empty path"):
+            name(place)

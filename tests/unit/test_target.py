@@ -22,6 +22,7 @@ from mbridge_fsdp_ckpt.storage.commit.marker import MarkerCommit
 from mbridge_fsdp_ckpt.storage.commit.rename import RenameCommit
 from mbridge_fsdp_ckpt.storage.commit.retention import prune, remove_unless_read
 from mbridge_fsdp_ckpt.storage.commit.target import check_replaceable, obstacle
+from mbridge_fsdp_ckpt.storage.object_store import ObjectStore
 from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path
 
 TOKEN = "0123456789ab"
@@ -228,16 +229,16 @@ def test_a_removal_in_an_object_store_that_died_half_way_may_be_saved_over(
     death_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = fill(UPath(f"memory://{uuid.uuid4().hex}/iter_0000001"), *OURS[:3], "run_config.yaml", "a/b", "z")
-    original, count = type(target).unlink, 0
+    original, count = ObjectStore.remove, 0
 
-    def unlink(self: Any, *arguments: Any, **named: Any) -> None:
+    def remove(self: ObjectStore) -> None:
         nonlocal count
         if count == death_at:
             raise KeyboardInterrupt
         count += 1
-        original(self, *arguments, **named)
+        original(self)
 
-    monkeypatch.setattr(type(target), "unlink", unlink)
+    monkeypatch.setattr(ObjectStore, "remove", remove)
     with pytest.raises(KeyboardInterrupt):
         methods.remove(target)
     check_replaceable(target)

@@ -43,7 +43,7 @@ def now(directory: AnyPath) -> float:
         return -math.inf
     finally:
         with suppress(OSError):
-            file.unlink(missing_ok=True)
+            store_of(file).remove()
     _ahead[str(directory)] = min(found - begin, _ahead.get(str(directory), math.inf))
     return begin + _ahead[str(directory)]
 

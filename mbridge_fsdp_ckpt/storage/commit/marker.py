@@ -21,7 +21,7 @@ from tempfile import mkdtemp
 from mbridge_fsdp_ckpt.storage.commit import removal
 from mbridge_fsdp_ckpt.storage.commit.added import added_by, check_not_elsewhere
 from mbridge_fsdp_ckpt.storage.commit.content import Content
-from mbridge_fsdp_ckpt.storage.files import replace_file
+from mbridge_fsdp_ckpt.storage.files import everything_in, replace_file
 from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, MANIFEST_NAME, is_part, suffix_of, token
 from mbridge_fsdp_ckpt.storage.store import AnyPath, store_of
 
@@ -68,7 +68,7 @@ class MarkerCommit:
         if content.write_view is not None:
             content.write_view(self.directory)
         elif (self.directory / DCP_METADATA).exists():
-            (self.directory / DCP_METADATA).unlink()
+            store_of(self.directory / DCP_METADATA).remove()
         content.progress()
 
     def _upload(self, path: Path, target: AnyPath) -> None:
@@ -124,9 +124,8 @@ def condemned(target: AnyPath) -> list[AnyPath]:
 def remove(directory: AnyPath) -> None:
     """Delete a checkpoint: first what makes it one, for stock and for us; last what tells what the rest was."""
     for name in (DCP_METADATA, MANIFEST_NAME):
-        if (directory / name).exists():
-            (directory / name).unlink()
-    rest: list[AnyPath] = [*directory.rglob("*")]
+        store_of(directory / name).remove()
+    rest = list(everything_in(directory))
     for path in sorted(rest, key=lambda path: is_part(path.name)):
         if path.is_file():
-            path.unlink()
+            store_of(path).remove()

@@ -69,7 +69,7 @@ def delete(path: AnyPath) -> bool:
         if local is not None and local.is_dir() and not local.is_symlink():
             shutil.rmtree(local, onexc=lambda function, place, error: failures.append(error))
         else:
-            path.unlink(missing_ok=True)
+            store_of(path).remove()
     except (OSError, RecursionError) as error:  # the latter: a thousand folders in each other
         failures.append(error)
     refused = [error for error in failures if not isinstance(error, FileNotFoundError)]

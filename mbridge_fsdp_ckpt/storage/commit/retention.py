@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from mbridge_fsdp_ckpt.storage.commit import methods, removal
 from mbridge_fsdp_ckpt.storage.commit.lease import is_stale, renewing
 from mbridge_fsdp_ckpt.storage.commit.target import obstacle
+from mbridge_fsdp_ckpt.storage.files import entries
 from mbridge_fsdp_ckpt.storage.format.head import has_readable_head
 from mbridge_fsdp_ckpt.storage.format.names import READING, beside, is_reading, iteration_of
-from mbridge_fsdp_ckpt.storage.store import AnyPath
+from mbridge_fsdp_ckpt.storage.store import AnyPath, store_of
 
 _log = logging.getLogger(__name__)
 
@@ -73,9 +74,9 @@ def prune(root: AnyPath, keep: int, also_keep: int | None = None) -> list[Iterat
     Returns:
         What was removed.
     """
-    marks = [mark for mark in root.glob(f"{READING}*") if is_reading(mark.name)]
+    marks = [mark for mark in entries(root, READING) if is_reading(mark.name)]
     for mark in [mark for mark in marks if is_stale(mark)]:
-        mark.unlink(missing_ok=True)
+        store_of(mark).remove()
     removed = []
     for iteration in prunable(root, keep, also_keep):
         try:
@@ -124,9 +125,9 @@ def reading(directory: AnyPath, *, enabled: bool = True) -> Iterator[Callable[[]
         yield renewing(lease) if enabled else lambda: None
     finally:
         if enabled:
-            lease.unlink(missing_ok=True)
+            store_of(lease).remove()
 
 
 def being_read(directory: AnyPath) -> bool:
     """Whether a living reader keeps it."""
-    return not all(is_stale(lease) for lease in directory.parent.glob(f"{READING}{directory.name}-*"))
+    return not all(is_stale(lease) for lease in entries(directory.parent, f"{READING}{directory.name}-"))

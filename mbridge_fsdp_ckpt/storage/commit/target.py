@@ -17,7 +17,7 @@ from pathlib import Path
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.storage.commit.lease import is_stale
 from mbridge_fsdp_ckpt.storage.file_system import TEMPORARY
-from mbridge_fsdp_ckpt.storage.files import everything_in, is_plain_file
+from mbridge_fsdp_ckpt.storage.files import entries, everything_in, is_plain_file
 from mbridge_fsdp_ckpt.storage.format.names import (
     DCP_METADATA,
     DELETED,
@@ -129,7 +129,12 @@ def is_root(directory: AnyPath, names: set[str]) -> bool:
     """Whether checkpoints lie in it, or did.  With a head of its own it is a root all the same."""
     if TRACKER in names or any(iteration_of(name) is not None for name in names):
         return True
-    below = [path.parent for head in (MANIFEST_NAME, DCP_METADATA) for path in directory.glob(f"*/{head}")]
+    if is_local(directory):
+        heads = [path / head for path in entries(directory) for head in (MANIFEST_NAME, DCP_METADATA)]
+        below = [path.parent for path in heads if path.exists()]
+    else:  # one listing, not a request for each
+        below = [path.parent for path in everything_in(directory) if path.name in (MANIFEST_NAME, DCP_METADATA)]
+        below = [path for path in below if path.parent == directory]
     return any(_is_checkpoint(path, names_in(path)) for path in below if not path.name.startswith((STAGING, DELETED)))
 
 

@@ -57,8 +57,8 @@ def test_saves_outlive_what_happens(tmp_path: Path) -> None:
 def outcome(ranks: list[Seen]) -> str:
     """Which saves are whole, and what was raised."""
     whole = [name for name, target in zip(("that one", "the next"), ranks[0].targets, strict=True) if is_whole(target)]
-    raised = sorted({error for seen in ranks for error in seen.errors})
-    return f"whole: {' and '.join(whole) or 'none'}" + "".join(f", `{error}`" for error in raised)
+    raised = ", ".join(sorted({f"`{error}`" for seen in ranks for error in seen.errors}))
+    return f"whole: {' and '.join(whole) or 'none'}{f' ({raised})' if raised else ''}"
 
 
 def run(rows: list[Row], root: Path) -> list[list[Seen]]:

@@ -55,7 +55,7 @@ MATRICES = {
         "there.",
     ),
     "signals": (
-        "Signals, stops and forks",
+        "Signals and forks",
         "A background save of two plain ranks, and then the next. At a step of the training process or of its "
         "checkpoint process, every process of the job gets SIGTERM, SIGUSR1 or SIGINT, as a scheduler sends them; or "
         "one process is stopped for half the time limit, or twice; or a data loader forks a worker. The training "

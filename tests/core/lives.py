@@ -404,14 +404,20 @@ def old_errors(root: str) -> list[Any]:
     return found
 
 
-def in_unison(root: str) -> list[bool]:
-    """Whether a save has ended, as ranks find at a step, of which one has asked more often than the other."""
-    run = Run(root, settings=replace(QUICK, time_limit=30.0))
+def _held_up(run: Run) -> Saving:
+    """A save that is copied, whose checkpoint process is stopped."""
     run.warm()
     run.writer(signal.SIGSTOP)
     saving = run.save()
     assert saving is not None
     saving.wait_until_taken()
+    return saving
+
+
+def in_unison(root: str) -> list[bool]:
+    """Whether a save has ended, as ranks find at a step, of which one has asked more often than the other."""
+    run = Run(root, settings=replace(QUICK, time_limit=30.0))
+    saving = _held_up(run)
     found = [saving.ended_on_all("at step 1")] if dist.get_rank() == 1 else [False]
     dist.barrier()
     found.append(saving.ended_on_all("at step 2"))
@@ -450,7 +456,7 @@ def in_order(root: str) -> list[Any]:
         dist.barrier()
         for step in range(3):
             saving.ended_on_all(f"at step {step}")
-        dist.barrier()
+            dist.barrier()  # as a step of training is: nobody is two of them behind
         found.append(base_of(default_store()).num_keys())
         dist.barrier()
     return found
@@ -459,11 +465,7 @@ def in_order(root: str) -> list[Any]:
 def interrupted(root: str) -> list[Any]:
     """A signal ends the wait for a save, and the program saves once more: what both come to."""
     run = Run(root, settings=replace(QUICK, time_limit=20.0))
-    run.warm()
-    run.writer(signal.SIGSTOP)
-    first = run.save()
-    assert first is not None
-    first.wait_until_taken()
+    first = _held_up(run)
     before = signal.signal(signal.SIGALRM, _raises(KeyboardInterrupt()))
     signal.setitimer(signal.ITIMER_REAL, 0.5)
     found: list[Any] = []

@@ -109,10 +109,16 @@ class Agreement:
         return verdict["value"]
 
     def _enter(self, store: Store, phase: str) -> Meeting:
-        name, hosts = f"{self.name}/{self._meetings}", hosts_of(self.name)
-        signs = self._signs
         return Meeting(
-            store, name, phase, self.rank, self.world_size, self.time_limit, signs, lambda: self.on_beat(), hosts
+            store,
+            f"{self.name}/{self._meetings}",
+            phase,
+            self.rank,
+            self.world_size,
+            self.time_limit,
+            self._signs,
+            renew=lambda: self.on_beat(),
+            hosts=hosts_of(self.name),
         )
 
     def end(self) -> bool:

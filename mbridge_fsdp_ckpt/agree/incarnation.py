@@ -153,7 +153,7 @@ class Incarnation:
             store.queue_push(_QUEUE, json.dumps([self.rank, token]))
             while not wait_for(store, [answer], a_while(limit)):
                 if watch.over():
-                    raise _absent("all ranks to call save or load", limit, self.rank)
+                    raise _absent("its first save or load", limit, self.rank)
             name = store.get(answer).decode()
             store.delete_key(answer)
             store.queue_push(_QUEUE, json.dumps([self.rank, name]))
@@ -239,7 +239,7 @@ class _Sequences:
         opened = Opened(f"{self.name}/{number}", number, purpose, note)
         self._unsure.append(opened)
         for before in self._unsure[:-1]:
-            end_without(store, before.name, _absent(before.purpose, limit, 0))
+            end_without(store, before.name, _absent(repr(before.purpose), limit, 0))
         store.set(f"{self.name}/now", json.dumps(opened))  # first: who sees the other reads this
         store.set(f"{opened.name}/open", json.dumps(opened))
         self._unsure.clear()
@@ -266,7 +266,7 @@ class _Sequences:
                     differs = self._fail(store, signs, found, self._differs(found, purpose), time_limit)
                     watch = Watch(Signs(None, "", 1.0, 1.0, 1), min(_SECOND_THOUGHT, 2 * time_limit))
             elif watch.over():
-                raise differs or _absent(purpose, time_limit, self.job.rank)
+                raise differs or _absent(repr(purpose), time_limit, self.job.rank)
 
     def _next(self, store: Store, purpose: str, limit: float) -> Opened | None:
         """The latest sequence, or the one after the last known if that alone is for the purpose; None after a while."""
@@ -309,9 +309,9 @@ def hosts_of(name: str) -> str:
     return "/".join([*name.split("/")[:2], "hosts"])
 
 
-def _absent(purpose: str, limit: float, rank: int) -> RankMissingError:
+def _absent(what: str, limit: float, rank: int) -> RankMissingError:
     return RankMissingError(
-        expected=f"rank 0 to begin {purpose!r} within {limit:g} s",
+        expected=f"rank 0 to begin {what} within {limit:g} s",
         found="no sign of rank 0",
         remedy="Has it failed, or is this rank one call ahead of it? Look at rank 0's log, and call save and load in "
         "the same order on every rank; raise the time limit if it was only slow.",

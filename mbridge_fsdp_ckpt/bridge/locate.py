@@ -12,6 +12,7 @@ from megatron.bridge.training.utils import checkpoint_utils as names
 from mbridge_fsdp_ckpt.errors import NotACheckpointError
 from mbridge_fsdp_ckpt.hosts.root import RELEASE
 from mbridge_fsdp_ckpt.storage.commit.methods import recover
+from mbridge_fsdp_ckpt.storage.files import entries
 from mbridge_fsdp_ckpt.storage.format.names import ITERATION, MANIFEST_NAME
 from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path
 
@@ -90,7 +91,7 @@ def _existing(root: AnyPath, step: int, named_by: str) -> AnyPath:
     directory = as_path(names.get_checkpoint_name(str(root), step))
     recover(directory)
     if not directory.is_dir():
-        there = sorted(path.name for path in root.glob(f"{ITERATION}*"))
+        there = sorted(path.name for path in entries(root, ITERATION))
         raise NotACheckpointError(
             expected=f"{directory.name}, which {named_by} names",
             found=", ".join(there[-8:]) or "no iteration directory",

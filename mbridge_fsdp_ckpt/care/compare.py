@@ -7,6 +7,7 @@ B's chunks   [...........][.........]        memory at a time
 from __future__ import annotations
 
 import math
+import string
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
@@ -21,6 +22,8 @@ from mbridge_fsdp_ckpt.plan.tiling import tiling_defect
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource, StoredChunk
 
 _ELEMENTS = 1 << 22  # compared at a time
+_KINDS = dict, list, tuple  # of containers in nested state
+_PLAIN = frozenset(string.ascii_letters + string.digits + "_-/")  # in names that need no quotes
 
 Progress = Callable[[int], None]
 
@@ -198,16 +201,10 @@ def flattened(value: Any, name: str) -> dict[str, Any]:
     return found
 
 
-_KINDS = dict, list, tuple
-
-
 def _quoted(key: Any) -> str:
     if not isinstance(key, str):
         return f"[{key!r}]"
     return repr(key) if not key or not _PLAIN.issuperset(key) else key
-
-
-_PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-/")
 
 
 def unlike(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[str]:

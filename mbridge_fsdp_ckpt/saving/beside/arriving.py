@@ -1,4 +1,4 @@
-"""The writer's view of what its trainer stages: see `Elements`."""
+"""What a training process stages, as its checkpoint process reads it: see `Elements`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Arriving:
         """See `Elements`.
 
         Raises:
-            CheckpointError: What the trainer met.
+            CheckpointError: What the training process failed with.
             SaveAbandonedError: Nothing has come for too long.
             InternalError: A portion is another save's.
         """

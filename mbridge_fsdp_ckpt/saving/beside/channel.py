@@ -1,4 +1,4 @@
-"""What a trainer and its writer say to each other: JSON over a socket, and descriptors of shared memory."""
+"""Messages between a training process and its checkpoint process: lines of JSON, descriptors of shared memory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Memory that a trainer and its writer share: a ring of portions, each stamped with the save that it belongs to.
+"""Memory shared with the checkpoint process: a ring of portions, each stamped with the save that it belongs to.
 
 What a rank writes is one stream of bytes, chunk after chunk.  Portion n of it lies in slot n modulo the slots: with a
-slot for each, all of a save is staged at once; with fewer, the trainer waits until the writer has read what lies there.
+slot for each, all of a save is staged at once; with fewer, the training process waits until the other has read what
+lies there.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class Order:
         phases: The clock of the save.
         add_files: See `checkpoint.save`.
         after_commit: See `checkpoint.save`.
-        working: Where the trainer works at the call; empty where that directory was removed.
+        working: Where the training process works at the call; empty where that directory was removed.
     """
 
     directory: str

@@ -222,7 +222,8 @@ class Trainer:
             else:
                 with suppress(CheckpointError):  # it has ended, and with it the save
                     saving.tell(broken=named.to_wire())
-        saving.set_taken()
+        else:
+            saving.set_taken()
 
     def _announce(
         self, saving: Saving, writer: WriterProcess, order: Order, snapshot: Snapshot, copies: Copies

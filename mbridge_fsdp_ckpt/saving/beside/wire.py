@@ -1,4 +1,4 @@
-"""What a trainer tells its writer of a save, as JSON-able data."""
+"""What a training process tells its checkpoint process of a save, as JSON-able data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Layout = tuple[list[Block], dict[str, KeyEntry]]
 
 
 def layout_of(outgoing: Outgoing) -> Layout:
-    """The part that a writer may keep for the next save."""
+    """The part that a checkpoint process may keep for the next save."""
     return outgoing.blocks, outgoing.keys
 
 

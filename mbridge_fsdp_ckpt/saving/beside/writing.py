@@ -163,12 +163,15 @@ class Writer:
             self._layout = wire.layout_from_wire(asked["layout"])
         assert self._staging is not None
         seat, save = Seat.from_wire(asked["seat"]), asked["save"]
-        outgoing, limit = (
-            wire.from_wire(asked["planned"], self._layout, seat.rank),
-            seat.time_limit + seat.storage_limit,
+        outgoing = wire.from_wire(asked["planned"], self._layout, seat.rank)
+        arriving = Arriving(
+            outgoing,
+            self._staging,
+            save,
+            freed=lambda portions: self._tell(freed=portions, save=save),
+            limit=seat.time_limit + seat.storage_limit,
         )
-        freed = lambda portions: self._tell(freed=portions, save=save)  # noqa: E731
-        self._task = _Task(asked, seat, outgoing, Arriving(outgoing, self._staging, save, freed, limit))
+        self._task = _Task(asked, seat, outgoing, arriving)
         self._todo.put(self._task)
 
     def _release(self) -> None:

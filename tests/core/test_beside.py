@@ -18,6 +18,7 @@ from mbridge_fsdp_ckpt.testing.models import Recipe
 from mbridge_fsdp_ckpt.testing.modules import is_installed
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
 from tests.core import beside, oracle
+from tests.soak import sampling
 from tests.soak.kill import iteration
 
 SMALL = Recipe(layers=1)
@@ -80,7 +81,7 @@ def test_staging_memory_is_bounded_and_given_back(limit: int | None, megatron_ra
 def test_a_process_that_ends_has_its_save_first(tmp_path: Path) -> None:
     if not is_installed("megatron.core"):
         pytest.skip("needs megatron.core, which is not installed")
-    for error in ("", "of the training"):
+    for error in sampling.drawn("ends of a job", ["", "of the training"], share=2):
         root = tmp_path / (error or "none")
         root.mkdir()
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]

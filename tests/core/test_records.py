@@ -18,7 +18,7 @@ LARGEST = 200
 """Bytes of a record: a row or two of most matrices in fp32, and less than a row of some."""
 
 
-@pytest.mark.parametrize("saved_in", ["2 ranks", "4 ranks, TP 2"])
+@pytest.mark.parametrize("saved_in", sampling.drawn("cut blocks", ["2 ranks", "4 ranks, TP 2"], share=2))
 def test_a_checkpoint_of_cut_blocks_loads_in_any_layout(
     saved_in: str, megatron_ranks: RankPool, tmp_path: Path
 ) -> None:

@@ -49,7 +49,11 @@ def commands() -> list[tuple[str, str]]:
 
 
 COMMANDS = [(page, text) for page, text in commands() if page not in ELSEWHERE]
-TOOLS = [(page, text) for page, text in COMMANDS if text.startswith("mbridge_fsdp_ckpt ")]
+TOOLS = [
+    (page, text)
+    for page, text in COMMANDS
+    if text.startswith("mbridge_fsdp_ckpt ") and (sampling.FULL or "--world 8960" not in text)  # more than a minute
+]
 LAUNCHES = [(page, text) for page, text in COMMANDS if "torchrun " in text]
 
 

@@ -31,7 +31,7 @@ _NONE_OF_ITS_OWN = "megatron", "transformer_engine"
 def keepers(parts: Iterable[Any]) -> list[Any]:
     """The modules that may keep such state."""
     parts = list(parts)
-    kinds = {kind for kind in map(type, parts) if _keeps(kind)}
+    kinds = {kind for kind in set(map(type, parts)) if _keeps(kind)}
     return [part for part in parts if type(part) in kinds] if kinds else []
 
 

@@ -99,7 +99,7 @@ def _marks_of_parts(own: Sequence[Mapping[str, Any]], named: Mapping[int, str]) 
     for held in (children, parameters, buffers):
         yield list(map(len, held))
         yield list(chain.from_iterable(filter(None, held)))
-    yield [id(child) for held in children if held for child in held.values()]
+    yield list(map(id, chain.from_iterable(held.values() for held in children if held)))
     # of each parameter, one of two lies in its module; a stranger is neither
     yield [named.get(id(parameter), parameter is None) for held in parameters if held for parameter in held.values()]
     yield [None if buffer is None else buffer.shape for held in buffers if held for buffer in held.values()]

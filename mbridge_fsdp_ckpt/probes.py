@@ -206,7 +206,7 @@ _TOUCHED: dict[Need, dict[str, dict[str, str]]] = {
     },
     "Megatron-LM": {
         "megatron_lm/plugin.py": {
-            f"{_LM}.checkpointing": "save_checkpoint load_checkpoint",
+            f"{_LM}.checkpointing": "save_checkpoint load_checkpoint load_args_from_checkpoint(args)",
             f"{_LM}.async_utils": "maybe_finalize_async_save",
         },
     },

@@ -75,7 +75,7 @@ def instantiated_by_bridge(directory: str) -> dict[str, str]:
     """What Bridge makes of targets below this package that a checkpoint's run configuration names."""
     from megatron.bridge.training.model_load_save import load_model_config
 
-    from mbridge_fsdp_ckpt.bridge.choice import MANAGER
+    from mbridge_fsdp_ckpt.bridge.options import MANAGER
 
     mbridge_fsdp_ckpt.unregister()
     mbridge_fsdp_ckpt.register()
@@ -118,7 +118,7 @@ def test_a_run_configuration_may_name_the_manager_and_no_more(bridge_ranks: Rank
 def allowed_after_unregister() -> bool:
     from megatron.bridge.utils.instantiate_utils import target_allowlist
 
-    from mbridge_fsdp_ckpt.bridge.choice import MANAGER
+    from mbridge_fsdp_ckpt.bridge.options import MANAGER
 
     mbridge_fsdp_ckpt.register()
     mbridge_fsdp_ckpt.unregister()

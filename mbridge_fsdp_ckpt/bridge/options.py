@@ -60,8 +60,8 @@ OPTIONS = (
     *_obeyed("A process beside each rank writes while training goes on.", "async_save"),
     *_obeyed("This package's format where it says so, or by takeover.", "ckpt_format"),
     *_obeyed(
-        "Always: a load checks what it reads, by `Settings.verify`. Bridge refuses it where the configuration is "
-        "built with this format.",
+        "Always: a load checks what it reads, by `Settings.verify`. Bridge's constructor refuses it with any format "
+        "but `torch_dist`.",
         "verify_integrity",
     ),
     Option(
@@ -110,14 +110,17 @@ OPTIONS = (
     *_no_effect(why.FULLY_PARALLEL_SAVE, "fully_parallel_save"),
     *_no_effect(why.FULLY_PARALLEL_LOAD, "fully_parallel_load"),
     Option(
-        "checkpoint.async_strategy", Fate.NO_EFFECT, why.PROCESS, when=lambda cfg: False
-    ),  # Bridge changes it itself
+        "checkpoint.async_strategy",
+        Fate.NO_EFFECT,
+        f"{why.PROCESS} There is no warning, because Bridge changes it by itself.",
+        when=lambda cfg: False,
+    ),
     Option(
         "checkpoint.strict_fsdp_dtensor_load",
         Fate.NO_EFFECT,
-        "A load is always strict; `Settings.allow_missing` names keys that may be absent.",
+        f"{why.STRICT} There is no warning: `True` is what happens, and `False` is Bridge's default.",
         when=lambda cfg: False,
-    ),  # the default cannot be told from a choice
+    ),
     *_no_effect(why.PROCESS, "async_write_results_mp_mode"),
     *_no_effect("Each rank writes its share by itself.", "storage_writers_per_rank"),
     *(option for name, text in why.WITHOUT_EFFECT.items() for option in _no_effect(text, name)),

@@ -31,12 +31,13 @@ WITHOUT_EFFECT = {
     "dist_ckpt_save_pre_mcore_014": "Of `torch_dist`.",
     "dist_ckpt_optim_fully_reshardable": _LAYOUT,
     "distrib_optim_fully_reshardable_mem_efficient": _LAYOUT,
-    "dist_ckpt_workers": "Each rank writes its share in one process.",
+    "dist_ckpt_workers": "Each rank writes its share by itself.",
 }
 """By name; each has the same name, and the same default, in both."""
 
 FULLY_PARALLEL_SAVE, FULLY_PARALLEL_LOAD = _SHARED, _READ
 PROCESS = _PROCESS
+STRICT = "A load is always strict; `Settings.allow_missing` names keys that may be absent."
 
 STREAMED = "Of `torch_dist`: what is loaded here are main weights, which are not quantized."
 STREAMED_SINCE, STREAMED_UNTIL = "megatron-core 0.19", "megatron-core 0.20"

@@ -83,9 +83,7 @@ OPTIONS = (
     *_no_effect(why.FULLY_PARALLEL_SAVE, "ckpt_fully_parallel_save"),
     *_no_effect(why.FULLY_PARALLEL_LOAD, "ckpt_fully_parallel_load"),
     *_no_effect(why.PROCESS, "async_strategy"),
-    *_no_effect(
-        "A load is always strict; `Settings.allow_missing` names keys that may be absent.", "strict_fsdp_dtensor_load"
-    ),
+    *_no_effect(why.STRICT, "strict_fsdp_dtensor_load"),
     *(option for name, text in why.WITHOUT_EFFECT.items() for option in _no_effect(text, name)),
     *_no_effect(why.STREAMED, "stream_ckpt_dequant", since=why.STREAMED_SINCE, until=why.STREAMED_UNTIL),
     *_no_effect(
@@ -117,7 +115,12 @@ ELSEWHERE = (
         when=lambda args: args.megatron_fsdp_version == 2,
         since="megatron-core 0.20",
     ),
-    *_obeyed("What a rank holds is read from each parameter.", "data_parallel_sharding_strategy_experts"),
+    _option(
+        "data_parallel_sharding_strategy_experts",
+        Fate.OBEYED,
+        "What a rank holds is read from each parameter.",
+        since="megatron-core 0.20",
+    ),
 )
 """Of other groups."""
 

@@ -1,6 +1,6 @@
 """Writes docs/options.md from the tables of options:  python -m tests.options
 
-With `--installed` it prints, as JSON, which options the installed hosts have: importing them changes a process.
+With `--megatron-lm` it prints, as JSON, which options `megatron.training` has: importing that changes a process.
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ from collections.abc import Iterable
 from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from packaging.version import Version
 
 from mbridge_fsdp_ckpt.bridge import options as bridge
 from mbridge_fsdp_ckpt.hosts.options import Fate, Option
 from mbridge_fsdp_ckpt.megatron_lm import options as megatron_lm
-from mbridge_fsdp_ckpt.testing.modules import is_installed
 from mbridge_fsdp_ckpt.verl import options as verl
 
 PAGE = Path(__file__).parents[1] / "docs" / "options.md"
@@ -38,7 +36,8 @@ ENUMERATED: dict[str, tuple[Option, ...]] = {
 HEAD = """# Options of the frameworks
 
 Written by `python -m tests.options` from the tables that the package checks a run's configuration against. A test
-compares them with the options that the installed frameworks have (`tests/unit/test_options.py`).
+compares them with the options that the installed frameworks have
+(`test_the_table_has_the_options_of_the_installed_release`).
 
 - **obeyed**: means what it means in stock. Where the text names values that are refused, the others are obeyed.
 - **in part**: works, but for what the text says; a warning says so where it is set.
@@ -79,38 +78,45 @@ def _releases(option: Option) -> str:
     return f" ({', '.join(said)})" if said else ""
 
 
-def is_in(option: Option, installed: dict[str, str]) -> bool:
-    """Whether releases of these versions have an option."""
+def of_bridge() -> list[str]:
+    """What the installed Bridge's checkpoint configuration has."""
+    from megatron.bridge.training.config import CheckpointConfig
 
-    def reached(release: str) -> bool:
-        package, _, number = release.partition(" ")
-        return Version(installed[package]) >= Version(number)
-
-    return (not option.since or reached(option.since)) and not (option.until and reached(option.until))
+    return [f"checkpoint.{each.name}" for each in fields(CheckpointConfig)]
 
 
-def installed() -> dict[str, Any]:
-    """The options of each host that can be imported here, with what they are written as; and versions."""
-    found: dict[str, Any] = {"versions": {"megatron-core": version("megatron-core")}}
-    if is_installed("megatron.bridge") and is_installed("transformer_engine"):
-        from megatron.bridge.training.config import CheckpointConfig
+def of_verl() -> list[str]:
+    """What the installed VeRL's checkpoint configuration for Megatron has."""
+    from verl.workers.config import McoreCheckpointConfig
 
-        found["versions"]["megatron-bridge"] = version("megatron-bridge")
-        found["Megatron-Bridge"] = {f"checkpoint.{each.name}": [] for each in fields(CheckpointConfig)}
-    if is_installed("verl"):
-        from verl.workers.config import McoreCheckpointConfig
+    return [each.name for each in fields(McoreCheckpointConfig) if not each.name.startswith("_")]
 
-        found["VeRL"] = {each.name: [] for each in fields(McoreCheckpointConfig) if not each.name.startswith("_")}
+
+def of_megatron_lm() -> dict[str, list[str]]:
+    """The checkpointing arguments of the installed `megatron.training`, with their flags."""
     from megatron.training.arguments import add_megatron_arguments
 
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     groups = [group for group in parser._action_groups if group.title == megatron_lm.GROUP]
-    found["Megatron-LM"] = {action.dest: action.option_strings for g in groups for action in g._group_actions}
-    return found
+    return {action.dest: list(action.option_strings) for group in groups for action in group._group_actions}
+
+
+def differing(host: str, has: Iterable[str], *more: Option) -> list[str]:
+    """Options that either a host or its table lacks, for the releases that are installed."""
+    table = {option.name for option in (*ENUMERATED[host], *more) if _is_in(option)}
+    return sorted(table ^ set(has))
+
+
+def _is_in(option: Option) -> bool:
+    def reached(release: str) -> bool:
+        package, _, number = release.partition(" ")
+        return Version(version(package)) >= Version(number)
+
+    return (not option.since or reached(option.since)) and not (option.until and reached(option.until))
 
 
 if __name__ == "__main__":
-    if "--installed" in sys.argv:
-        print(json.dumps(installed()))
+    if "--megatron-lm" in sys.argv:
+        print(json.dumps(of_megatron_lm()))
     else:
         PAGE.write_text(page())

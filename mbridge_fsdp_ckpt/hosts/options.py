@@ -1,7 +1,7 @@
 """What becomes of each option of a host: obeyed, refused before training, or without effect, which is said.
 
 Each host has one table (`bridge.options`, `megatron_lm.options`, `verl.options`); docs/options.md is written from them.
-`tests/unit/test_options.py` compares their names with those that the installed hosts have.
+Tests compare their names with those that the installed hosts have.
 """
 
 from __future__ import annotations

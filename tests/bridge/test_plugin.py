@@ -13,6 +13,7 @@ import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt import versions
 from mbridge_fsdp_ckpt.errors import CheckpointError, UnsupportedVersionError
 from mbridge_fsdp_ckpt.testing.ranks import RankPool, no_process_group
+from tests import options
 from tests.bridge.training import Run, configuration, train
 from tests.core import cases
 from tests.patched import errors_without_each_name, gone, unnamed
@@ -128,6 +129,12 @@ def allowed_after_unregister() -> bool:
 
 def test_unregister_takes_the_manager_off_the_list(bridge_ranks: RankPool) -> None:
     assert bridge_ranks.run(allowed_after_unregister, ranks=1) == [False]
+
+
+def test_the_table_has_the_options_of_the_installed_release(bridge_ranks: RankPool) -> None:
+    (has,) = bridge_ranks.run(no_process_group(options.of_bridge), ranks=1)
+    assert len(has) > 50
+    assert options.differing("Megatron-Bridge", has) == []
 
 
 @no_process_group

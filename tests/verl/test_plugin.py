@@ -15,6 +15,7 @@ from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.testing.modules import is_installed
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
 from mbridge_fsdp_ckpt.verl.choice import VARIABLE, choice_of
+from tests import options
 from tests.patched import unnamed
 from tests.verl import plugin_cases
 from tests.verl.conftest import RANKS
@@ -183,6 +184,13 @@ def test_what_cannot_work_is_refused_on_every_rank_before_training(
     for errors in results:
         assert [name for name, _ in errors] == names
         assert all(says in text for says, (_, text) in zip(attempts, errors, strict=True))
+
+
+@pytest.mark.bridge
+def test_the_table_has_the_options_of_the_installed_release(verl_ranks: RankPool) -> None:
+    (has,) = verl_ranks.run(options.of_verl, ranks=1)
+    assert len(has) >= 6
+    assert options.differing("VeRL", has) == []
 
 
 @pytest.mark.bridge

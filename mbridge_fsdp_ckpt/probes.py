@@ -97,6 +97,7 @@ _TOUCHED: dict[Need, dict[str, dict[str, str]]] = {
         },
     },
     "Bridge": {
+        "hosts/options.py": {"megatron.core.rerun_state_machine": "RerunState"},
         "bridge/plugin.py": {
             f"{_TRAINING}.config": "ConfigContainer.validate",
             f"{_TRAINING}.state": "GlobalState.initialize_async_checkpoint_worker",
@@ -205,8 +206,9 @@ _TOUCHED: dict[Need, dict[str, dict[str, str]]] = {
         },
     },
     "Megatron-LM": {
+        "hosts/options.py": {"megatron.core.rerun_state_machine": "RerunState"},
         "megatron_lm/plugin.py": {
-            f"{_LM}.checkpointing": "save_checkpoint load_checkpoint",
+            f"{_LM}.checkpointing": "save_checkpoint load_checkpoint load_args_from_checkpoint(args)",
             f"{_LM}.async_utils": "maybe_finalize_async_save",
         },
     },

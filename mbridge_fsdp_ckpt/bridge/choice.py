@@ -8,14 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from mbridge_fsdp_ckpt.bridge.options import OPTIONS, given
 from mbridge_fsdp_ckpt.errors import ConfigurationError, UnknownFormatError
+from mbridge_fsdp_ckpt.hosts.options import check
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, STOCK_FORMAT
 
 TAKEOVER = "MBRIDGE_FSDP_CKPT_TAKEOVER"
 """Environment variable: "1" is `register(takeover=True)`."""
 
-MANAGER = "mbridge_fsdp_ckpt.bridge.manager.SafeCheckpointManager"
 _KNOWN = ("torch_dist", STOCK_FORMAT, FORMAT_NAME, "torch", "torch_dcp", "zarr")
 
 _settings = Settings()
@@ -94,21 +95,13 @@ def check_format(name: Any) -> None:
         )
 
 
-def check_settings(checkpoint: Any) -> None:
-    """Refuse what the format cannot do yet, before training begins.
+def check_settings(cfg: Any) -> list[str]:
+    """Refuse what the format cannot do, before training begins; the result says what has no effect.
+
+    Args:
+        cfg: Bridge's `ConfigContainer`.
 
     Raises:
-        ConfigurationError: Local non-persistent checkpoints, or another custom manager.
+        ConfigurationError: Some settings are refused.
     """
-    refused = {
-        "non_persistent_ckpt_type='local'": checkpoint.non_persistent_ckpt_type == "local",
-        f"custom_manager_class={checkpoint.custom_manager_class!r}": checkpoint.custom_manager_class
-        not in (None, MANAGER),
-    }
-    for setting, present in refused.items():
-        if present:
-            raise ConfigurationError(
-                expected=f"settings that {FORMAT_NAME} supports",
-                found=f"checkpoint.{setting}",
-                remedy="Remove that setting, or use another ckpt_format.",
-            )
+    return check(cfg, given(cfg), OPTIONS, lambda name, value: f"{name}={value!r}")

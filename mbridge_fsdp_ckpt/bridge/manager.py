@@ -27,6 +27,7 @@ from mbridge_fsdp_ckpt.bridge.run_files import run_files, write_trackers
 from mbridge_fsdp_ckpt.bridge.scalars import log_scalars
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.hosts import pending
+from mbridge_fsdp_ckpt.hosts.options import tell_of_rerun
 from mbridge_fsdp_ckpt.hosts.pending import Pending
 from mbridge_fsdp_ckpt.saving.beside.trainer import trainer
 from mbridge_fsdp_ckpt.storage.format.names import STOCK_FORMAT
@@ -104,7 +105,7 @@ def save_checkpoint(
             may be that of the save before: then this one has ended, and well.
     """
     cfg, step = state.cfg, state.train_state.step
-    _check(cfg.checkpoint, model, prebuilt_state_dict)
+    _check(cfg, model, prebuilt_state_dict)
     fault_tolerance.on_checkpointing_start(state)
     model, pg_collection = _unwrapped(model, pg_collection)
     root = as_path(after_save.root_directory(cfg.checkpoint, non_persistent=non_persistent_ckpt))
@@ -172,8 +173,9 @@ def _unwrapped(model: list[Any], pg_collection: Any) -> tuple[list[Any], Any]:
     return inner, pg_collection or get_pg_collection(inner)
 
 
-def _check(checkpoint_config: Any, model: list[Any], prebuilt_state_dict: dict[str, Any] | None) -> None:
-    check_settings(checkpoint_config)
+def _check(cfg: Any, model: list[Any], prebuilt_state_dict: dict[str, Any] | None) -> None:
+    check_settings(cfg)
+    tell_of_rerun()
     if prebuilt_state_dict is not None or not model:
         raise ConfigurationError(
             expected="a model to save",

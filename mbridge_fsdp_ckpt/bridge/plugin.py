@@ -21,7 +21,6 @@ from collections.abc import Callable
 from typing import Any
 
 from mbridge_fsdp_ckpt.bridge.choice import (
-    MANAGER,
     check_format,
     check_settings,
     is_ours,
@@ -29,7 +28,8 @@ from mbridge_fsdp_ckpt.bridge.choice import (
     takeover_by_environment,
     use,
 )
-from mbridge_fsdp_ckpt.hosts import corrections
+from mbridge_fsdp_ckpt.bridge.options import MANAGER
+from mbridge_fsdp_ckpt.hosts import corrections, options
 from mbridge_fsdp_ckpt.hosts.patching import Patches, rebind_everywhere
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.versions import require
@@ -79,6 +79,7 @@ def unregister() -> None:
         _disallow()
         corrections.withdraw(__name__)
         use(Settings(), takeover=False)
+        options.forget()
         _patches = None
 
 
@@ -124,7 +125,10 @@ def _routed(stock: Callable[..., Any], safe: Callable[..., Any]) -> Callable[...
     def routed(*args: Any, **kwargs: Any) -> Any:
         state = kwargs.get("state") or next(arg for arg in args if hasattr(arg, "cfg"))
         check_format(state.cfg.checkpoint.ckpt_format)
-        return (safe if is_ours(state.cfg.checkpoint.ckpt_format) else stock)(*args, **kwargs)
+        if not is_ours(state.cfg.checkpoint.ckpt_format):
+            return stock(*args, **kwargs)
+        check_settings(state.cfg)  # for a loop of one's own, which need not validate
+        return safe(*args, **kwargs)
 
     return routed
 
@@ -137,7 +141,7 @@ def _validate(stock: Callable[[Any], None]) -> Callable[[Any], None]:
         if not is_ours(checkpoint.ckpt_format):
             stock(config)
             return
-        check_settings(checkpoint)
+        options.tell(check_settings(config))
         checkpoint.custom_manager_class = MANAGER
         with presented_as_stock(checkpoint):
             stock(config)

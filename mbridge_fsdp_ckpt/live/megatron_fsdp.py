@@ -29,7 +29,7 @@ from mbridge_fsdp_ckpt.families.naming import Naming, is_expert_name
 from mbridge_fsdp_ckpt.families.wrapping import innermost, unwrapped, unwrapped_modules
 from mbridge_fsdp_ckpt.live.context import context_of, is_vocabulary
 from mbridge_fsdp_ckpt.live.mesh import axis_of, combined, replica_along, replicated_along
-from mbridge_fsdp_ckpt.live.refusals import refuse_strangers, refuse_values
+from mbridge_fsdp_ckpt.live.refusals import refuse_second_version, refuse_strangers, refuse_values
 from mbridge_fsdp_ckpt.plan.boxes import FlatRange, Shape
 from mbridge_fsdp_ckpt.plan.layout import LAYOUT_REMEDY, Axis, ParameterLayout
 from mbridge_fsdp_ckpt.versions import probe
@@ -70,7 +70,7 @@ def find_fsdp_module(model: Any) -> Any:
     """The `MegatronFSDP` module inside a (wrapped) model.
 
     Raises:
-        ConfigurationError: There is none.
+        ConfigurationError: There is none, or one of Megatron-FSDP v2.
     """
     module = innermost(model[0] if isinstance(model, list | tuple) and len(model) == 1 else model)
     while module is not None and not hasattr(module, "param_and_grad_buffer"):
@@ -79,6 +79,7 @@ def find_fsdp_module(model: Any) -> Any:
     if inner is not None and hasattr(inner, "param_and_grad_buffer"):  # FullyShardedDataParallel holds MegatronFSDP
         module = inner
     if module is None:
+        refuse_second_version(model)
         raise ConfigurationError(
             expected="one model chunk wrapped in Megatron-FSDP",
             found=f"{type(model).__name__}" + (f" of {len(model)}" if isinstance(model, list | tuple) else ""),

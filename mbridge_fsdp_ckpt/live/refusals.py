@@ -12,6 +12,26 @@ from mbridge_fsdp_ckpt.errors import ConfigurationError, UnsupportedStateError
 Parameters = Mapping[str, torch.Tensor]
 
 
+_SECOND_VERSION = "megatron_fsdp.experimental"
+"""The package that Megatron-FSDP v2 mixes classes of into the modules that it shards."""
+
+
+def refuse_second_version(model: Any) -> None:
+    """Refuse a model under Megatron-FSDP v2, which has no wrapper that could be found.
+
+    Raises:
+        ConfigurationError: It is one.
+    """
+    chunks = model if isinstance(model, list | tuple) else [model]
+    modules = (module for chunk in chunks if isinstance(chunk, torch.nn.Module) for module in chunk.modules())
+    if any(_SECOND_VERSION in kind.__module__ for module in modules for kind in type(module).__mro__):
+        raise ConfigurationError(
+            expected="a model under Megatron-FSDP v1",
+            found=f"one under Megatron-FSDP v2 ({_SECOND_VERSION})",
+            remedy="Version 2 is not supported yet. Train with version 1 (ddp.megatron_fsdp_version=1).",
+        )
+
+
 def refuse_strangers(fsdp_module: Any, known: tuple[Parameters, Parameters]) -> None:
     """Refuse parameters that Megatron-FSDP does not know: neither shards, nor optimizer, nor gradients have them.
 

@@ -58,10 +58,15 @@ def replicas(*, expert: bool) -> Axis:
 
 
 def sharding_strategy(module: Any) -> str:
-    """Data-parallel sharding strategy of a `MegatronFSDP` module, the outer one after a slash if it is hybrid."""
+    """Data-parallel sharding strategy of a `MegatronFSDP` module, the outer one after a slash if it is hybrid.
+
+    Megatron-Core 0.20 may have another one for experts, after a comma.
+    """
     config = module.ddp_config
+    experts = getattr(config, "data_parallel_sharding_strategy_experts", None)
     outer = f"/{config.outer_dp_sharding_strategy}" if config.num_distributed_optimizer_instances > 1 else ""
-    return f"{config.data_parallel_sharding_strategy}{outer}"
+    other = f", experts {experts}" if experts not in (None, config.data_parallel_sharding_strategy) else ""
+    return f"{config.data_parallel_sharding_strategy}{outer}{other}"
 
 
 def _parallel_state() -> ModuleType | None:

@@ -19,6 +19,7 @@ from megatron.training.utils import is_last_rank, print_rank_0
 from mbridge_fsdp_ckpt import checkpoint
 from mbridge_fsdp_ckpt.errors import ConfigurationError, NotACheckpointError
 from mbridge_fsdp_ckpt.hosts import pending, restoration
+from mbridge_fsdp_ckpt.hosts.options import tell_of_rerun
 from mbridge_fsdp_ckpt.hosts.pending import Pending
 from mbridge_fsdp_ckpt.hosts.root import RELEASE, TRACKER, find_checkpoint
 from mbridge_fsdp_ckpt.megatron_lm import following
@@ -58,6 +59,7 @@ def save_checkpoint(
     """
     args = get_args()
     check_arguments(args)
+    tell_of_rerun()
     metrics = one_logger_utils.on_save_checkpoint_start(args.async_save)
     ft_integration.on_checkpointing_start()
     model = unwrap_model(model)

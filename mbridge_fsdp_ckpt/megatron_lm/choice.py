@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
-from mbridge_fsdp_ckpt.errors import ConfigurationError
+from mbridge_fsdp_ckpt.hosts.options import check
+from mbridge_fsdp_ckpt.megatron_lm.options import ELSEWHERE, OPTIONS, given
 from mbridge_fsdp_ckpt.settings import Settings
-from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME
 
 _settings = Settings()
 
@@ -22,21 +23,14 @@ def settings_in_use() -> Settings:
     return _settings
 
 
-def check_arguments(args: argparse.Namespace) -> None:
-    """Refuse what the format cannot do yet, before training begins.
+def check_arguments(args: argparse.Namespace) -> list[str]:
+    """Refuse what the format cannot do, before training begins; the result says what has no effect.
 
     Raises:
         ConfigurationError: One of these options is given.
     """
-    for option, present in (
-        ("--logits-save-dir", getattr(args, "logits_save_dir", None) is not None),  # new in 0.19
-        (f"--non-persistent-ckpt-type {args.non_persistent_ckpt_type}", args.non_persistent_ckpt_type is not None),
-        ("--use-checkpoint-args", args.use_checkpoint_args),
-        ("--override-ckpt-iteration", getattr(args, "override_ckpt_iteration", None) is not None),  # new in 0.19
-    ):
-        if present:
-            raise ConfigurationError(
-                expected=f"options that --ckpt-format {FORMAT_NAME} supports",
-                found=option,
-                remedy="Remove that option.",
-            )
+    return check(args, given(args), (*OPTIONS, *ELSEWHERE), _written)
+
+
+def _written(flag: str, value: Any) -> str:
+    return flag if isinstance(value, bool) else f"{flag} {value}"

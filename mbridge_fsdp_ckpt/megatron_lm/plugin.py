@@ -4,6 +4,8 @@ Megatron-LM has no plug-in point for checkpoints.  These are replaced, here and 
 module is imported, and only act for our format name:
 
     checkpointing.save_checkpoint, load_checkpoint    called by the training loop, which imports them by name
+    checkpointing.load_args_from_checkpoint           refused: called for --use-checkpoint-args, before the arguments
+                                                      are validated
     async_utils.maybe_finalize_async_save             called by it before every iteration, and at the end
     arguments.add_megatron_arguments                  knows the format names by heart
     arguments.validate_args                           wants fsdp_dtensor for Megatron-FSDP, and a process of stock's for
@@ -23,8 +25,10 @@ from typing import Any
 
 from mbridge_fsdp_ckpt.hosts import corrections
 from mbridge_fsdp_ckpt.hosts.after_import import AfterImport
+from mbridge_fsdp_ckpt.hosts.options import forget, tell
 from mbridge_fsdp_ckpt.hosts.patching import Patches, rebind_everywhere
 from mbridge_fsdp_ckpt.megatron_lm.choice import check_arguments, use
+from mbridge_fsdp_ckpt.megatron_lm.options import learn
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, STOCK_FORMAT
 from mbridge_fsdp_ckpt.versions import require
@@ -64,6 +68,7 @@ def unregister() -> None:
         _patches.undo()
         corrections.withdraw(__name__)
         use(Settings())
+        forget()
         _hook = None
 
 
@@ -72,7 +77,9 @@ def _patch_checkpointing(module: ModuleType) -> None:
     corrections.apply(__name__)
     finalize = sys.modules[f"{module.__package__}.async_utils"].maybe_finalize_async_save  # imported by that module
     stock = (module.save_checkpoint, module.load_checkpoint, finalize)
-    rebind_everywhere(_patches, [(function, _routed(function)) for function in stock])
+    borrow = module.load_args_from_checkpoint
+    replaced = [(function, _routed(function)) for function in stock]
+    rebind_everywhere(_patches, [*replaced, (borrow, _not_borrowing(borrow))])
 
 
 def _patch_arguments(module: ModuleType) -> None:
@@ -97,6 +104,19 @@ def _routed(stock: Callable[..., Any]) -> Callable[..., Any]:
     return routed
 
 
+def _not_borrowing(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """A script may ask for it with its defaults, without the option."""
+
+    @functools.wraps(stock)
+    def load_args_from_checkpoint(args: argparse.Namespace, *others: Any, **named: Any) -> Any:
+        if args.ckpt_format != FORMAT_NAME:
+            return stock(args, *others, **named)
+        check_arguments(argparse.Namespace(**vars(args) | {"use_checkpoint_args": True}))  # which raises
+        return args
+
+    return load_args_from_checkpoint
+
+
 def _widened(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -104,6 +124,7 @@ def _widened(stock: Callable[..., Any]) -> Callable[..., Any]:
         for action in parser._actions:
             if action.dest == "ckpt_format" and action.choices is not None and FORMAT_NAME not in action.choices:
                 action.choices = [*action.choices, FORMAT_NAME]
+        learn(parser)
         return parser
 
     return add_megatron_arguments
@@ -114,7 +135,8 @@ def _validating(stock: Callable[..., Any]) -> Callable[..., Any]:
     def validate_args(args: argparse.Namespace, *others: Any, **named: Any) -> Any:
         if args.ckpt_format != FORMAT_NAME:
             return stock(args, *others, **named)
-        check_arguments(args)
+        tell(check_arguments(args))
+        args.verify_integrity = False  # always done, but stock's configuration refuses it
         beside = args.async_save
         args.ckpt_format, args.async_save = STOCK_FORMAT, False  # stock would drop it, for want of its own process
         try:

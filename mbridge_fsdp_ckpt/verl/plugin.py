@@ -29,8 +29,10 @@ from typing import Any
 
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.hosts.after_import import AfterImport
+from mbridge_fsdp_ckpt.hosts.options import check, forget, tell
 from mbridge_fsdp_ckpt.hosts.patching import Patches
 from mbridge_fsdp_ckpt.verl.choice import Choice, choice_of
+from mbridge_fsdp_ckpt.verl.options import OPTIONS, given
 from mbridge_fsdp_ckpt.versions import probe, require
 
 MANAGER_MODULE = "verl.utils.checkpoint.megatron_checkpoint_manager"
@@ -61,6 +63,7 @@ def uninstall() -> None:
     if _hook is not None:
         _hook.uninstall()
         _patches.undo()
+        forget()
         _hook = None
     if _has_registered:
         from mbridge_fsdp_ckpt.bridge import unregister
@@ -122,8 +125,9 @@ def _check(manager: Any, choice: Choice) -> None:
     """Refuse what the format cannot do, before training begins.
 
     Raises:
-        ConfigurationError: No Megatron-FSDP, or saves that may be left out.
+        ConfigurationError: No Megatron-FSDP, version 2 of it, an option that is refused, or saves that may be left out.
     """
+    tell(check(manager.checkpoint_config, given(manager.checkpoint_config), OPTIONS, _written))
     if not manager.use_megatron_fsdp:
         raise ConfigurationError(
             expected=f"Megatron-FSDP with {choice.said}",
@@ -140,6 +144,10 @@ def _check(manager: Any, choice: Choice) -> None:
     from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module
 
     find_fsdp_module(manager.model)
+
+
+def _written(name: str, value: Any) -> str:
+    return f"checkpoint.{name}={value}"
 
 
 def _saving(stock: _Method) -> _Method:

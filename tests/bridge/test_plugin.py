@@ -13,9 +13,11 @@ import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt import versions
 from mbridge_fsdp_ckpt.errors import CheckpointError, UnsupportedVersionError
 from mbridge_fsdp_ckpt.testing.ranks import RankPool, no_process_group
+from tests import options
 from tests.bridge.training import Run, configuration, train
 from tests.core import cases
 from tests.patched import errors_without_each_name, gone, unnamed
+from tests.upstream import is_before
 
 pytestmark = pytest.mark.bridge
 
@@ -75,7 +77,7 @@ def instantiated_by_bridge(directory: str) -> dict[str, str]:
     """What Bridge makes of targets below this package that a checkpoint's run configuration names."""
     from megatron.bridge.training.model_load_save import load_model_config
 
-    from mbridge_fsdp_ckpt.bridge.choice import MANAGER
+    from mbridge_fsdp_ckpt.bridge.options import MANAGER
 
     mbridge_fsdp_ckpt.unregister()
     mbridge_fsdp_ckpt.register()
@@ -118,7 +120,7 @@ def test_a_run_configuration_may_name_the_manager_and_no_more(bridge_ranks: Rank
 def allowed_after_unregister() -> bool:
     from megatron.bridge.utils.instantiate_utils import target_allowlist
 
-    from mbridge_fsdp_ckpt.bridge.choice import MANAGER
+    from mbridge_fsdp_ckpt.bridge.options import MANAGER
 
     mbridge_fsdp_ckpt.register()
     mbridge_fsdp_ckpt.unregister()
@@ -129,31 +131,129 @@ def test_unregister_takes_the_manager_off_the_list(bridge_ranks: RankPool) -> No
     assert bridge_ranks.run(allowed_after_unregister, ranks=1) == [False]
 
 
+def test_the_table_has_the_options_of_the_installed_release(bridge_ranks: RankPool) -> None:
+    (has,) = bridge_ranks.run(no_process_group(options.of_bridge), ranks=1)
+    assert len(has) > 50
+    assert options.differing("Megatron-Bridge", has) == []
+
+
 @no_process_group
-def refused(run: Run) -> tuple[str, str]:
+def refused(runs: list[Run]) -> list[tuple[str, str]]:
+    """What `validate` raises, and before anything has changed."""
+    mbridge_fsdp_ckpt.unregister()
     mbridge_fsdp_ckpt.register()
+    return [_refusal(configuration(run)) for run in runs]
+
+
+def _refusal(config: Any) -> tuple[str, str]:
+    before = str(config)
     try:
-        configuration(run).validate()
+        config.validate()
     except CheckpointError as error:
+        assert str(config) == before
         return type(error).__name__, str(error)
-    raise AssertionError("not refused")
+    return "", "not refused"
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "says"),
-    [
-        ({"format": "fsdp_dtensor_saef"}, "UnknownFormatError", "Did you mean 'fsdp_dtensor_safe'?"),
-        ({"format": "fsdp-dtensor"}, "UnknownFormatError", "Did you mean 'fsdp_dtensor'?"),
-        ({"config": {"checkpoint.non_persistent_ckpt_type": "local"}}, "ConfigurationError", "ckpt_type='local'"),
-        ({"config": {"checkpoint.custom_manager_class": "a.B"}}, "ConfigurationError", "custom_manager_class='a.B'"),
-    ],
-)
-def test_wrong_settings_are_named_on_every_rank(
-    changes: dict[str, Any], error: str, says: str, bridge_ranks: RankPool, tmp_path: Path
-) -> None:
-    results = bridge_ranks.run(refused, Run(str(tmp_path)).on(**changes), ranks=2)
-    assert [name for name, _ in results] == [error] * 2
-    assert all(says in text for _, text in results)
+def of_checkpoint(**settings: Any) -> dict[str, Any]:
+    return {"config": {f"checkpoint.{name}": value for name, value in settings.items()}}
+
+
+BRIDGE_05 = is_before("megatron-bridge", "0.6")  # has no export beside checkpoints
+REFUSED: dict[str, dict[str, Any]] = {
+    "Did you mean 'fsdp_dtensor_safe'?": {"format": "fsdp_dtensor_saef"},
+    "Did you mean 'fsdp_dtensor'?": {"format": "fsdp-dtensor"},
+    "found checkpoint.non_persistent_ckpt_type='local', checkpoint.custom_manager_class='a.B'. ": of_checkpoint(
+        custom_manager_class="a.B", non_persistent_ckpt_type="local"
+    ),
+    "Set checkpoint.non_persistent_ckpt_type='global'": of_checkpoint(non_persistent_save_interval=3),
+    "found checkpoint.most_recent_k=None": of_checkpoint(most_recent_k=None),
+} | ({} if BRIDGE_05 else {"Export checkpoints with `mbridge_fsdp_ckpt": of_checkpoint(also_save_hf_checkpoint=True)})
+
+
+def test_wrong_settings_are_named_on_every_rank_and_nothing_has_changed(bridge_ranks: RankPool, tmp_path: Path) -> None:
+    runs = [Run(str(tmp_path)).on(**changes) for changes in REFUSED.values()]
+    results = bridge_ranks.run(refused, runs, ranks=2)
+    for errors in results:
+        kinds = [name for name, _ in errors]
+        assert kinds == ["UnknownFormatError"] * 2 + ["ConfigurationError"] * (len(runs) - 2)
+        assert [says for says, (_, text) in zip(REFUSED, errors, strict=True) if says not in text] == []
+
+
+@no_process_group
+def refused_second_version() -> tuple[str, str]:
+    """With a setting that only Megatron-Core 0.20 has."""
+    import dataclasses
+
+    mbridge_fsdp_ckpt.register()
+    config = configuration(Run("nowhere"))
+    coming = dataclasses.make_dataclass("Coming", [("megatron_fsdp_version", int, 1)], bases=(type(config.ddp),))
+    config.ddp = coming(use_megatron_fsdp=True, megatron_fsdp_version=2)
+    return _refusal(config)
+
+
+def test_megatron_fsdp_v2_is_refused_by_name(bridge_ranks: RankPool) -> None:
+    ((name, text),) = bridge_ranks.run(refused_second_version, ranks=1)
+    assert name == "ConfigurationError"
+    assert "found ddp.megatron_fsdp_version=2. Megatron-FSDP v2 is not supported yet." in text
+
+
+@no_process_group
+def said_by_validate(runs: list[Run]) -> list[str]:
+    """What is printed where each configuration is validated twice."""
+    from contextlib import redirect_stdout
+    from io import StringIO
+
+    said: list[str] = []
+    for run in runs:
+        mbridge_fsdp_ckpt.unregister()
+        mbridge_fsdp_ckpt.register()
+        config = configuration(run)
+        with redirect_stdout(StringIO()) as out:
+            config.validate()
+            config.validate()
+        said.append("\n".join(line for line in out.getvalue().splitlines() if line.startswith("WARNING: ")))
+    return said
+
+
+def test_rank_0_says_once_what_has_no_effect_and_nothing_by_default(bridge_ranks: RankPool, tmp_path: Path) -> None:
+    run, idle = Run(str(tmp_path)), {"ckpt_convert_format": "torch", "use_checkpoint_args": True}
+    idle |= {"load_optim": False, "load_main_params_from_ckpt": True, "dist_ckpt_strictness": "log_all"}
+    more = of_checkpoint(**idle, exit_on_missing_checkpoint=True)["config"]
+    runs = [run, run.on(config=more | {"rerun_state_machine.rerun_mode": "validate_results"})]
+    runs.append(run.on(config=of_checkpoint(async_save=True, strict_fsdp_dtensor_load=True)["config"]))
+    first, second = bridge_ranks.run(said_by_validate, runs, ranks=2)
+    assert second == ["", "", ""]
+    assert (first[0], first[2]) == ("", "")
+    lines = first[1].splitlines()
+    written = {f"checkpoint.{name}={value!r}" for name, value in idle.items() if name != "load_optim"}
+    written.add("rerun_state_machine.rerun_mode='validate_results'")
+    assert len(lines) == len(written)
+    assert {line.split(" ")[1] for line in lines} == written
+    assert all("has no effect with fsdp_dtensor_safe: " in line for line in lines if "rerun" not in line)
+
+
+@no_process_group
+def trained_into_doubt(run: Run) -> tuple[int | str | None, str]:
+    """How a run ends whose first result is wrong twice, as Megatron's own injector makes it; and what was printed."""
+    from contextlib import redirect_stdout
+    from io import StringIO
+
+    mbridge_fsdp_ckpt.unregister()
+    with redirect_stdout(StringIO()) as out:
+        try:
+            train(run)
+        except SystemExit as error:
+            return error.code, out.getvalue()
+    return None, out.getvalue()
+
+
+def test_a_step_that_will_not_be_run_again_is_said_with_its_checkpoint(bridge_ranks: RankPool, tmp_path: Path) -> None:
+    injected = {"rerun_mode": "validate_results", "error_injection_rate": 1, "error_injection_type": "persistent_error"}
+    config = {f"rerun_state_machine.{name}": value for name, value in injected.items()}
+    ((code, out),) = bridge_ranks.run(trained_into_doubt, Run(str(tmp_path), config=config), ranks=1)
+    assert code == 16, out
+    assert out.count("does not repeat the step whose result is in doubt") == 1
 
 
 @no_process_group

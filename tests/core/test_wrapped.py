@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
 from tests.core import oracle, wrapped
 from tests.core.test_failures import same_on_all
+from tests.upstream import is_before
 
 EXPERT, TENSOR = wrapped.MIXED.on(expert=2), wrapped.MIXED.on(tensor=2)
 
@@ -26,3 +29,11 @@ def test_a_fused_layer_in_an_unknown_wrapper_is_refused(megatron_ranks: RankPool
     assert "decoder.layers.0.self_attention.in_proj.inner.weight" in text
     assert "Unknown" in text
     assert "gated_delta_net" in text
+
+
+@pytest.mark.skipif(is_before("megatron-core", "0.19"), reason="megatron-core 0.18 has no Megatron-FSDP v2")
+def test_a_model_under_megatron_fsdp_v2_is_refused_by_name(megatron_ranks: RankPool, tmp_path: Path) -> None:
+    saved = megatron_ranks.run(wrapped.save_under_second_version, str(tmp_path / "c"), ranks=2)
+    text = same_on_all(saved, "ConfigurationError")
+    assert "found one under Megatron-FSDP v2 (megatron_fsdp.experimental)" in text
+    assert "Version 2 is not supported yet" in text

@@ -10,6 +10,7 @@ from torch._dynamo.eval_frame import DisableContext, OptimizedModule
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import mbridge_fsdp_ckpt
+from mbridge_fsdp_ckpt.errors import CheckpointError
 from mbridge_fsdp_ckpt.testing.models import Recipe
 from tests.core import cases, failures, oracle
 
@@ -54,6 +55,20 @@ def wrap_all(model: Any) -> None:
 def wrap_in_unknown(model: Any) -> None:
     """A fused layer below a module that nobody knows."""
     _wrap(model, "0.self_attention.in_proj", Unknown, compiled)
+
+
+def save_under_second_version(directory: str) -> dict[str, Any]:
+    """What saving a model under Megatron-FSDP v2 raises."""
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.experimental import Flat, Placements, fully_shard
+
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)).cuda()
+    mesh = torch.distributed.device_mesh.init_device_mesh("cuda", (torch.distributed.get_world_size(),))
+    fully_shard(model, mesh, Placements(dp_axes=[0], parameter=[Flat()], gradient=[Flat()], optimizer=[Flat()]))
+    try:
+        mbridge_fsdp_ckpt.save(directory, model=model)
+    except CheckpointError as error:
+        return {"error": type(error).__name__, "text": str(error), "unchanged": True}
+    raise AssertionError("saved")
 
 
 def _wrap(model: Any, path: str, *wraps: Wrap) -> None:

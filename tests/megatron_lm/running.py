@@ -63,7 +63,8 @@ def pretrain(
         finally:
             megatron_lm.unregister()
             _forget()
-    return {"code": result.exit_code, "out": result.output[-20_000:], "applied": applied}
+    warned = [line for line in result.output.splitlines() if line.startswith("WARNING: ")]
+    return {"code": result.exit_code, "out": result.output[-20_000:], "warned": warned, "applied": applied}
 
 
 def _forget() -> None:

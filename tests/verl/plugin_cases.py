@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from importlib.metadata import version
+from io import StringIO
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 from mbridge_fsdp_ckpt import versions
 from mbridge_fsdp_ckpt.errors import CheckpointError
+from mbridge_fsdp_ckpt.hosts import options
 from mbridge_fsdp_ckpt.verl import plugin
 from tests.models.imported import gloo_gathers_uneven
 from tests.patched import errors_without_each_name, gone
@@ -30,6 +32,18 @@ def _error_of_building(setup: Setup, environment: dict[str, str]) -> tuple[str, 
         except CheckpointError as error:
             return type(error).__name__, str(error)
     return "", ""
+
+
+def said_of_options(setups: list[Setup]) -> list[str]:
+    """What is printed as a warning while engines are built, each twice."""
+    said: list[str] = []
+    options.forget()
+    for setup in setups:
+        with redirect_stdout(StringIO()) as out:
+            tiny.build(setup)
+            tiny.build(setup)
+        said.append("\n".join(line for line in out.getvalue().splitlines() if line.startswith("WARNING: ")))
+    return said
 
 
 def said_of_versions(setup: Setup, found: dict[str, str]) -> list[str]:

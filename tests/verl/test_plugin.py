@@ -15,6 +15,7 @@ from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.testing.modules import is_installed
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
 from mbridge_fsdp_ckpt.verl.choice import VARIABLE, choice_of
+from tests import options
 from tests.patched import unnamed
 from tests.verl import plugin_cases
 from tests.verl.conftest import RANKS
@@ -165,6 +166,10 @@ def test_what_cannot_work_is_refused_on_every_rank_before_training(
     attempts = {
         "found 'fsdp_dtensor_saef'": (setup.on(mbridge_config={"ckpt_format": "fsdp_dtensor_saef"}), {}),
         "found 'fsdp-dtensor-safe'": (stock, {VARIABLE: "fsdp-dtensor-safe"}),
+        "found checkpoint.save_contents=['model', 'optimiser']. ": (
+            setup.on(checkpoint={"save_contents": ["model", "optimiser"]}),
+            {},
+        ),
         "found when_busy='skip'": (setup.on(mbridge_config=skipping, checkpoint={"async_save": True}), {}),
         "found use_megatron_fsdp=False (role actor)": (setup.on(**without), {}),
         f"Megatron-FSDP with {VARIABLE}={SAFE}": (stock.on(**without), {VARIABLE: SAFE}),
@@ -172,15 +177,31 @@ def test_what_cannot_work_is_refused_on_every_rank_before_training(
     names = [
         "UnknownFormatError",
         "UnknownFormatError",
-        "ConfigurationError",
-        "ConfigurationError",
-        "ConfigurationError",
+        *["ConfigurationError"] * 4,
     ]
     results = verl_ranks.run(plugin_cases.errors_of_building, list(attempts.values()))
     assert len(results) == RANKS
     for errors in results:
         assert [name for name, _ in errors] == names
         assert all(says in text for says, (_, text) in zip(attempts, errors, strict=True))
+
+
+@pytest.mark.bridge
+def test_the_table_has_the_options_of_the_installed_release(verl_ranks: RankPool) -> None:
+    (has,) = verl_ranks.run(options.of_verl, ranks=1)
+    assert len(has) >= 6
+    assert options.differing("VeRL", has) == []
+
+
+@pytest.mark.bridge
+def test_rank_0_says_once_what_has_no_effect_and_nothing_by_default(
+    source: str, verl_ranks: RankPool, tmp_path: Path
+) -> None:
+    setup = Setup(source, str(tmp_path / "run"))
+    first, second = verl_ranks.run(plugin_cases.said_of_options, [setup, setup.on(checkpoint={"save_lora_only": True})])
+    assert second == ["", ""]
+    assert first[0] == ""
+    assert first[1].count("checkpoint.save_lora_only=True has no effect with fsdp_dtensor_safe: ") == 1
 
 
 @pytest.mark.bridge

@@ -1,0 +1,109 @@
+"""Tables of options: what is refused and what is said.
+
+That they are those of Bridge and VeRL is in tests/bridge and tests/verl, whose ranks have imported them.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, field
+
+import pytest
+
+from mbridge_fsdp_ckpt.errors import ConfigurationError
+from mbridge_fsdp_ckpt.hosts import options
+from mbridge_fsdp_ckpt.hosts.options import Fate, Option, check, given_by, tell
+from mbridge_fsdp_ckpt.versions import TESTED
+from tests.options import ENUMERATED, PAGE, TABLES, differing, page
+
+
+def test_the_table_has_the_options_of_the_installed_release() -> None:
+    command = [sys.executable, "-W", "ignore", "-m", "tests.options", "--megatron-lm"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400)
+    assert done.returncode == 0, done.stderr
+    has: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
+    assert len(has) > 50
+    assert differing("Megatron-LM", has) == []
+    assert differing("Megatron-LM", [*has, "new"], Option("gone", Fate.OBEYED, "It is.")) == ["gone", "new"]
+    flags = {option.name: option.written for option in ENUMERATED["Megatron-LM"]}
+    assert [name for name, written in has.items() if flags[name] not in written] == []
+
+
+def test_no_row_is_of_a_release_before_the_window_or_said_twice() -> None:
+    for table in TABLES.values():
+        assert len({option.name for option in table}) == len(table)
+        for option in table:
+            for release in filter(None, (option.since, option.until)):
+                package, _, number = release.partition(" ")
+                first = TESTED[package].partition(",")[0].removeprefix(">=")
+                assert tuple(map(int, number.split("."))) > tuple(map(int, first.split("."))), option.name
+            assert option.text.endswith(".")
+            assert bool(option.remedy) == (
+                option.fate is Fate.REFUSED or bool(option.fate is Fate.OBEYED and option.when)
+            )
+
+
+def test_the_page_is_that_of_the_tables() -> None:
+    assert PAGE.read_text() == page(), "run: python -m tests.options"
+
+
+@dataclass
+class Host:
+    """Options of a host."""
+
+    kept: int = 1
+    barred: str | None = None
+    idle: list[int] = field(default_factory=list)
+    halved: bool = False
+    added: bool = False
+    _private: int = 0
+
+
+TABLE = (
+    Option("kept", Fate.OBEYED, "It is.", when=lambda host: host.kept < 0, remedy="Raise it."),
+    Option("barred", Fate.REFUSED, "It cannot be.", remedy="Leave it."),
+    Option("idle", Fate.NO_EFFECT, "Nobody reads it.", shown="--idle"),
+    Option("halved", Fate.IN_PART, "Half of it works."),
+    Option("absent", Fate.REFUSED, "Not here.", remedy="None."),
+)
+
+
+def checked(host: Host) -> list[str]:
+    return check(host, given_by(host), TABLE, lambda name, value: f"{name}={value}")
+
+
+@pytest.mark.parametrize(
+    ("host", "said"),
+    [
+        (Host(), []),
+        (Host(kept=7, _private=3), []),
+        (Host(idle=[1]), ["--idle=[1] has no effect with fsdp_dtensor_safe: Nobody reads it."]),
+        (Host(halved=True), ["halved=True with fsdp_dtensor_safe: Half of it works."]),
+        (
+            Host(added=True),
+            ["added=True: this release of mbridge_fsdp_ckpt does not know that option, and may not obey it"],
+        ),
+    ],
+)
+def test_what_has_no_effect_is_said_where_it_is_set(host: Host, said: list[str]) -> None:
+    assert checked(host) == said
+
+
+def test_all_that_is_refused_is_in_one_error() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        checked(Host(kept=-1, barred="x", idle=[1]))
+    assert caught.value.found == "kept=-1, barred=x"
+    assert caught.value.remedy == "It is. Raise it. It cannot be. Leave it."
+
+
+@pytest.mark.parametrize(("rank", "said"), [("0", "WARNING: a\nWARNING: b\n"), ("1", "")])
+def test_rank_0_says_each_once(
+    rank: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(options, "_told", set())
+    tell(["a", "b"])
+    tell(["b", "a"])
+    assert capsys.readouterr().out == said

@@ -18,6 +18,7 @@ from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.storage.commit.lease import is_stale
 from mbridge_fsdp_ckpt.storage.file_system import TEMPORARY
 from mbridge_fsdp_ckpt.storage.files import entries, everything_in, is_plain_file
+from mbridge_fsdp_ckpt.storage.format.kinds import is_torch_dist
 from mbridge_fsdp_ckpt.storage.format.names import (
     DCP_METADATA,
     DELETED,
@@ -25,7 +26,6 @@ from mbridge_fsdp_ckpt.storage.format.names import (
     MANIFEST_NAME,
     REPLACED,
     STAGING,
-    TORCH_DIST_METADATA,
     TRACKER,
     is_head,
     is_part,
@@ -143,17 +143,13 @@ def _is_checkpoint(directory: AnyPath, names: set[str]) -> bool:
 
     Others use the names of the heads, too: a manifest has to name the format, and `torch_dist` is not stock's.
     """
-    if _is_torch_dist(names):
+    if is_torch_dist(names):
         return False
     if any(is_part(name) and not is_head(name) for name in names):
         return True
     if DCP_METADATA in names and is_plain_file(directory / DCP_METADATA):
         return True
     return MANIFEST_NAME in names and _names_the_format(directory / MANIFEST_NAME)
-
-
-def _is_torch_dist(names: set[str]) -> bool:
-    return TORCH_DIST_METADATA in names and MANIFEST_NAME not in names
 
 
 def _names_the_format(manifest: AnyPath) -> bool:
@@ -178,7 +174,7 @@ def _counts_for_nothing(path: AnyPath) -> bool:
 
 
 def _kind(names: set[str]) -> str:
-    if _is_torch_dist(names):
+    if is_torch_dist(names):
         return f"a checkpoint in another format (torch_dist), with {_listed(names)}"
     if "config.json" in names or any(name.endswith(".safetensors") for name in names):
         return f"a Hugging Face model, with {_listed(names)}"

@@ -27,6 +27,8 @@ class Door(StrEnum):
 
 
 _entered: ContextVar[Door | None] = ContextVar("door", default=None)
+_last = Door.PYTHON
+"""What another thread, or an optimizer's step, goes by: a job comes in by one door."""
 
 _SETTINGS = [
     "allow_missing",
@@ -75,22 +77,14 @@ NAMES: dict[str, dict[Door, str]] = {
     },
     "hugging_face": {Door.BRIDGE: "checkpoint.pretrained_checkpoint"},
     "megatron_fsdp": {
-        Door.PYTHON: "Megatron-FSDP",
         Door.BRIDGE: "ddp.use_megatron_fsdp=True",
         Door.MEGATRON_LM: "--use-megatron-fsdp",
         Door.VERL: "megatron.use_megatron_fsdp=True",
     },
-    "on_host": {
-        Door.PYTHON: "optimizer_offload_fraction=1.0",
-        Door.BRIDGE: "optimizer.optimizer_offload_fraction=1.0",
-        Door.MEGATRON_LM: "--optimizer-offload-fraction 1.0",
-        Door.VERL: "optim.override_optimizer_config.optimizer_offload_fraction=1.0",
-    },
-    "model_stays": {Door.VERL: "megatron.param_offload=False"},
     "no_fp8_weights": {
         Door.PYTHON: "fp8_param_gather=False",
         Door.BRIDGE: "ddp.fp8_param_gather=False",
-        Door.MEGATRON_LM: "without --fp8-param-gather",
+        Door.MEGATRON_LM: "no --fp8-param-gather",
     },
 }
 """What each thing is called at each door; a door that is not there does not have it."""
@@ -99,7 +93,10 @@ NAMES: dict[str, dict[Door, str]] = {
 @contextmanager
 def through(door: Door) -> Iterator[None]:
     """Errors that are raised meanwhile name what this door has, unless the user came in by another one before."""
+    global _last
     token = None if _entered.get() is not None else _entered.set(door)
+    if token is not None and door not in (Door.COMMAND, Door.EXPORT):
+        _last = door
     try:
         yield
     finally:
@@ -108,9 +105,9 @@ def through(door: Door) -> Iterator[None]:
 
 
 @contextmanager
-def outside() -> Iterator[None]:
-    """What runs meanwhile comes in by a door of its own: a script that a command runs."""
-    token = _entered.set(None)
+def inside(door: Door | None) -> Iterator[None]:
+    """The same, whatever the user came in by before: one command of many, or None, a script that a command runs."""
+    token = _entered.set(door)
     try:
         yield
     finally:
@@ -132,8 +129,8 @@ def entrance[**P, R](door: Door) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def door() -> Door:
-    """The one by which the user came in."""
-    return _entered.get() or Door.PYTHON
+    """The one by which the user came in, or did last."""
+    return _entered.get() or _last
 
 
 def remedy(*sentences: str, at: Door | None = None) -> str:

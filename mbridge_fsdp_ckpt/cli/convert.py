@@ -22,6 +22,7 @@ from mbridge_fsdp_ckpt.cli.console import app as frame
 from mbridge_fsdp_ckpt.cli.convert_on_disk import from_stock, from_torch_dist, reshard, to_stock
 from mbridge_fsdp_ckpt.cli.places import checkpoint_at
 from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError, NotACheckpointError, UnknownFormatError
+from mbridge_fsdp_ckpt.remedies import Door, inside
 from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, STOCK_FORMAT
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ def export(
     --hf-model is the one it was made from: configuration, tokenizer and the names of tensors come from there.
     A checkpoint that stock fsdp_dtensor wrote is read, too.
     """
-    with _one_voice():
+    with _one_voice(), inside(Door.EXPORT):
         _check_format(ckpt_format, (FORMAT_NAME, STOCK_FORMAT))
         _check_sizes(tp, cp, ep, etp)
         model, target = _hugging_face(hf_model), Path(hf_path).expanduser()

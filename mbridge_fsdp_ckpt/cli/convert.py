@@ -78,6 +78,9 @@ def import_(
     torch_dtype: TorchDtype = Precision.bfloat16,
     trust_remote_code: Trust = False,
     ckpt_format: CkptFormat = FORMAT_NAME,
+    not_strict: Annotated[
+        bool, typer.Option("--not-strict", help="Leave out tensors of the files that the model has no place for.")
+    ] = False,
     no_low_memory_save: Annotated[
         bool, typer.Option("--no-low-memory-save", help="Has no effect: this format never copies the model.")
     ] = False,
@@ -96,9 +99,11 @@ def import_(
         be_quiet()
         from mbridge_fsdp_ckpt.convert.hugging_face import import_model
 
-        import_model(_source(model, torch_dtype, trust_remote_code), _sizes(tp, cp, ep, etp), target)
+        source = _source(model, torch_dtype, trust_remote_code)
+        unread = import_model(source, _sizes(tp, cp, ep, etp), target, strict=not not_strict)
     if _is_first():
         say(f"Imported {hf_model} to {megatron_path}.")
+        _say_left_out(unread, "without a place in the model")
 
 
 @app.command(epilog=EXIT_CODES)
@@ -140,9 +145,15 @@ def export(
 
         files = Files(not not_strict, not no_progress, distributed_save, save_every_n_ranks)
         source = _source(model, torch_dtype, trust_remote_code)
-        export_model(source, _sizes(tp, cp, ep, etp), directory, str(target), files)
+        absent = export_model(source, _sizes(tp, cp, ep, etp), directory, str(target), files)
     if _is_first():
         say(f"Exported {directory} to {hf_path}.")
+        _say_left_out(absent, "absent in the checkpoint")
+
+
+def _say_left_out(names: list[str], why: str) -> None:
+    if names:
+        say(f"Note: {len(names)} left out, {why}: {', '.join(names[:20])}{', ...' if len(names) > 20 else ''}.")
 
 
 @contextmanager

@@ -97,7 +97,11 @@ def model(tmp_path: Path) -> str:
         ("import --hf-model {0}/model --megatron-path {0}/new --ckpt-format fsdp_dtensor", "UnknownFormat", "to-stock"),
         ("import --hf-model {0}/model --megatron-path {0}/new --tp 2", "ConfigurationError", "--nproc-per-node 2"),
         ("export --hf-model {0}/model --megatron-path {0}/none --hf-path {0}/new", "NotACheckpoint", "no such direct"),
-        ("export --hf-model {0}/model --megatron-path {0} --hf-path {0}/new", "NotACheckpointError", "manifest.json"),
+        (
+            "export --hf-model {0}/model --megatron-path {0} --hf-path {0}/new",
+            "NotACheckpointError",
+            "a checkpoint in the format",
+        ),
         ("export --hf-model {0}/model --megatron-path {0}/none --hf-path {0}", "ConfigurationError", "new, or empty"),
     ],
 )

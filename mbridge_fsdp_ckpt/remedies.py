@@ -7,6 +7,7 @@ at the door that is in use, and leaves out a sentence about what that door does 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -27,7 +28,9 @@ class Door(StrEnum):
 
 
 _entered: ContextVar[Door | None] = ContextVar("door", default=None)
-_last = Door.PYTHON
+VARIABLE = "MBRIDGE_FSDP_CKPT_DOOR"
+"""Environment variable of a checkpoint process: the door of the training process that started it."""
+_last = next((each for each in Door if each == os.environ.get(VARIABLE)), Door.PYTHON)
 """What another thread, or an optimizer's step, goes by: a job comes in by one door."""
 
 _SETTINGS = [

@@ -97,6 +97,9 @@ def test_a_directory_is_told_by_what_it_holds(name: str, tmp_path: Path) -> None
         done = call(*line, directory)
         assert (done.exit_code == 0) is looks_at_any, (line, done.stdout, done.stderr)
         assert looks_at_any or says in done.stderr, line
+    model = folder("config.json")(tmp_path / "model")
+    export = ["convert", "export", "--hf-model", model, "--hf-path", tmp_path / "new", "--megatron-path"]
+    assert says in call(*export, directory).stderr
     for line in (["convert", "from-stock"], ["convert", "reshard", "--ranks", 1], ["convert", "to-stock"]):
         done = call(*line, directory, tmp_path / "new")
         assert done.exit_code in (1, 2)

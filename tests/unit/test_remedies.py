@@ -7,7 +7,10 @@ import ast
 import dataclasses
 import functools
 import inspect
+import os
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,7 +34,7 @@ from mbridge_fsdp_ckpt.cli import (  # noqa: F401
 from mbridge_fsdp_ckpt.cli import inspect as _inspect  # noqa: F401
 from mbridge_fsdp_ckpt.cli.console import app
 from mbridge_fsdp_ckpt.loading.match import _REMEDY
-from mbridge_fsdp_ckpt.remedies import NAMES, Door, door, entrance, inside, names_in, remedy, through
+from mbridge_fsdp_ckpt.remedies import NAMES, VARIABLE, Door, door, entrance, inside, names_in, remedy, through
 from mbridge_fsdp_ckpt.saving.beside.handle import Saving
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.opening import INSTEAD
@@ -204,6 +207,10 @@ def test_the_outer_door_counts_and_threads_know_it() -> None:
     with through(Door.COMMAND), inside(Door.EXPORT), through(Door.BRIDGE):
         seen.append(door())
     inner()
+    environment = {**os.environ, VARIABLE: Door.VERL}
+    code = "from mbridge_fsdp_ckpt.remedies import door; print(door())"
+    child = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert child.stdout.strip() == Door.VERL
     assert seen == [Door.BRIDGE, Door.BRIDGE, Door.BRIDGE, Door.EXPORT, Door.PYTHON]
 
 

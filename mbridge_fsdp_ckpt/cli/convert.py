@@ -23,7 +23,7 @@ from mbridge_fsdp_ckpt.cli.convert_on_disk import from_stock, from_torch_dist, r
 from mbridge_fsdp_ckpt.cli.places import checkpoint_at
 from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError, NotACheckpointError, UnknownFormatError
 from mbridge_fsdp_ckpt.remedies import Door, inside
-from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, STOCK_FORMAT
+from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, STAGING, STOCK_FORMAT
 
 if TYPE_CHECKING:
     from mbridge_fsdp_ckpt.convert.hugging_face import Sizes, Source
@@ -209,7 +209,9 @@ def _hugging_face(place: str) -> str:
 
 
 def _check_is_new(target: AnyPath) -> None:
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    """Nothing is there, or what a conversion that was killed left."""
+    left = [path for path in target.iterdir() if not path.name.startswith(STAGING)] if target.is_dir() else []
+    if left or (target.exists() and not target.is_dir()):
         raise ConfigurationError(
             expected="a directory that is new, or empty",
             found="files in it" if target.is_dir() else "a file",

@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch.distributed import checkpoint as dcp
 
-from mbridge_fsdp_ckpt.errors import NotACheckpointError
+from mbridge_fsdp_ckpt.errors import ConfigurationError, NotACheckpointError
 from mbridge_fsdp_ckpt.remedies import Door, through
+from mbridge_fsdp_ckpt.storage.commit.target import check_replaceable
 from mbridge_fsdp_ckpt.storage.format.kinds import DirectoryKind
 from mbridge_fsdp_ckpt.storage.opening import kind_of, open_checkpoint
 from tests.convert.storage_made import save_stock
@@ -105,6 +106,18 @@ def test_a_directory_is_told_by_what_it_holds(name: str, tmp_path: Path) -> None
         assert done.exit_code in (1, 2)
         assert says in done.stderr, line
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("name", ["stock", "plain DCP", "torch's helpers", "torch_dist by keys"])
+def test_a_save_replaces_stocks_and_no_other(name: str, tmp_path: Path) -> None:
+    """Whatever had `.metadata` was replaced."""
+    make, kind, _ = KINDS[name]
+    directory = make(tmp_path / "it")
+    if kind is DirectoryKind.STOCK:
+        check_replaceable(directory)
+        return
+    with pytest.raises(ConfigurationError, match="not of stock"):
+        check_replaceable(directory)
 
 
 def test_another_iteration_is_named(tmp_path: Path) -> None:

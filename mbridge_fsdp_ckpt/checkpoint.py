@@ -30,6 +30,7 @@ from mbridge_fsdp_ckpt.loading.loaded import Loaded
 from mbridge_fsdp_ckpt.loading.opened import Wanted
 from mbridge_fsdp_ckpt.loading.run import Accept
 from mbridge_fsdp_ckpt.phases import Phases, tell
+from mbridge_fsdp_ckpt.remedies import Door, entrance
 from mbridge_fsdp_ckpt.saving import run as saving
 from mbridge_fsdp_ckpt.saving import snapshot
 from mbridge_fsdp_ckpt.saving.beside.handle import Saving
@@ -81,6 +82,7 @@ def save(directory: Directory, *, model: Any, background: Literal[True], **optio
     pass
 
 
+@entrance(Door.PYTHON)
 def save(
     directory: Directory,
     *,
@@ -176,6 +178,7 @@ def release_staging(*, wait: bool = True) -> None:
     trainer().release(wait=wait)
 
 
+@entrance(Door.PYTHON)
 def load(
     directory: Directory,
     *,
@@ -205,6 +208,7 @@ def load(
     return _load(directory, Wanted(model, optimizer, include, weights=True, state=True), accept, settings)
 
 
+@entrance(Door.PYTHON)
 def load_weights_only(
     directory: Directory,
     *,
@@ -234,6 +238,7 @@ def load_weights_only(
     return _load(directory, Wanted(model, optimizer, include, weights=True, state=False), accept, settings)
 
 
+@entrance(Door.PYTHON)
 def load_optimizer_only(
     directory: Directory,
     *,

@@ -29,6 +29,7 @@ from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.hosts import pending
 from mbridge_fsdp_ckpt.hosts.options import tell_of_rerun
 from mbridge_fsdp_ckpt.hosts.pending import Pending
+from mbridge_fsdp_ckpt.remedies import Door, entrance
 from mbridge_fsdp_ckpt.saving.beside.trainer import trainer
 from mbridge_fsdp_ckpt.storage.format.names import STOCK_FORMAT
 from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path
@@ -79,6 +80,7 @@ class SafeCheckpointManager:
         finalize(state.train_state.step, blocking=blocking, terminate=terminate)
 
 
+@entrance(Door.BRIDGE)
 def save_checkpoint(
     state: Any,
     model: list[Any],
@@ -146,6 +148,7 @@ def _save(directory: AnyPath, options: dict[str, Any], announcement: Announcemen
     return saving is not None
 
 
+@entrance(Door.BRIDGE)
 def finalize(step: int, *, blocking: bool, terminate: bool) -> None:
     """What Bridge asks for after each step, and at the end: to follow up a save beside the training that has ended.
 
@@ -212,6 +215,7 @@ def _rank_values(cfg: Any, pg_collection: Any) -> dict[str, Any]:
     return {"rng_state": random}
 
 
+@entrance(Door.BRIDGE)
 def load_from_path(
     load_dir: str,
     state: Any,

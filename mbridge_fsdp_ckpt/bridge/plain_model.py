@@ -7,6 +7,7 @@ expert-parallel part whole, as under Megatron-FSDP's strategy `no_shard`.  The k
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +16,14 @@ import torch.distributed as dist
 
 from mbridge_fsdp_ckpt import checkpoint
 from mbridge_fsdp_ckpt.bridge.choice import settings_of
-from mbridge_fsdp_ckpt.errors import ConfigurationError
+from mbridge_fsdp_ckpt.errors import ConfigurationError, KeyMismatchError
 from mbridge_fsdp_ckpt.families.naming import is_expert_name
 from mbridge_fsdp_ckpt.live.megatron_fsdp import tensor_parallel_dim
+from mbridge_fsdp_ckpt.live.planned import plan_model
+from mbridge_fsdp_ckpt.loading.renaming import under_new_names
+from mbridge_fsdp_ckpt.plan.keys import MODEL_PREFIX
+from mbridge_fsdp_ckpt.remedies import remedy
+from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 from mbridge_fsdp_ckpt.versions import lacking, require
 
@@ -109,8 +115,16 @@ class PlainModel:
         return torch.float32 if self._narrows and tensor.is_floating_point() else tensor.dtype
 
 
-def load_plain(directory: AnyPath, model: list[Any]) -> None:
+def load_plain(directory: AnyPath, model: list[Any], *, strict: bool = True) -> set[int]:
     """Load weights into a model that nothing wraps, rounded to its precision.
+
+    Args:
+        directory: The checkpoint.
+        model: One chunk.
+        strict: Whether every key of either side must be there on the other.
+
+    Returns:
+        This rank's parameters that the checkpoint lacks, by identity.
 
     Raises:
         ConfigurationError: Several model chunks.
@@ -121,8 +135,46 @@ def load_plain(directory: AnyPath, model: list[Any]) -> None:
             expected="one model chunk", found=f"{len(model)}", remedy="Virtual pipeline stages are not supported."
         )
     plain = PlainModel(model[0], narrows=True)
-    weights_only = SimpleNamespace(model=plain.config, checkpoint=SimpleNamespace(save_optim=False))
-    checkpoint.load_weights_only(directory, model=plain, settings=settings_of(weights_only))
+    settings = settings_of(SimpleNamespace(model=plain.config, checkpoint=SimpleNamespace(save_optim=False)))
+    if strict:
+        checkpoint.load_weights_only(directory, model=plain, settings=settings)
+        return set()
+    everything = (f"{MODEL_PREFIX}*",)
+    missing, unexpected = (*settings.allow_missing, *everything), (*settings.allow_unexpected, *everything)
+    lenient = replace(settings, allow_missing=missing, allow_unexpected=unexpected)
+    absent = _absent(directory, plain)
+    checkpoint.load_weights_only(directory, model=plain, settings=lenient)
+    return absent
+
+
+def _absent(directory: AnyPath, plain: PlainModel) -> set[int]:
+    """Parameters of which the checkpoint lacks a component.
+
+    Raises:
+        KeyMismatchError: It has none of them.
+    """
+    planned = plan_model(plain)
+    keys = under_new_names(open_checkpoint(directory), [item.plan for item in planned]).head.keys
+    views = {id(view): parameter for parameter, view in _pairs(plain)}
+    absent = {
+        id(views[id(item.tensor)])
+        for item in planned
+        if id(item.tensor) in views and not all(item.plan.model_key(part) in keys for part in item.plan.components)
+    }
+    if len(absent) == len(views):
+        raise KeyMismatchError(
+            expected="a checkpoint of this model, or of a part of it",
+            found=f"none of its {len(views)} parameters",
+            remedy=remedy("Give a checkpoint of the model that {hf_model} names."),
+            key=str(directory),
+        )
+    return absent
+
+
+def _pairs(plain: PlainModel) -> Iterator[tuple[Any, Any]]:
+    """Each live parameter or buffer, and what it is presented as."""
+    for tensor in (*plain.module.parameters(), *plain.module.buffers()):
+        yield tensor, plain._views[id(tensor)]
 
 
 def _annotate(module: Any) -> None:

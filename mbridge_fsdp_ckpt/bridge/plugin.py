@@ -30,6 +30,7 @@ from mbridge_fsdp_ckpt.bridge.choice import (
 )
 from mbridge_fsdp_ckpt.bridge.options import MANAGER
 from mbridge_fsdp_ckpt.hosts import corrections, options
+from mbridge_fsdp_ckpt.hosts.own_name import refusing_as
 from mbridge_fsdp_ckpt.hosts.patching import Patches, rebind_everywhere
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.versions import require
@@ -143,7 +144,7 @@ def _validate(stock: Callable[[Any], None]) -> Callable[[Any], None]:
             return
         options.tell(check_settings(config))
         checkpoint.custom_manager_class = MANAGER
-        with presented_as_stock(checkpoint):
+        with refusing_as(checkpoint.ckpt_format), presented_as_stock(checkpoint):
             stock(config)
 
     return validate

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
+from mbridge_fsdp_ckpt.bridge.names import PROGRESS, TRAIN_STATE
 from mbridge_fsdp_ckpt.care.compare import (
     Container,
     Side,
@@ -16,11 +17,18 @@ from mbridge_fsdp_ckpt.care.compare import (
     flattened,
     unlike,
 )
+from mbridge_fsdp_ckpt.convert.from_stock import read_train_state
+from mbridge_fsdp_ckpt.convert.torch_dist.common import read_common_file
+from mbridge_fsdp_ckpt.convert.torch_dist.reader import COMMON
+from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.storage.commit.retention import reading
-from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
+from mbridge_fsdp_ckpt.storage.files import is_plain_file
+from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
+from mbridge_fsdp_ckpt.storage.opening import open_any
 from mbridge_fsdp_ckpt.storage.progress import Progress
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource, batches
+from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 _ABSENT = "(absent)"
@@ -28,7 +36,12 @@ _ABSENT = "(absent)"
 
 @dataclass(slots=True)
 class Differences:
-    """All that differs, by name."""
+    """All that differs, by name.
+
+    Args:
+        compared: Tensors whose elements were compared.
+        looked_at: All names under which anything was compared.
+    """
 
     only_in_a: list[str] = field(default_factory=list)
     only_in_b: list[str] = field(default_factory=list)
@@ -36,6 +49,7 @@ class Differences:
     tensors: dict[str, Unequal] = field(default_factory=dict)
     values: dict[str, tuple[str, str]] = field(default_factory=dict)
     compared: int = 0
+    looked_at: int = 0
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -59,6 +73,7 @@ def differences(
 
     Raises:
         CheckpointError: One of them cannot be read.
+        ConfigurationError: There is nothing that could be compared.
     """
     with reading(a) as alive, reading(b) as other_alive:
 
@@ -67,20 +82,54 @@ def differences(
             other_alive()
             progress.advance(count)
 
-        one, other, found = open_checkpoint(a), open_checkpoint(b), Differences()
-        same = _compare_keys(one, other, pattern, found)
+        one, other, found = _Opened(open_any(a)), _Opened(open_any(b)), Differences()
+        same = _compare_keys(one.source, other.source, pattern, found)
         if not values:
             found.notes.append("what tensors and other state hold was not compared (--no-values)")
+        else:
+            _compare_values(one, other, pattern, found)
+        if not found.looked_at:
+            raise _nothing(pattern)
+        if not values:
             return found
-        _compare_values(one, other, pattern, found)
-        progress.begin("comparing", sum(one.head.keys[name].nbytes for name in same))
-        _compare_tensors(one, other, same, tolerance, found, advance)
+        progress.begin("comparing", sum(one.source.head.keys[name].nbytes for name in same))
+        _compare_tensors(one.source, other.source, same, tolerance, found, advance)
     return found
+
+
+def _nothing(pattern: str) -> ConfigurationError:
+    return ConfigurationError(
+        expected="tensors or other state to compare",
+        found="none in either checkpoint" + ("" if pattern == "*" else f" whose name is like {pattern}"),
+        remedy="Nothing was compared. Look with inspect at what they hold.",
+    )
+
+
+class _Opened:
+    """A checkpoint, and its state beside tensors of model and optimizer."""
+
+    def __init__(self, source: SafeSource | DcpSource) -> None:
+        self.source = source
+        self.values: dict[str, Any] = dict(source.head.values)
+        self.unread: list[str] = []
+        if isinstance(source, DcpSource):
+            self._read_rest(source)
+
+    def _read_rest(self, source: DcpSource) -> None:
+        """Of stock, and of others of torch: every entry, and Megatron's files of state beside them."""
+        found, self.unread = source.read_rest("rng_state")
+        self.values |= found
+        directory = source.head.directory
+        if is_plain_file(directory / COMMON):
+            self.values[COMMON] = read_common_file(directory)
+        if is_plain_file(directory / TRAIN_STATE):
+            self.values[PROGRESS] = read_train_state(directory / TRAIN_STATE)
 
 
 def _compare_keys(a: CheckpointSource, b: CheckpointSource, pattern: str, found: Differences) -> list[str]:
     """Fills in what differs in structure; returns the keys that don't."""
     ours, theirs = ({key for key in source.head.keys if fnmatchcase(key, pattern)} for source in (a, b))
+    found.looked_at += len(ours | theirs)
     found.only_in_a, found.only_in_b = sorted(ours - theirs), sorted(theirs - ours)
     same = []
     for key in sorted(ours & theirs):
@@ -113,14 +162,19 @@ def _compare_tensors(
                 found.tensors[key] = unequal
 
 
-def _compare_values(a: CheckpointSource, b: CheckpointSource, pattern: str, found: Differences) -> None:
-    ours, theirs = dict(a.head.values), dict(b.head.values)
+def _compare_values(one: _Opened, other: _Opened, pattern: str, found: Differences) -> None:
+    a, b, ours, theirs = one.source, other.source, one.values, other.values
+    unread = sorted({*one.unread, *other.unread})
+    if unread:
+        found.notes.append(f"not compared, being no plain data: {', '.join(unread)}")
     if a.head.format != b.head.format:
         apart = sorted(ours.keys() ^ theirs.keys())
         if apart:
             found.notes.append(f"values that one of the formats does not have were not compared: {', '.join(apart)}")
         ours, theirs = ({name: side[name] for name in side if name not in apart} for side in (ours, theirs))
     left, right = (flattened(values, "values") | _by_parameter(source) for values, source in ((ours, a), (theirs, b)))
+    leaves = {name for side in (left, right) for name, value in side.items() if not isinstance(value, Container)}
+    found.looked_at += sum(fnmatchcase(name, pattern) for name in leaves)
     for name in sorted(unlike(left, right)):
         if fnmatchcase(name, pattern):
             found.values[name] = _text(left, name), _text(right, name)

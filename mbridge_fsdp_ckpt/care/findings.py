@@ -12,7 +12,7 @@ from mbridge_fsdp_ckpt.plan.boxes import Box, whole
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.plan.tiling import PRIME, TilingSketch
 from mbridge_fsdp_ckpt.storage.format.names import MANIFEST_NAME
-from mbridge_fsdp_ckpt.storage.source import CheckpointSource
+from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
 
 Subject = Literal["manifest", "index", "file", "chunk", "tiling", "keys"]
 
@@ -73,13 +73,14 @@ class Tiling:
             yield Finding("tiling", MANIFEST_NAME, f"each of {expected} elements in one chunk", said, key)
 
 
-def stock_findings(source: CheckpointSource) -> Iterator[Finding]:
-    """What can be seen of a stock checkpoint: places, sizes, tiling.  It has no checksums."""
-    for key, entry in source.head.keys.items():
-        tiling = Tiling({key: entry})
+def dcp_findings(source: DcpSource) -> Iterator[Finding]:
+    """What can be seen of a checkpoint of torch's, stock's too: places, sizes, tiling.  It has no checksums."""
+    for key in source.entries:
+        tiling = Tiling({key: source.tensors[key]} if key in source.tensors else {})
         try:
-            for chunk in source.chunks([key])[key]:
-                tiling.add(key, chunk.box)
+            for chunk in source.look_at(key):
+                if key in source.tensors:
+                    tiling.add(key, chunk.box)
         except CheckpointError as error:
             file = (error.key or "").rpartition("/")[2]
             yield Finding("file", file, error.expected, error.found, key)

@@ -18,7 +18,7 @@ from mbridge_fsdp_ckpt.storage.format.names import (
     rank_of_payload,
 )
 from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
-from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
+from mbridge_fsdp_ckpt.storage.opening import open_any, open_checkpoint
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 Visit = Callable[[str, int, Box], None]
@@ -31,7 +31,7 @@ class Survey:
 
     Args:
         directory: Where it is.
-        format: `fsdp_dtensor_safe`, or stock's `fsdp_dtensor`.
+        format: `fsdp_dtensor_safe`, stock's `fsdp_dtensor`, or another of torch's; see `Kind`.
         version: Of the format; empty for stock.
         writer: Package versions of the job that saved.
         topology: Its sizes.
@@ -90,7 +90,7 @@ def survey(directory: AnyPath) -> Survey:
             keys=dict(source.head.keys),
             stock_view=stock_view,
         )
-    stock = open_checkpoint(directory).head
+    stock = open_any(directory).head
     return Survey(str(directory), stock.format, (), {}, {}, stock.sections, dict(stock.keys), stock_view)
 
 
@@ -128,7 +128,7 @@ def _safe_chunks(directory: AnyPath, found: Survey) -> Iterator[tuple[str, int, 
 
 
 def _stock_chunks(directory: AnyPath, found: Survey) -> Iterator[tuple[str, int, Box, str]]:
-    source = open_checkpoint(directory)
+    source = open_any(directory)
     for key in found.keys:
         for chunk in source.chunks([key])[key]:
             yield key, rank_of_payload(chunk.path.name, unknown=-1), chunk.box, chunk.path.name

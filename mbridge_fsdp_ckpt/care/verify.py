@@ -1,4 +1,4 @@
-"""Verifying a checkpoint: an audit of this format, what can be seen of stock's, and what could not be checked."""
+"""Verifying a checkpoint: an audit of this format, what can be seen of others, and what could not be checked."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from mbridge_fsdp_ckpt.care.audit import Audit
-from mbridge_fsdp_ckpt.care.findings import Finding, stock_findings
+from mbridge_fsdp_ckpt.care.findings import Finding, dcp_findings
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, ManifestError
 from mbridge_fsdp_ckpt.storage.commit.retention import reading
+from mbridge_fsdp_ckpt.storage.format.kinds import SAID, DirectoryKind
 from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, FORMAT_NAME, MANIFEST_NAME, STOCK_FORMAT
-from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
+from mbridge_fsdp_ckpt.storage.opening import open_any
 from mbridge_fsdp_ckpt.storage.progress import Progress
+from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
-STOCK_NOTE = "stock fsdp_dtensor has no checksums: only structure and file sizes were checked"
+_NOTE = "{} has no checksums: only structure and file sizes were checked"
+STOCK_NOTE = _NOTE.format(f"stock {STOCK_FORMAT}")
 
 
 @dataclass(slots=True)
@@ -95,7 +98,12 @@ def _audit(directory: AnyPath, report: Report, how: _How) -> Iterator[Finding]:
 
 
 def _stock(directory: AnyPath, report: Report) -> Iterator[Finding]:
-    report.notes.append(STOCK_NOTE)
-    source = open_checkpoint(directory)
-    report.checked = {"keys": len(source.head.keys)}
-    yield from stock_findings(source)
+    """Of stock, and of other checkpoints of torch's: every tensor and every value has its place in a file."""
+    source = open_any(directory)
+    assert isinstance(source, DcpSource)
+    report.format = source.head.format
+    report.notes.append(STOCK_NOTE if source.kind is DirectoryKind.STOCK else _NOTE.format(SAID[source.kind]))
+    report.checked = {"keys": len(source.tensors), "values": len(source.entries) - len(source.tensors)}
+    if not source.entries:
+        yield Finding("keys", DCP_METADATA, "tensors or values", "none: nothing was checked")
+    yield from dcp_findings(source)

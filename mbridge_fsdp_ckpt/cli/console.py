@@ -24,6 +24,7 @@ from typer.core import TyperGroup
 
 from mbridge_fsdp_ckpt.errors import CheckpointError, describe_unexpected
 from mbridge_fsdp_ckpt.printable import printable
+from mbridge_fsdp_ckpt.remedies import Door, through
 
 EXIT_CODES = "Exit codes: 0 done; 1 a named error, damage or differences found; 2 wrong usage; 130 interrupted."
 
@@ -33,7 +34,8 @@ class _Group(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with through(Door.COMMAND):
+                return super().invoke(ctx)
         except CheckpointError as error:
             fail(error)
         except OSError as error:

@@ -22,7 +22,8 @@ from mbridge_fsdp_ckpt.cli.console import app as frame
 from mbridge_fsdp_ckpt.cli.convert_on_disk import from_stock, from_torch_dist, reshard, to_stock
 from mbridge_fsdp_ckpt.cli.places import checkpoint_at
 from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError, NotACheckpointError, UnknownFormatError
-from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, STOCK_FORMAT
+from mbridge_fsdp_ckpt.remedies import Door, inside
+from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, STAGING, STOCK_FORMAT
 
 if TYPE_CHECKING:
     from mbridge_fsdp_ckpt.convert.hugging_face import Sizes, Source
@@ -77,6 +78,9 @@ def import_(
     torch_dtype: TorchDtype = Precision.bfloat16,
     trust_remote_code: Trust = False,
     ckpt_format: CkptFormat = FORMAT_NAME,
+    not_strict: Annotated[
+        bool, typer.Option("--not-strict", help="Leave out tensors of the files that the model has no place for.")
+    ] = False,
     no_low_memory_save: Annotated[
         bool, typer.Option("--no-low-memory-save", help="Has no effect: this format never copies the model.")
     ] = False,
@@ -95,9 +99,11 @@ def import_(
         be_quiet()
         from mbridge_fsdp_ckpt.convert.hugging_face import import_model
 
-        import_model(_source(model, torch_dtype, trust_remote_code), _sizes(tp, cp, ep, etp), target)
+        source = _source(model, torch_dtype, trust_remote_code)
+        unread = import_model(source, _sizes(tp, cp, ep, etp), target, strict=not not_strict)
     if _is_first():
         say(f"Imported {hf_model} to {megatron_path}.")
+        _say_left_out(unread, "without a place in the model")
 
 
 @app.command(epilog=EXIT_CODES)
@@ -128,7 +134,7 @@ def export(
     --hf-model is the one it was made from: configuration, tokenizer and the names of tensors come from there.
     A checkpoint that stock fsdp_dtensor wrote is read, too.
     """
-    with _one_voice():
+    with _one_voice(), inside(Door.EXPORT):
         _check_format(ckpt_format, (FORMAT_NAME, STOCK_FORMAT))
         _check_sizes(tp, cp, ep, etp)
         model, target = _hugging_face(hf_model), Path(hf_path).expanduser()
@@ -139,9 +145,15 @@ def export(
 
         files = Files(not not_strict, not no_progress, distributed_save, save_every_n_ranks)
         source = _source(model, torch_dtype, trust_remote_code)
-        export_model(source, _sizes(tp, cp, ep, etp), directory, str(target), files)
+        absent = export_model(source, _sizes(tp, cp, ep, etp), directory, str(target), files)
     if _is_first():
         say(f"Exported {directory} to {hf_path}.")
+        _say_left_out(absent, "absent in the checkpoint")
+
+
+def _say_left_out(names: list[str], why: str) -> None:
+    if names:
+        say(f"Note: {len(names)} left out, {why}: {', '.join(names[:20])}{', ...' if len(names) > 20 else ''}.")
 
 
 @contextmanager
@@ -197,7 +209,9 @@ def _hugging_face(place: str) -> str:
 
 
 def _check_is_new(target: AnyPath) -> None:
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    """Nothing is there, or what a conversion that was killed left."""
+    left = [path for path in target.iterdir() if not path.name.startswith(STAGING)] if target.is_dir() else []
+    if left or (target.exists() and not target.is_dir()):
         raise ConfigurationError(
             expected="a directory that is new, or empty",
             found="files in it" if target.is_dir() else "a file",

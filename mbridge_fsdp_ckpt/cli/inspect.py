@@ -18,13 +18,15 @@ from mbridge_fsdp_ckpt.cli.console import (
     size_text,
 )
 from mbridge_fsdp_ckpt.cli.places import checkpoint_at, draw_to
-from mbridge_fsdp_ckpt.storage.format.names import STOCK_FORMAT
+from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, STOCK_FORMAT
 
 if TYPE_CHECKING:
     from mbridge_fsdp_ckpt.care.shard_map.blocks import ShardMap
     from mbridge_fsdp_ckpt.care.survey import Survey
 
 _MODEL_KEYS = "model.*"
+_NOT_OURS = {STOCK_FORMAT: " (stock: no checksums)"}
+_OTHER = " (not loaded by this package; no checksums)"
 
 
 @app.command(epilog=EXIT_CODES)
@@ -103,9 +105,9 @@ def _as_data(found: Survey, listed: ShardMap | None, written: list[str]) -> dict
 
 def _show(found: Survey, listed: ShardMap | None) -> None:
     say(found.directory, style="bold")
-    version, is_stock = ".".join(map(str, found.version)), found.format == STOCK_FORMAT
+    version, is_stock = ".".join(map(str, found.version)), found.format != FORMAT_NAME
     facts = [
-        ("format", f"{found.format} {version}".strip() + (" (stock: no checksums)" if is_stock else "")),
+        ("format", f"{found.format} {version}".strip() + (_NOT_OURS.get(found.format, _OTHER) if is_stock else "")),
         ("written by", ", ".join(f"{name} {version}" for name, version in found.writer.items())),
         ("topology", ", ".join(f"{name}={size}" for name, size in found.topology.items())),
         ("families", ", ".join(f"{name} ({count} keys)" for name, count in found.families.items()) or "none"),

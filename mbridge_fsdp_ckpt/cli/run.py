@@ -21,6 +21,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from mbridge_fsdp_ckpt.cli.console import EXIT_CODES, app
+from mbridge_fsdp_ckpt.remedies import inside
 from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, STOCK_FORMAT
 
 
@@ -44,7 +45,8 @@ def run(
     script, *arguments = command
     if not module and not Path(script).is_file():
         raise typer.BadParameter(f"no such file: {script}", param_hint="SCRIPT")
-    execute(script, arguments, is_module=module, take_over=_register(takeover))
+    with inside(None):
+        execute(script, arguments, is_module=module, take_over=_register(takeover))
 
 
 def execute(

@@ -7,7 +7,9 @@ the memory is that of the weights alone.  What is saved has the keys of the wrap
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,9 @@ from mbridge_fsdp_ckpt.bridge.plain_model import PlainModel, load_plain
 from mbridge_fsdp_ckpt.bridge.plugin import register
 from mbridge_fsdp_ckpt.bridge.process_group import job
 from mbridge_fsdp_ckpt.bridge.without_gpu import as_if_there_was_one
-from mbridge_fsdp_ckpt.errors import ConfigurationError
-from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME
+from mbridge_fsdp_ckpt.convert.accounting import check_files, fill, left_out
+from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError, StorageError
+from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, STAGING, beside
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 from mbridge_fsdp_ckpt.versions import require
 
@@ -77,19 +80,29 @@ class Files:
     every: int = 1
 
 
-def import_model(source: Source, sizes: Sizes, directory: AnyPath) -> None:
+def import_model(source: Source, sizes: Sizes, directory: AnyPath, *, strict: bool = True) -> list[str]:
     """Save a Hugging Face model as a checkpoint with iteration 0.  All ranks call it with the same arguments.
 
+    Args:
+        source: The model.
+        sizes: Of this job.
+        directory: The root of what is written.
+        strict: Whether every tensor of the files must have a place.
+
+    Returns:
+        Tensors of the files that have none.
+
     Raises:
-        ConfigurationError: Bridge does not know the model, or it does not fit the sizes.
+        ConfigurationError: Bridge does not know the model, or it does not fit the sizes or its precision.
+        KeyMismatchError: Its files lack tensors, or have some without a place.
         CheckpointError: The save failed, the same on every rank.
     """
     from megatron.bridge.training.model_load_save import save_megatron_model
 
     register()
-    with job():
+    with job(), _errors_named("importing", source.place):
         bridge, model = _build(source, sizes)
-        bridge.load_hf_weights([model])
+        unread = fill(bridge, model, strict=strict)
         save_megatron_model(
             [PlainModel(model)],
             str(directory),
@@ -97,38 +110,90 @@ def import_model(source: Source, sizes: Sizes, directory: AnyPath) -> None:
             hf_tokenizer_path=source.place if _has_tokenizer(source.place) else None,
             hf_tokenizer_kwargs=_tokenizer_arguments(bridge, source),
         )
+    return unread
 
 
-def export_model(source: Source, sizes: Sizes, directory: AnyPath, target: str, files: Files) -> None:
+def export_model(source: Source, sizes: Sizes, directory: AnyPath, target: str, files: Files) -> list[str]:
     """Write a checkpoint's weights as a Hugging Face model.  All ranks call it with the same arguments.
 
     Args:
         source: The model it was made from: configuration, tokenizer, names and files of tensors.
         sizes: Of this job.
         directory: An iteration directory, of this format or of stock `fsdp_dtensor`.
-        target: Where the model goes.
+        target: Where the model goes: it appears there when it is whole.
         files: How it is written.
+
+    Returns:
+        Parameters that the checkpoint lacks; none where it is `strict`.
 
     Raises:
         ConfigurationError: Bridge does not know the model, or it does not fit the sizes.
         CheckpointError: The load failed, the same on every rank.
     """
     register()
-    with job():
+    with job(), _errors_named("exporting", source.place), appearing(Path(target).absolute()) as place:
         bridge, model = _build(source, sizes)
-        load_plain(directory, [model])
+        absent = load_plain(directory, [model], strict=files.strict)
         if source.dtype != torch.float32:
             _narrow(bridge)
         if not _has_tokenizer(source.place):
             bridge.hf_pretrained.ARTIFACTS = []  # Bridge insists on one
-        bridge.save_hf_pretrained(
-            [model],
-            target,
-            show_progress=files.show_progress,
-            strict=files.strict,
-            distributed_save=files.distributed,
-            save_every_n_ranks=files.every,
-        )
+        with left_out(bridge, absent) as names:
+            bridge.save_hf_pretrained(
+                [model],
+                str(place),
+                show_progress=files.show_progress,
+                strict=files.strict,
+                distributed_save=files.distributed,
+                save_every_n_ranks=files.every,
+            )
+    return names
+
+
+@contextmanager
+def _errors_named(doing: str, place: str) -> Iterator[None]:
+    """Say in one line what Bridge, or a library of its, could not do."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        kind = StorageError if isinstance(error, OSError) else ConfigurationError
+        raise kind(
+            expected=f"{doing} with the installed Megatron-Bridge to succeed",
+            found=f"{type(error).__name__}: {in_one_line(error)}",
+            remedy="Nothing is left of it. Check the model's files, and the versions that are installed.",
+            key=place,
+        ) from error
+
+
+@contextmanager
+def appearing(target: Path) -> Iterator[Path]:
+    """A directory beside the target, which takes its place when all ranks are done; nothing is left of what failed.
+
+    All ranks enter and leave; the target is new, or empty.
+    """
+    name = [beside(STAGING, target.name)]
+    dist.broadcast_object_list(name)
+    place = target.with_name(name[0])
+    try:
+        yield place
+        dist.barrier()
+    except BaseException:
+        shutil.rmtree(place, ignore_errors=True)
+        raise
+    if dist.get_rank() == 0:
+        _move(place, target)
+    dist.barrier()
+
+
+def _move(place: Path, target: Path) -> None:
+    if not target.exists():
+        place.rename(target)
+        return
+    for entry in place.iterdir():
+        entry.rename(target / entry.name)
+    place.rmdir()
 
 
 def _build(source: Source, sizes: Sizes) -> tuple[Any, Any]:
@@ -148,8 +213,8 @@ def _build(source: Source, sizes: Sizes) -> tuple[Any, Any]:
             remedy="Give a directory with config.json and safetensors files, or a name on the Hugging Face Hub.",
             key=source.place,
         ) from error
+    check_files(bridge)
     configure(provider, source.dtype, sizes)
-    torch.manual_seed(0)  # what the files lack is the same on every rank
     with as_if_there_was_one():
         chunks = provider.provide_distributed_model(
             wrap_with_ddp=False, use_cpu_initialization=not torch.cuda.is_available()

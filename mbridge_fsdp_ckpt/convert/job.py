@@ -17,14 +17,22 @@ from mbridge_fsdp_ckpt.convert.rewrite import Chunks, Rewriting, Shares, rewrite
 from mbridge_fsdp_ckpt.convert.torch_dist.reader import COMMON, METADATA, TORCH_DIST
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.hosts.root import find_checkpoint
+from mbridge_fsdp_ckpt.remedies import remedy
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.commit import methods, removal
 from mbridge_fsdp_ckpt.storage.commit.content import Commit
 from mbridge_fsdp_ckpt.storage.commit.retention import reading
-from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, MANIFEST_NAME, STOCK_FORMAT
+from mbridge_fsdp_ckpt.storage.files import what_is_there
+from mbridge_fsdp_ckpt.storage.format.kinds import SAID, DirectoryKind
+from mbridge_fsdp_ckpt.storage.opening import INSTEAD, kind_of
 from mbridge_fsdp_ckpt.storage.progress import Progress
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource, batches
 from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path, is_local
+
+_INSTEAD = {
+    DirectoryKind.SAFE: ("It needs no conversion; reshard and to-stock read it.",),
+    DirectoryKind.STOCK: ("Use from-stock.",),
+}
 
 
 @dataclass(slots=True)
@@ -95,7 +103,8 @@ def job_of[S: CheckpointSource](
         read: The format to read, where it is torch_dist.
     """
     directory = find_checkpoint(as_path(source))
-    _check_kind(directory, read)
+    if read == TORCH_DIST:
+        _check_is_torch_dist(directory)
     with reading(directory) as alive:
         opened = opener(directory)
         head = opened.head
@@ -110,16 +119,15 @@ def job_of[S: CheckpointSource](
             raise
 
 
-def _check_kind(directory: AnyPath, read: str) -> None:
-    """torch_dist has a command of its own."""
-    is_torch_dist = (directory / METADATA).exists() and not (directory / MANIFEST_NAME).exists()
-    if is_torch_dist != (read == TORCH_DIST):
+def _check_is_torch_dist(directory: AnyPath) -> None:
+    """What opens one would take others for one."""
+    kind = kind_of(directory)
+    if kind is not DirectoryKind.TORCH_DIST:
         raise ConfigurationError(
-            expected=f"a checkpoint in the format {TORCH_DIST}"
-            if read
-            else f"one in the format {FORMAT_NAME} or {STOCK_FORMAT}",
-            found=f"{directory}, which is {'in the format' if is_torch_dist else 'not in the format'} {TORCH_DIST}",
-            remedy="Use from-torch-dist." if is_torch_dist else f"{METADATA} would tell: use another command.",
+            expected=f"a checkpoint in the format {TORCH_DIST}",
+            found=SAID.get(kind) or what_is_there(directory),
+            remedy=remedy(*_INSTEAD.get(kind, INSTEAD.get(kind, ()))),
+            key=str(directory),
         )
 
 

@@ -29,8 +29,9 @@ from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.storage.commit.rename import RenameCommit
-from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, MANIFEST_NAME, STOCK_FORMAT, rank_of_payload
-from mbridge_fsdp_ckpt.storage.opening import open_safe, open_stock
+from mbridge_fsdp_ckpt.storage.format.kinds import DirectoryKind
+from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, STOCK_FORMAT, rank_of_payload
+from mbridge_fsdp_ckpt.storage.opening import kind_of, open_safe, open_stock
 from mbridge_fsdp_ckpt.storage.progress import Progress
 from mbridge_fsdp_ckpt.storage.source import StoredChunk
 from mbridge_fsdp_ckpt.storage.store import as_path, store_of
@@ -115,7 +116,7 @@ def reshard(source: str, destination: str, progress: Progress, *, ranks: int, me
         return job.report
 
     again = "The checkpoint was replaced meanwhile: start again."
-    if (find_checkpoint(as_path(source)) / MANIFEST_NAME).exists():
+    if kind_of(find_checkpoint(as_path(source))) is DirectoryKind.SAFE:
         with job_of(source, destination, FORMAT_NAME, progress, partial(open_safe, remedy=again)) as safe:
             return written(safe, describe(safe.source))
     with job_of(source, destination, FORMAT_NAME, progress, partial(open_stock, remedy=again)) as stock:

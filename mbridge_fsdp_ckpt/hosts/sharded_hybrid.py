@@ -87,8 +87,8 @@ class ShardedHybridDeviceOptimizer(HybridDeviceOptimizer):  # type: ignore[misc]
             raise ConfigurationError(
                 expected="parameters to stay in the memory in which the optimizer found them",
                 found=f"{len(stale)} of {len(views)} on the device elsewhere, the first of shape {first}",
-                remedy="Leave the model where it is (in VeRL param_offload=False), or keep all of the optimizer on the "
-                "host (optimizer_offload_fraction=1.0).",
+                remedy="Leave the model where it is, or keep all of the optimizer on the host "
+                "(optimizer_offload_fraction=1.0).",
             )
 
     def _set_device_grads(self) -> None:

@@ -32,6 +32,7 @@ from mbridge_fsdp_ckpt.live.mesh import axis_of, combined, replica_along, replic
 from mbridge_fsdp_ckpt.live.refusals import refuse_second_version, refuse_strangers, refuse_values
 from mbridge_fsdp_ckpt.plan.boxes import FlatRange, Shape
 from mbridge_fsdp_ckpt.plan.layout import LAYOUT_REMEDY, Axis, ParameterLayout
+from mbridge_fsdp_ckpt.remedies import remedy
 from mbridge_fsdp_ckpt.versions import probe
 
 EXTRA_STATE = "_extra_state"
@@ -83,7 +84,9 @@ def find_fsdp_module(model: Any) -> Any:
         raise ConfigurationError(
             expected="one model chunk wrapped in Megatron-FSDP",
             found=f"{type(model).__name__}" + (f" of {len(model)}" if isinstance(model, list | tuple) else ""),
-            remedy="Set ddp.use_megatron_fsdp=True; virtual pipeline stages are not supported by Megatron-FSDP.",
+            remedy=remedy(
+                "Wrap the model in it.", "Set {megatron_fsdp}.", "Virtual pipeline stages are not supported."
+            ),
         )
     probe("a MegatronFSDP module", module)
     return module

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from mbridge_fsdp_ckpt.errors import ConfigurationError, UnsupportedStateError
+from mbridge_fsdp_ckpt.remedies import remedy
 
 Parameters = Mapping[str, torch.Tensor]
 
@@ -89,14 +90,16 @@ def refuse_unreadable(shard: torch.Tensor, key: str) -> None:
         raise UnsupportedStateError(
             expected="a weight of high precision, or one whose main weight is",
             found=f"{type(shard).__name__} without a main weight: frozen",
-            remedy="Keep frozen weights in bf16 (fp8_param_gather=False), or leave them out with include=.",
+            remedy=remedy("Keep frozen weights in bf16.", "Set {no_fp8_weights}.", "Or leave them out with {include}."),
             key=key,
         )
     if shard.layout is not torch.strided:
         raise UnsupportedStateError(
             expected="a dense tensor",
             found=f"one of layout {shard.layout}, shape {list(shard.shape)}",
-            remedy="Register the buffer with .to_dense(), or as persistent=False if it can be made again; or leave it "
-            "out with include=.",
+            remedy=remedy(
+                "Register the buffer with .to_dense(), or as persistent=False if it can be made again.",
+                "Or leave it out with {include}.",
+            ),
             key=key,
         )

@@ -18,6 +18,7 @@ from operator import attrgetter
 import torch
 
 from mbridge_fsdp_ckpt.errors import ChangedTensorError
+from mbridge_fsdp_ckpt.remedies import remedy
 
 _COUNT = attrgetter("_version")
 
@@ -60,8 +61,11 @@ class Watched:
         raise ChangedTensorError(
             expected="the tensor as it was at the call of the save, until it is copied",
             found=found,
-            remedy="Before tensors change otherwise than in the step of an optimizer, call Saving.wait_until_taken(). "
-            "Nothing was committed; the next save is a new one.",
+            remedy=remedy(
+                "Tensors may change in the step of an optimizer alone, until they are copied.",
+                "Before they change otherwise, call {until_taken}.",
+                "Nothing was committed; the next save is a new one.",
+            ),
             key=key,
         )
 

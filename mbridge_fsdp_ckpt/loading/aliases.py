@@ -22,6 +22,7 @@ from mbridge_fsdp_ckpt.agree.agreement import Agreement
 from mbridge_fsdp_ckpt.errors import KeyMismatchError
 from mbridge_fsdp_ckpt.loading.destinations import Destination
 from mbridge_fsdp_ckpt.loading.opened import Opened
+from mbridge_fsdp_ckpt.remedies import remedy
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,10 @@ def _conflict(lost: str, keys: Sequence[str]) -> KeyMismatchError:
     return KeyMismatchError(
         expected=f"one value for memory that several keys fill: {lost} and {others} are tied in this model",
         found="other values for it in the checkpoint, whose model did not tie them",
-        remedy="Build the model as it was saved, untied; or choose with include= which of the keys to load. "
-        "Nothing was changed.",
+        remedy=remedy(
+            "Build the model as it was saved, untied.",
+            "Or choose with {include} which of the keys to load.",
+            "Nothing was changed.",
+        ),
         key=lost,
     )

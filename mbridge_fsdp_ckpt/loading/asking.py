@@ -18,6 +18,7 @@ from mbridge_fsdp_ckpt.loading.opened import Opened
 from mbridge_fsdp_ckpt.plan.keys import MODEL_PREFIX, name_and_slot
 from mbridge_fsdp_ckpt.plan.pieces import ParameterPlan, Piece
 from mbridge_fsdp_ckpt.plan.tiling import PRIME
+from mbridge_fsdp_ckpt.remedies import remedy
 
 _IDENTITIES = 8
 _KEYS_AT_ONCE, _BYTES_AT_ONCE = 8192, 3 << 20  # of one meeting
@@ -201,7 +202,9 @@ def judge_named(asked: AskedByName) -> None:
         raise KeyMismatchError(
             expected="every key of the checkpoint to have a place in the model",
             found=f"{len(unexpected)} unexpected: {listed(unexpected)}",
-            remedy="Load a checkpoint of the same model, or name keys to leave unread in allow_unexpected.",
+            remedy=remedy(
+                "Load a checkpoint of the same model.", "Or name keys to leave unread in {allow_unexpected}."
+            ),
         )
     several = [key for key, (_, twice, _) in asked.items() if twice]
     if several:

@@ -38,6 +38,7 @@ from mbridge_fsdp_ckpt.loading.connections import connected, gather
 from mbridge_fsdp_ckpt.loading.opened import Opened
 from mbridge_fsdp_ckpt.loading.sharing import ALIGNED, Parcel, Sharing, parcels, rounds
 from mbridge_fsdp_ckpt.plan.boxes import Box
+from mbridge_fsdp_ckpt.remedies import remedy
 from mbridge_fsdp_ckpt.storage.checksums import digest
 from mbridge_fsdp_ckpt.storage.source import StoredChunk
 
@@ -251,7 +252,7 @@ class _Circle:
         return RankMissingError(
             expected=f"ranks {self._named()} to read for each other",
             found=brief(error),
-            remedy="Look at the logs of these ranks. With share_reads='never' every rank reads for itself.",
+            remedy=remedy("Look at the logs of these ranks.", "{share_reads} can let every rank read for itself."),
             rank=self._agreement.rank,
         )
 

@@ -18,12 +18,22 @@ from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
 from mbridge_fsdp_ckpt.plan.keys import STATE_PREFIX, KeyEntry
 from mbridge_fsdp_ckpt.plan.pieces import Component, ParameterPlan
 from mbridge_fsdp_ckpt.plan.tiling import tiling_defect
+from mbridge_fsdp_ckpt.remedies import remedy
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource, StoredChunk
 
 NAMED = 20  # names that an error lists
 _KEPT_WITH_SCALES = ("float16", "uint8")
 """Dtypes in which FusedAdam keeps slots with a scale a shard; this format stores the values that they stand for."""
+_REMEDY = (
+    "Load a checkpoint of the same model and optimizer.",
+    "What is read follows {contents}.",
+    "It has to be of the model that {hf_model} names; {not_strict} lets tensors be absent.",
+    "Keys that may be absent can be named in {allow_missing}.",
+    "Keys that may stay unread, in {allow_unexpected}.",
+    "Slots that may be cast, in {allow_cast}.",
+    "Weights alone are loaded with {weights_only}.",
+)
 _KEYS_COMPARED = 50_000  # with one that is missing
 
 
@@ -196,9 +206,7 @@ class Match:
         raise KeyMismatchError(
             expected="a checkpoint of this model",
             found="; ".join(found),
-            remedy="Load a checkpoint of the same model and optimizer. Keys that may be absent can be named in "
-            "allow_missing, such that may stay unread in allow_unexpected; weights alone are loaded with "
-            "load_weights_only (checkpoint.load_optim=False).",
+            remedy=remedy(*_REMEDY),
         )
 
 

@@ -24,6 +24,7 @@ from mbridge_fsdp_ckpt.live.planned import Planned
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
 from mbridge_fsdp_ckpt.plan.keys import MODEL_PREFIX, KeyEntry
 from mbridge_fsdp_ckpt.plan.pieces import ParameterPlan
+from mbridge_fsdp_ckpt.remedies import remedy
 from mbridge_fsdp_ckpt.storage.files import malformed, parse_json
 from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME
 from mbridge_fsdp_ckpt.storage.format.values import decode
@@ -94,7 +95,7 @@ class OwnState:
                 raise UnsupportedStateError(
                     expected="a module with set_extra_state, for what the checkpoint has",
                     found=f"{type(part).__name__} without one",
-                    remedy="Add it, or leave the key out with include=. Nothing was changed.",
+                    remedy=remedy("Add it.", "Or leave the key out with {include}.", "Nothing was changed."),
                     key=key,
                 )
             whole = _room(source.head.keys[key], key, source)

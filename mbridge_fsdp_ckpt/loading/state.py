@@ -18,6 +18,7 @@ from mbridge_fsdp_ckpt.loading.destinations import Targets, add_targets, scalar
 from mbridge_fsdp_ckpt.loading.opened import Opened
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.pieces import ParameterPlan
+from mbridge_fsdp_ckpt.remedies import remedy
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +126,11 @@ def _differing_steps(found: str, name: str) -> ConfigurationError:
     return ConfigurationError(
         expected="the same number of steps for all parameters of a param group that counts them together",
         found=found,
-        remedy="Put parameters that were trained for different numbers of steps in param groups of their own, or load "
-        "weights alone. Nothing was changed.",
+        remedy=remedy(
+            "Put parameters that were trained for different numbers of steps in param groups of their own.",
+            "Or load weights alone, with {weights_only}.",
+            "Nothing was changed.",
+        ),
         key=name,
     )
 

@@ -24,6 +24,7 @@ from mbridge_fsdp_ckpt.hosts.pending import Pending
 from mbridge_fsdp_ckpt.hosts.root import RELEASE, TRACKER, find_checkpoint
 from mbridge_fsdp_ckpt.megatron_lm import following
 from mbridge_fsdp_ckpt.megatron_lm.choice import check_arguments, settings_in_use
+from mbridge_fsdp_ckpt.remedies import Door, entrance
 from mbridge_fsdp_ckpt.saving.beside.trainer import trainer
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.format.names import ITERATION, STOCK_FORMAT
@@ -40,6 +41,7 @@ _COMPARED_TOO = (
 )
 
 
+@entrance(Door.MEGATRON_LM)
 def save_checkpoint(
     iteration: int,
     model: list[Any],
@@ -110,6 +112,7 @@ def _groups() -> Any:
     return ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "dp"])
 
 
+@entrance(Door.MEGATRON_LM)
 def maybe_finalize_async_save(blocking: bool = False, terminate: bool = False) -> None:
     """Before every iteration: tell of a save beside the training that has ended well.  At the end: wait for it.
 
@@ -124,6 +127,7 @@ def maybe_finalize_async_save(blocking: bool = False, terminate: bool = False) -
         pending.look()
 
 
+@entrance(Door.MEGATRON_LM)
 def load_checkpoint(
     ddp_model: list[Any],
     optimizer: Any,

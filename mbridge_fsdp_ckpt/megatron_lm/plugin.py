@@ -26,6 +26,7 @@ from typing import Any
 from mbridge_fsdp_ckpt.hosts import corrections
 from mbridge_fsdp_ckpt.hosts.after_import import AfterImport
 from mbridge_fsdp_ckpt.hosts.options import forget, tell
+from mbridge_fsdp_ckpt.hosts.own_name import refusing_as
 from mbridge_fsdp_ckpt.hosts.patching import Patches, rebind_everywhere
 from mbridge_fsdp_ckpt.megatron_lm.choice import check_arguments, use
 from mbridge_fsdp_ckpt.megatron_lm.options import learn
@@ -140,7 +141,8 @@ def _validating(stock: Callable[..., Any]) -> Callable[..., Any]:
         beside = args.async_save
         args.ckpt_format, args.async_save = STOCK_FORMAT, False  # stock would drop it, for want of its own process
         try:
-            return stock(args, *others, **named)
+            with refusing_as(FORMAT_NAME):
+                return stock(args, *others, **named)
         finally:
             args.ckpt_format, args.async_save = FORMAT_NAME, beside
             args.use_persistent_ckpt_worker = False  # that process, which nothing would be given to

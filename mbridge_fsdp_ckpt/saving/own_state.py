@@ -13,6 +13,7 @@ from mbridge_fsdp_ckpt.live.own_state import LARGEST, can_be_set, is_nothing, ke
 from mbridge_fsdp_ckpt.live.planned import Planned
 from mbridge_fsdp_ckpt.plan.keys import MODEL_PREFIX
 from mbridge_fsdp_ckpt.plan.pieces import ParameterPlan
+from mbridge_fsdp_ckpt.remedies import remedy
 from mbridge_fsdp_ckpt.storage.format.values import encode
 
 _ROUNDED = 1 << 12
@@ -57,7 +58,10 @@ def _unsupported(expected: str, found: str, key: str) -> UnsupportedStateError:
     return UnsupportedStateError(
         expected=f"extra state that can be saved and loaded: {expected}",
         found=found,
-        remedy="Let get_extra_state return plain data and small tensors, keep large ones as persistent buffers, or "
-        "leave it out with include=. Nothing was written.",
+        remedy=remedy(
+            "Let get_extra_state return plain data and small tensors; keep large ones as persistent buffers.",
+            "Or leave it out with {include}.",
+            "Nothing was written.",
+        ),
         key=key,
     )

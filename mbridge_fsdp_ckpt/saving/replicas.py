@@ -22,6 +22,7 @@ from mbridge_fsdp_ckpt.errors import CheckpointError, ReplicaMismatchError, Unsu
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.layout import Axis
 from mbridge_fsdp_ckpt.plan.tiling import PRIME
+from mbridge_fsdp_ckpt.remedies import remedy
 
 SHARDED_WITHOUT_A_WORD = "*_quantizer._*"
 """Buffers that tensor parallelism cuts unmarked: those of ModelOpt's `TensorQuantizer` (0.47), `_amax` above all."""
@@ -127,8 +128,10 @@ def mismatch(rows: Rows[CopyRow], remainders: Mapping[int, int]) -> CheckpointEr
         return UnsupportedStateError(
             expected="buffers of quantizers to be alike on all ranks of a replica",
             found=_named({key: differing[key] for key in cut}),
-            remedy="Tensor parallelism cuts them, and nothing says where: save without them (include=), or at "
-            "tensor-parallel size 1.",
+            remedy=remedy(
+                "Tensor parallelism cuts them, and nothing says where: save at tensor-parallel size 1.",
+                "Or without them, with {include}.",
+            ),
             key=cut[0],
         )
     named = in_buckets((copy.key, copy.share) for _, copy in copies)

@@ -6,12 +6,46 @@ from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 
 from mbridge_fsdp_ckpt.errors import ConfigurationError, DamagedCheckpointError, NotACheckpointError
+from mbridge_fsdp_ckpt.remedies import remedy
 from mbridge_fsdp_ckpt.storage.files import check_content, check_file, entries, hold, what_is_there
-from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, FORMAT_NAME, INDEXES, MANIFEST_NAME, STOCK_FORMAT
+from mbridge_fsdp_ckpt.storage.format.kinds import SAID, DirectoryKind, kind_by_names
+from mbridge_fsdp_ckpt.storage.format.names import (
+    DCP_METADATA,
+    FORMAT_NAME,
+    INDEXES,
+    MANIFEST_NAME,
+    STOCK_FORMAT,
+    iteration_of,
+)
 from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource, Head
 from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
 from mbridge_fsdp_ckpt.storage.store import AnyPath
+
+INSTEAD: dict[DirectoryKind, tuple[str, ...]] = {
+    DirectoryKind.TORCH_DIST: (
+        "Convert it: mbridge_fsdp_ckpt convert from-torch-dist SOURCE DESTINATION.",
+        "Or load it as what it is, with {torch_dist}.",
+    ),
+    DirectoryKind.DCP: ("Load it with torch.distributed.checkpoint into the model that saved it, and save that here.",),
+    DirectoryKind.LEGACY: ("Load it with the Megatron that wrote it, and save it in another format.",),
+    DirectoryKind.VERL_SHARDS: (
+        "VeRL's FSDP workers load it; python -m verl.model_merger makes a Hugging Face model of it.",
+    ),
+    DirectoryKind.VERL_STEP: ("Give the directory in it that has the tensors, such as actor/model/dist_ckpt.",),
+    DirectoryKind.ROOT: (
+        "Its tracker names no checkpoint. Give an iteration directory in it.",
+        "mbridge_fsdp_ckpt repair ROOT writes the tracker anew.",
+    ),
+    DirectoryKind.HUGGING_FACE: (
+        "Make a checkpoint of it: mbridge_fsdp_ckpt convert import --hf-model SOURCE --megatron-path DESTINATION.",
+        "Or fine-tune from it with {hugging_face}.",
+    ),
+    DirectoryKind.OTHER: (
+        "Give an iteration directory (iter_0000010) of a complete checkpoint, or its root with a tracker file.",
+    ),
+}
+"""What can be done with a directory of each kind that this package does not load."""
 
 
 def open_checkpoint(directory: AnyPath, near: Sequence[int] = ()) -> CheckpointSource:
@@ -22,11 +56,37 @@ def open_checkpoint(directory: AnyPath, near: Sequence[int] = ()) -> CheckpointS
         near: See `SafeSource`.
 
     Raises:
-        NotACheckpointError: It is neither.
+        NotACheckpointError: It is neither; the error says what it is.
         ManifestError, UnsupportedVersionError, DamagedCheckpointError: See the readers.
     """
+    found = open_any(directory, near)
+    if isinstance(found, DcpSource) and found.kind is not DirectoryKind.STOCK:
+        raise _not_loaded(directory, found.kind)
+    return found
+
+
+def open_any(directory: AnyPath, near: Sequence[int] = ()) -> SafeSource | DcpSource:
+    """The same, for what looks at any checkpoint of torch's Distributed Checkpoint; `DcpSource.kind` says whose."""
     directory = hold(directory)
-    return SafeSource(directory, near) if _format_of(directory) == FORMAT_NAME else DcpSource(directory)
+    if (directory / MANIFEST_NAME).exists():
+        return SafeSource(directory, near)
+    if not (directory / DCP_METADATA).exists():
+        raise _not_loaded(directory, kind_of(directory))
+    _check_written_by_stock(directory)
+    return DcpSource(directory)
+
+
+def kind_of(directory: AnyPath) -> DirectoryKind:
+    """What a directory holds.
+
+    Raises:
+        ManifestError: It has a `.metadata` that cannot be read.
+    """
+    if (directory / MANIFEST_NAME).exists():
+        return DirectoryKind.SAFE
+    if (directory / DCP_METADATA).exists():
+        return DcpSource(directory).kind
+    return kind_by_names({path.name for path in entries(directory)}) if directory.is_dir() else DirectoryKind.OTHER
 
 
 def open_safe(directory: AnyPath, *, remedy: str) -> SafeSource:
@@ -40,9 +100,10 @@ def open_safe(directory: AnyPath, *, remedy: str) -> SafeSource:
         ConfigurationError: It is one of stock.
         CheckpointError: As `open_checkpoint`.
     """
-    directory = hold(directory)
-    _refuse_other(directory, FORMAT_NAME, remedy)
-    return SafeSource(directory)
+    found = open_checkpoint(directory)
+    if not isinstance(found, SafeSource):
+        raise _of_another(directory, FORMAT_NAME, STOCK_FORMAT, remedy)
+    return found
 
 
 def open_stock(directory: AnyPath, *, remedy: str) -> DcpSource:
@@ -56,33 +117,37 @@ def open_stock(directory: AnyPath, *, remedy: str) -> DcpSource:
         ConfigurationError: It is one of this format.
         CheckpointError: As `open_checkpoint`.
     """
-    directory = hold(directory)
-    _refuse_other(directory, STOCK_FORMAT, remedy)
-    return DcpSource(directory)
+    found = open_checkpoint(directory)
+    if not isinstance(found, DcpSource):
+        raise _of_another(directory, STOCK_FORMAT, FORMAT_NAME, remedy)
+    return found
 
 
-def _refuse_other(directory: AnyPath, wanted: str, remedy: str) -> None:
-    found = _format_of(directory)
-    if found != wanted:
-        raise ConfigurationError(
-            expected=f"a checkpoint in the format {wanted}",
-            found=f"{directory}, which is in the format {found}",
-            remedy=remedy,
-        )
+def _of_another(directory: AnyPath, wanted: str, found: str, remedy: str) -> ConfigurationError:
+    return ConfigurationError(
+        expected=f"a checkpoint in the format {wanted}",
+        found=f"{directory}, which is in the format {found}",
+        remedy=remedy,
+    )
 
 
-def _format_of(directory: AnyPath) -> str:
-    if (directory / MANIFEST_NAME).exists():
-        return FORMAT_NAME
-    if (directory / DCP_METADATA).exists():
-        _check_written_by_stock(directory)
-        return STOCK_FORMAT
-    raise NotACheckpointError(
-        expected=f"{MANIFEST_NAME} or {DCP_METADATA} in the directory",
-        found=what_is_there(directory),
-        remedy="Give an iteration directory (iter_0000010) of a complete checkpoint, or its root with a tracker file.",
+def _not_loaded(directory: AnyPath, kind: DirectoryKind) -> NotACheckpointError:
+    """Says what the directory is, and what can be done with that."""
+    there, others = what_is_there(directory), _other_iterations(directory)
+    return NotACheckpointError(
+        expected=f"a checkpoint in the format {FORMAT_NAME} or {STOCK_FORMAT}",
+        found=f"{SAID[kind]}: {there}" if kind in SAID else there,
+        remedy=f"Beside it are {others}." if others else remedy(*INSTEAD[kind]),
         key=str(directory),
     )
+
+
+def _other_iterations(directory: AnyPath) -> str:
+    """The newest iterations beside one that does not exist."""
+    if directory.exists() or iteration_of(directory.name) is None or not directory.parent.is_dir():
+        return ""
+    names = sorted(path.name for path in entries(directory.parent) if iteration_of(path.name) is not None)
+    return ", ".join(names[-5:])
 
 
 def _check_written_by_stock(directory: AnyPath) -> None:

@@ -12,8 +12,7 @@ A checkpoint of the optimizer alone, or of random-number states alone, is an ord
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,13 @@ import torch.distributed as dist
 
 from mbridge_fsdp_ckpt import checkpoint
 from mbridge_fsdp_ckpt.bridge.choice import tokens_of
-from mbridge_fsdp_ckpt.errors import KeyMismatchError, NotACheckpointError
+from mbridge_fsdp_ckpt.errors import NotACheckpointError
 from mbridge_fsdp_ckpt.live.holdings import optimizer_parts
 from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module
 from mbridge_fsdp_ckpt.live.optimizer.adapters import grouped
 from mbridge_fsdp_ckpt.live.planned import plan_model
 from mbridge_fsdp_ckpt.loading.fill import refresh
+from mbridge_fsdp_ckpt.remedies import Door, entrance
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.verl.beside import Following, begun
 from mbridge_fsdp_ckpt.verl.restoration import CONTENTS, Parts, restoration
@@ -49,6 +49,7 @@ class Export:
     load: Callable[[str], None]
 
 
+@entrance(Door.VERL)
 def save(manager: Any, directory: str, settings: Settings) -> None:
     """Save what `save_contents` asks for, apart from the export.
 
@@ -92,6 +93,7 @@ def _values(manager: Any) -> dict[str, Any]:
     return values
 
 
+@entrance(Door.VERL)
 def load(manager: Any, directory: str, export: Export, settings: Settings) -> None:
     """Load what `load_contents` asks for.  Reads checkpoints of stock VeRL, too.
 
@@ -115,15 +117,14 @@ def load(manager: Any, directory: str, export: Export, settings: Settings) -> No
         read: Callable[..., checkpoint.Loaded] = checkpoint.load_weights_only
         if wanted.optimizer:
             read = checkpoint.load if model else checkpoint.load_optimizer_only
-        with _remedies_named():
-            read(
-                directory,
-                model=manager.model[0],
-                optimizer=manager.optimizer,
-                include=None if model or wanted.optimizer else _no_weights,
-                accept=lambda found: restoration(manager, found, wanted),
-                settings=settings.for_vocabulary(tokens_of(manager.provider)),
-            )
+        read(
+            directory,
+            model=manager.model[0],
+            optimizer=manager.optimizer,
+            include=None if model or wanted.optimizer else _no_weights,
+            accept=lambda found: restoration(manager, found, wanted),
+            settings=settings.for_vocabulary(tokens_of(manager.provider)),
+        )
         _say("loaded %s from %s", list(manager.checkpoint_load_contents), directory)
     if from_export:
         export.load(export.directory)
@@ -158,26 +159,6 @@ def _adopt_weights(model: Any, optimizer: Any) -> None:
                 part.adapter.refresh(parameter, _all_of_it)
             part.adapter.finish(None)
     refresh(module)
-
-
-@contextmanager
-def _remedies_named() -> Iterator[None]:
-    """Say with VeRL's names what helps where keys do not fit."""
-    try:
-        yield
-    except KeyMismatchError as error:
-        if error.key is not None:  # one of ours, which names what helps
-            raise
-        raise KeyMismatchError(
-            expected=error.expected,
-            found=error.found,
-            remedy="Load a checkpoint of the same model. What is read follows checkpoint.load_contents, what was saved "
-            "checkpoint.save_contents. Keys that may be absent can be named in "
-            "checkpoint.mbridge_config.fsdp_dtensor_safe.allow_missing.",
-            rank=error.rank,
-            host=error.host,
-            phase=error.phase,
-        ) from error
 
 
 def _say(text: str, *args: Any) -> None:

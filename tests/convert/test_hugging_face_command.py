@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from mbridge_fsdp_ckpt.cli import convert
 from mbridge_fsdp_ckpt.cli import verify as _verify  # noqa: F401
 from mbridge_fsdp_ckpt.cli.console import app
+from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.storage.format.names import MANIFEST_NAME
 from mbridge_fsdp_ckpt.testing.process import rank_environment
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
@@ -97,7 +98,11 @@ def model(tmp_path: Path) -> str:
         ("import --hf-model {0}/model --megatron-path {0}/new --ckpt-format fsdp_dtensor", "UnknownFormat", "to-stock"),
         ("import --hf-model {0}/model --megatron-path {0}/new --tp 2", "ConfigurationError", "--nproc-per-node 2"),
         ("export --hf-model {0}/model --megatron-path {0}/none --hf-path {0}/new", "NotACheckpoint", "no such direct"),
-        ("export --hf-model {0}/model --megatron-path {0} --hf-path {0}/new", "NotACheckpointError", "manifest.json"),
+        (
+            "export --hf-model {0}/model --megatron-path {0} --hf-path {0}/new",
+            "NotACheckpointError",
+            "a checkpoint in the format",
+        ),
         ("export --hf-model {0}/model --megatron-path {0}/none --hf-path {0}", "ConfigurationError", "new, or empty"),
     ],
 )
@@ -110,6 +115,14 @@ def test_mistakes_are_named_in_one_line_before_anything_is_imported(
     assert says in printed
     assert len(printed.splitlines()) == 1
     assert not (tmp_path / "new").exists()
+
+
+def test_what_a_killed_import_left_is_in_nobodys_way(tmp_path: Path) -> None:
+    (tmp_path / ".staging-iter_0000000-0123456789ab").mkdir()
+    convert._check_is_new(tmp_path)
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(ConfigurationError, match="new, or empty"):
+        convert._check_is_new(tmp_path)
 
 
 def test_only_the_first_rank_speaks(tmp_path: Path) -> None:

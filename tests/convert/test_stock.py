@@ -188,6 +188,19 @@ def test_other_state_comes_along_too(tmp_path: Path) -> None:
     assert SafeSource(tmp_path / "new").head.values["rerun_state_machine"] == {"mode": "off", "counts": [1, 2]}
 
 
+def test_hyperparameters_that_are_tensors_come_along(tmp_path: Path) -> None:
+    """They were left out as "nothing that a load reads"."""
+    name = made.STOCK_NAME
+    optimizer = {
+        "state": {name: {"exp_avg": torch.ones(4, 3)}},
+        "param_to_group_meta": {name: {"lr": torch.tensor(0.1), "betas": (0.9, 0.95)}},
+    }
+    made.save_stock(tmp_path / "old", optimizer=optimizer)
+    assert data("from-stock", tmp_path / "old", tmp_path / "new")["notes"] == []
+    found = SafeSource(tmp_path / "new").hyperparameters()[name]
+    assert (found["lr"].item(), found["betas"]) == (torch.tensor(0.1).item(), (0.9, 0.95))
+
+
 def test_what_is_no_data_is_left_out_by_name(tmp_path: Path) -> None:
     made.save_stock(tmp_path / "old", rerun_state_machine={"hooks": made.Hostile(tmp_path / "canary")})
     (tmp_path / "canary").unlink(missing_ok=True)  # torch's own writer may have made it

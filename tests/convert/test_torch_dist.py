@@ -18,6 +18,7 @@ from mbridge_fsdp_ckpt.plan.boxes import Box, whole
 from mbridge_fsdp_ckpt.plan.tiling import tiling_defect
 from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
 from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
+from mbridge_fsdp_ckpt.testing.outcomes import RankFailed
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
 from tests.bridge import training
 from tests.bridge.training import Run
@@ -257,10 +258,42 @@ def test_older_releases_kept_values_in_a_file_of_their_own(
 @pytest.mark.bridge
 def test_each_format_has_its_command(imported: Path, tmp_path: Path) -> None:
     for command in (("from-stock",), ("to-stock",), ("reshard", "--ranks", 1)):
-        assert "Use from-torch-dist" in refusal(*command, imported, tmp_path / "new")
+        assert "convert from-torch-dist" in refusal(*command, imported, tmp_path / "new")
     made.save_stock(tmp_path / "stock")
-    assert "not in the format torch_dist" in refusal("from-torch-dist", tmp_path / "stock", tmp_path / "new")
+    assert "fsdp_dtensor. Use from-stock." in refusal("from-torch-dist", tmp_path / "stock", tmp_path / "new")
     assert left(tmp_path) == ["stock"]
+
+
+@pytest.mark.bridge
+def test_the_tools_check_one_truly(imported: Path, tmp_path: Path) -> None:
+    old = tmp_path / "iter_0000000"
+    shutil.copytree(imported / "iter_0000000", old)
+    found = test_cli.data("verify", old)
+    assert found["format"] == "torch_dist"
+    assert found["checked"]["keys"] >= 10
+    assert test_cli.data("inspect", old)["format"] == "torch_dist"
+    same = test_cli.data("diff", old, imported / "iter_0000000")
+    assert (same["equal"], same["tensors_compared"]) == (True, found["checked"]["keys"])
+    source = DcpSource(old)
+    key = max(source.tensors, key=lambda name: source.tensors[name].nbytes)
+    [chunk, *_] = source.look_at(key)
+    payload = old / chunk.path.name
+    made.flip(payload, chunk.record.offset + chunk.record.length // 2)
+    assert list(test_cli.data("diff", old, imported / "iter_0000000", code=1)["tensors"]) == [key]
+    payload.unlink()
+    assert {finding["file"] for finding in test_cli.data("verify", old, code=1)["findings"]} == {payload.name}
+
+
+@pytest.mark.bridge
+def test_a_run_in_this_format_says_what_it_is(imported: Path, bridge_ranks: RankPool) -> None:
+    """It said that keys were missing, and to load a checkpoint of the same model."""
+    with pytest.raises(RankFailed) as caught:
+        bridge_ranks.run(training.train, Run(str(imported), iterations=1), ranks=1)
+    said = str(caught.value)
+    assert "NotACheckpointError" in said
+    assert "found a checkpoint in Megatron's format torch_dist" in said
+    assert "convert from-torch-dist" in said
+    assert "checkpoint.ckpt_format=torch_dist" in said
 
 
 def test_ranks_are_not_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

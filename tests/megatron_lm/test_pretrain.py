@@ -11,6 +11,7 @@ from mbridge_fsdp_ckpt.testing.ranks import RankPool
 from tests.core import oracle
 from tests.megatron_lm.running import pretrain
 from tests.run_directories import as_it_was
+from tests.unit.test_kinds import torch_dist
 from tests.upstream import is_before
 
 pytestmark = pytest.mark.bridge  # Transformer Engine and megatron.training come with the full installation
@@ -139,6 +140,16 @@ def test_a_misspelt_format_is_refused_by_the_scripts_own_parser(training_ranks: 
     (result,) = resume(training_ranks, "fsdp_dtensor_save", str(tmp_path), 2, ranks=1)
     assert result["code"] == 2
     assert "fsdp_dtensor_safe" in result["out"]
+
+
+def test_torch_dist_is_named_in_megatrons_words(training_ranks: RankPool, tmp_path: Path) -> None:
+    torch_dist(tmp_path / "iter_0000001")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("1")
+    (result,) = resume(training_ranks, SAFE, str(tmp_path), 2, ranks=1)
+    assert result["code"] == 1
+    assert "found a checkpoint in Megatron's format torch_dist" in result["out"]
+    assert "convert from-torch-dist" in result["out"]
+    assert "--ckpt-format torch_dist" in result["out"]
 
 
 def test_checkpoints_between_the_retained_ones_go(training_ranks: RankPool, tmp_path: Path) -> None:

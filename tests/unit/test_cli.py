@@ -55,7 +55,7 @@ CONVERT_SURFACE = {
     "from-torch-dist": ["--json", "--trust-run-config", "destination", "source"],
     "import": [
         "--ckpt-format", "--cp", "--ep", "--etp", "--hf-model", "--megatron-path", "--no-low-memory-save",
-        "--torch-dtype", "--tp", "--trust-remote-code",
+        "--not-strict", "--torch-dtype", "--tp", "--trust-remote-code",
     ],
     "reshard": ["--json", "--merge-ranks", "--ranks", "destination", "source"],
     "to-stock": ["--json", "destination", "source"],

@@ -107,6 +107,15 @@ def test_hyperparameters_come_back_for_the_names_that_have_some(source: DcpSourc
     assert source.hyperparameters([OTHER]) == {OTHER: GROUP | {"lr": 1e-3}}
 
 
+def test_hyperparameters_that_are_tensors_come_back(tmp_path: Path) -> None:
+    """As `capturable` optimizers keep them; stock saves them as tensors of their own."""
+    state = stock_state()
+    state["optimizer"]["param_to_group_meta"][NAME] = GROUP | {"lr": torch.tensor(1e-4), "betas": torch.ones(2)}
+    found = open_checkpoint(write(tmp_path / "it", state)).hyperparameters([NAME])[NAME]
+    assert (found["lr"].item(), found["betas"].tolist()) == (torch.tensor(1e-4).item(), [1.0, 1.0])
+    assert found.keys() == GROUP.keys()
+
+
 def test_random_states_come_back_for_each_place(source: DcpSource) -> None:
     records = {(r.coordinates["pipeline"], r.coordinates["tensor"]): r.values for r in source.ranks()}
     assert sorted(records) == [(0, 0), (0, 1)]

@@ -17,6 +17,7 @@ from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
 from mbridge_fsdp_ckpt.storage.opening import open_checkpoint, open_safe, open_stock
 from mbridge_fsdp_ckpt.storage.ranges import OpenFiles, Place, Scratch
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource
+from tests.convert import storage_made
 from tests.unit import handmade, index_bytes
 from tests.unit.handmade import (
     AVERAGE,
@@ -408,9 +409,7 @@ def test_what_is_no_checkpoint_says_what_is_there(tmp_path: Path) -> None:
 
 
 def test_what_works_on_one_format_names_the_other(directory: Path, tmp_path: Path) -> None:
-    stock = tmp_path / "stock"
-    stock.mkdir()
-    (stock / ".metadata").touch()
+    stock = storage_made.save_stock(tmp_path / "stock")
     with pytest.raises(ConfigurationError, match=r"format fsdp_dtensor; .*format fsdp_dtensor_safe\. Try it so"):
         open_stock(directory, remedy="Try it so.")
     with pytest.raises(ConfigurationError, match=r"format fsdp_dtensor_safe; .*format fsdp_dtensor\. Try it so"):

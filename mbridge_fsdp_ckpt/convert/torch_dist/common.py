@@ -78,7 +78,7 @@ def read_common(source: DcpSource) -> Common:
         DamagedCheckpointError: It is no data, or not there.
     """
     path = source.head.directory / COMMON
-    found = _load_common(path) if is_plain_file(path) else source.read_object(_COMMON_KEY)
+    found = read_common_file(source.head.directory) if is_plain_file(path) else source.read_object(_COMMON_KEY)
     state = found[0] if isinstance(found, list) and found else found
     if not isinstance(state, dict):
         raise _no_common(source.head.directory, type(state).__name__)
@@ -104,7 +104,13 @@ def read_common(source: DcpSource) -> Common:
     )
 
 
-def _load_common(path: AnyPath) -> Any:
+def read_common_file(directory: AnyPath) -> Any:
+    """What the file beside a `torch_dist` checkpoint has, as older releases wrote it.
+
+    Raises:
+        DamagedCheckpointError: It is no data.
+    """
+    path = directory / COMMON
     try:
         return load_record(np.frombuffer(read_bounded(path, _MAX_COMMON_BYTES), dtype=np.uint8))
     except Exception as error:  # a pickle stream can raise anything

@@ -13,6 +13,7 @@ from mbridge_fsdp_ckpt.live.optimizer.base import Grouped, OptimizerAdapter
 from mbridge_fsdp_ckpt.live.optimizer.fused_adam import FusedAdamAdapter
 from mbridge_fsdp_ckpt.live.optimizer.hybrid import HybridAdapter
 from mbridge_fsdp_ckpt.live.optimizer.torch_optimizer import TorchOptimizerAdapter
+from mbridge_fsdp_ckpt.remedies import remedy
 
 _GRAPHS = "megatron.core.optimizer.optimizer_cuda_graph"
 """Not in every release; who trains with it has imported it."""
@@ -47,7 +48,7 @@ def adapter_for(optimizer: Any) -> OptimizerAdapter:
     raise UnsupportedStateError(
         expected="a torch.optim.Optimizer, Transformer Engine's FusedAdam or Megatron's HybridDeviceOptimizer",
         found=f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
-        remedy="Use one of these, or save without optimizer state (checkpoint.save_optim=False).",
+        remedy=remedy("Use one of these.", "Or save without optimizer state, with {no_optimizer}."),
     )
 
 
@@ -65,8 +66,9 @@ def refuse_global_state(optimizer: Any) -> None:
                 raise UnsupportedStateError(
                     expected="optimizer state of parameters alone",
                     found=f"state of {owner!r}",
-                    remedy=f"Keep it elsewhere than in the state of {type(each).__qualname__}, such as in values=; "
-                    "or remove it, or save without optimizer state.",
+                    remedy=remedy(
+                        "Remove it.", "Or keep it elsewhere, in {values}.", "Or save without state: {no_optimizer}."
+                    ),
                 )
 
 

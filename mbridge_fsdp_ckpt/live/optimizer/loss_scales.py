@@ -9,6 +9,7 @@ from typing import Any
 
 from mbridge_fsdp_ckpt.errors import ConfigurationError, ManifestError
 from mbridge_fsdp_ckpt.live.optimizer.adapters import grad_scalers
+from mbridge_fsdp_ckpt.remedies import remedy
 
 NAME = "grad_scaler"
 """What Megatron's checkpoints call it among a checkpoint's values."""
@@ -79,7 +80,9 @@ def _check(scaler: Any, state: Any) -> None:
         raise ManifestError(
             expected=f"the state of a {type(scaler).__name__}",
             found=f"{type(error).__name__}: {error}",
-            remedy="Resume with the kind of loss scaling that was saved, or load weights alone.",
+            remedy=remedy(
+                "Resume with the kind of loss scaling that was saved.", "Or load weights alone, with {weights_only}."
+            ),
             key=NAME,
         ) from error
 

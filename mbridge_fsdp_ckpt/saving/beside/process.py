@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError, brief
+from mbridge_fsdp_ckpt.remedies import VARIABLE, door
 from mbridge_fsdp_ckpt.saving.beside import wire
 from mbridge_fsdp_ckpt.saving.beside.channel import Channel, Message, encoded, pulse_for
 from mbridge_fsdp_ckpt.saving.beside.handle import Saving, ended, say
@@ -45,7 +46,7 @@ class WriterProcess:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _PROGRAM, *told, *_path()],
                 pass_fds=[other.fileno()],
-                env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", VARIABLE: door()},
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )

@@ -14,10 +14,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mbridge_fsdp_ckpt.errors import ConfigurationError
+from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError
 from mbridge_fsdp_ckpt.storage.commit.lease import is_stale
 from mbridge_fsdp_ckpt.storage.file_system import TEMPORARY
 from mbridge_fsdp_ckpt.storage.files import entries, everything_in, is_plain_file
+from mbridge_fsdp_ckpt.storage.format.kinds import DirectoryKind, is_torch_dist
 from mbridge_fsdp_ckpt.storage.format.names import (
     DCP_METADATA,
     DELETED,
@@ -25,7 +26,6 @@ from mbridge_fsdp_ckpt.storage.format.names import (
     MANIFEST_NAME,
     REPLACED,
     STAGING,
-    TORCH_DIST_METADATA,
     TRACKER,
     is_head,
     is_part,
@@ -34,6 +34,7 @@ from mbridge_fsdp_ckpt.storage.format.names import (
     iteration_of,
     target_of,
 )
+from mbridge_fsdp_ckpt.storage.opening import kind_of
 from mbridge_fsdp_ckpt.storage.store import AnyPath, is_local, store_of
 
 _HEAD_BYTES = 1 << 12  # the manifest names its format in its first line
@@ -141,9 +142,9 @@ def is_root(directory: AnyPath, names: set[str]) -> bool:
 def _is_checkpoint(directory: AnyPath, names: set[str]) -> bool:
     """Whether it is a checkpoint that this package reads, or what is left of one: payload or index files.
 
-    Others use the names of the heads, too: a manifest has to name the format, and `torch_dist` is not stock's.
+    Others use the names of the heads, too: a manifest has to name the format, and `.metadata` has to have stock's keys.
     """
-    if _is_torch_dist(names):
+    if is_torch_dist(names) or _is_of_another(directory, names):
         return False
     if any(is_part(name) and not is_head(name) for name in names):
         return True
@@ -152,8 +153,14 @@ def _is_checkpoint(directory: AnyPath, names: set[str]) -> bool:
     return MANIFEST_NAME in names and _names_the_format(directory / MANIFEST_NAME)
 
 
-def _is_torch_dist(names: set[str]) -> bool:
-    return TORCH_DIST_METADATA in names and MANIFEST_NAME not in names
+def _is_of_another(directory: AnyPath, names: set[str]) -> bool:
+    """Whether `.metadata` is that of another checkpoint of torch's; of one that cannot be read nothing tells."""
+    if DCP_METADATA not in names or MANIFEST_NAME in names:
+        return False
+    try:
+        return kind_of(directory) is not DirectoryKind.STOCK
+    except CheckpointError:
+        return False
 
 
 def _names_the_format(manifest: AnyPath) -> bool:
@@ -178,7 +185,9 @@ def _counts_for_nothing(path: AnyPath) -> bool:
 
 
 def _kind(names: set[str]) -> str:
-    if _is_torch_dist(names):
+    if DCP_METADATA in names and not is_torch_dist(names):
+        return f"a checkpoint of torch.distributed.checkpoint, not of stock, with {_listed(names)}"
+    if is_torch_dist(names):
         return f"a checkpoint in another format (torch_dist), with {_listed(names)}"
     if "config.json" in names or any(name.endswith(".safetensors") for name in names):
         return f"a Hugging Face model, with {_listed(names)}"

@@ -1,10 +1,12 @@
 """Reading stock `fsdp_dtensor`: metadata through a restricted unpickler, tensors through `weights_only`.
 
-Stock has no checksums: a flipped byte in a tensor cannot be seen, a truncated file is.
+Stock has no checksums: a flipped byte in a tensor cannot be seen, a truncated file is.  Other checkpoints of torch's
+Distributed Checkpoint open as well, for what looks at them; `DcpSource.kind` tells them apart.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
@@ -15,13 +17,15 @@ import torch
 from torch.distributed.checkpoint import metadata
 
 from mbridge_fsdp_ckpt.errors import CheckpointError, DamagedCheckpointError, brief
-from mbridge_fsdp_ckpt.plan.boxes import Box
+from mbridge_fsdp_ckpt.plan.boxes import Box, whole
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_name
 from mbridge_fsdp_ckpt.plan.keys import MODEL_PREFIX, STATE_PREFIX, KeyEntry, Kind, name_and_slot
+from mbridge_fsdp_ckpt.plan.tiling import tiling_defect
 from mbridge_fsdp_ckpt.storage.ahead import Range
 from mbridge_fsdp_ckpt.storage.entries import FileEntry
 from mbridge_fsdp_ckpt.storage.files import check_file, file_checksum, hold, is_plain_file, size_of
-from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, STOCK_FORMAT
+from mbridge_fsdp_ckpt.storage.format.kinds import TORCH_DIST_COMMON, DirectoryKind, kind_by_keys
+from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, TORCH_DIST_METADATA
 from mbridge_fsdp_ckpt.storage.format.on_host import host_bytes
 from mbridge_fsdp_ckpt.storage.ranges import ByteRange, Bytes, OpenFiles, Place, Scratch
 from mbridge_fsdp_ckpt.storage.source import AT_PLACE, Head, RankRecord, StoredChunk, slots_in
@@ -82,29 +86,37 @@ class DcpSource:
             key: KeyEntry(dtype=dtype_name(value.properties.dtype), shape=tuple(value.size), kind=_kind(key, value))
             for key, value in self._tensors.items()
         }
-        self._keys = {key: entry for key, entry in self.tensors.items() if key.startswith((MODEL_PREFIX, STATE_PREFIX))}
+        self.kind = self._kind_of(directory)
+        known = (MODEL_PREFIX, STATE_PREFIX) if self.kind is DirectoryKind.STOCK else ""
+        self._keys = {key: entry for key, entry in self.tensors.items() if key.startswith(known)}
         has_optimizer = any(key.startswith(STATE_PREFIX) for key in self._keys)
         self._slots = tuple(dict.fromkeys(named[1] for key in self._keys if (named := name_and_slot(key))))
         self.head = Head(
             directory=directory,
             identity=identity,
-            format=STOCK_FORMAT,
+            format=str(self.kind),
             sections=("model", "optimizer") if has_optimizer else ("model",),
             keys=self._keys,
-            values=self.read_values(*_VALUES),
+            values=self.read_values(*_VALUES) if self.kind is DirectoryKind.STOCK else {},
         )
+
+    def _kind_of(self, directory: AnyPath) -> DirectoryKind:
+        """Whose it is: Megatron has files beside `torch_dist` checkpoints that tell them, or keys that do."""
+        if any(is_plain_file(directory / name) for name in (TORCH_DIST_METADATA, TORCH_DIST_COMMON)):
+            return DirectoryKind.TORCH_DIST
+        return kind_by_keys(self.entries)
 
     def hyperparameters(self, names: Iterable[str] | None = None) -> dict[str, dict[str, Any]]:
         """See `CheckpointSource`.  Constructor choices that stock pickled as classes are left out unread."""
         wanted = None if names is None else set(names)
         found: dict[str, dict[str, Any]] = {}
         with _contradictions_named(self._directory):
-            for key in self._bytes:
+            for key in (*self._bytes, *(self.tensors.keys() - self._keys.keys())):
                 name, _, hyperparameter = key.removeprefix(_GROUPS).rpartition(".")
                 if not key.startswith(_GROUPS) or hyperparameter.endswith("_cls"):
                     continue
                 if wanted is None or name in wanted:
-                    found.setdefault(name, {})[hyperparameter] = self.read_object(key)
+                    found.setdefault(name, {})[hyperparameter] = self._read_value(key)
         return found
 
     def look_near(self, ranks: Iterable[int]) -> None:
@@ -189,7 +201,7 @@ class DcpSource:
 
     def _place(self, key: str, box: Box, index: Any) -> StoredChunk:
         info = self._storage.get(index)
-        if info is None or not box.inside(self._keys[key].shape if key in self._keys else box.end):
+        if info is None or not box.inside(self.tensors[key].shape if key in self.tensors else box.end):
             raise malformed(self._directory, f"a place in the directory for {key} {box}", f"{info}")
         offset, length, name = info.offset, info.length, info.relative_path
         if getattr(info, "transform_descriptors", None) or not all(type(n) is int and n >= 0 for n in (offset, length)):
@@ -254,13 +266,68 @@ class DcpSource:
             path = (self._metadata.planner_data or {}).get(key, ())
             if not path or path[0] not in roots:
                 continue
-            value = self.read_object(key) if key not in self._tensors else self._read_tensor(key)
-            _set(nested, path, value)
+            _set(nested, path, self._read_value(key))
         return nested
 
-    def _read_tensor(self, key: str) -> torch.Tensor:
-        chunk = self._tensors[key].chunks[0]
-        return self.read(self._stored(key, chunk))
+    def read_rest(self, *left_out: str) -> tuple[dict[str, Any], list[str]]:
+        """All that is no key of the head, no hyperparameter and not below the given roots.
+
+        Returns:
+            It, nested again, and the names of what cannot be read without running code.
+
+        Raises:
+            DamagedCheckpointError: A file is missing, or too short.
+            ManifestError: The metadata contradicts itself.
+        """
+        nested: dict[str, Any] = {}
+        unread = []
+        with _contradictions_named(self._directory):
+            for key, path in self.entries.items():
+                place = path or (key,)
+                if key in self._keys or (key.startswith(_GROUPS) and not key.endswith("_cls")):
+                    continue
+                if re.split(r"[./]", key)[0] in left_out:
+                    continue
+                if key in self._tensors or self._is_data(key):
+                    _set(nested, place, self._read_value(key))
+                else:
+                    unread.append(key)
+        return nested, unread
+
+    def look_at(self, key: str) -> list[StoredChunk]:
+        """Where a tensor or a value lies, of those that are no keys of the head, too.
+
+        Raises:
+            DamagedCheckpointError: A file is missing, or too short.
+            ManifestError: The metadata contradicts itself.
+        """
+        with _contradictions_named(self._directory):
+            return self.chunks([key])[key] if key in self._tensors else [self._place(key, Box((), ()), (key, None))]
+
+    def _is_data(self, key: str) -> bool:
+        """Whether a value is there, and can be read without running code."""
+        [chunk] = self.look_at(key)
+        data = self._files.read(chunk.path, *chunk.record)
+        try:
+            load_record(data)
+        except Exception:  # a pickle stream can raise anything
+            return False
+        return True
+
+    def _read_value(self, key: str) -> Any:
+        """A value, which stock saves as a tensor where it is one."""
+        if key not in self._tensors:
+            return self.read_object(key)
+        box = whole(self.tensors[key].shape)
+        chunks = self.chunks([key])[key]
+        defect = tiling_defect(box, (chunk.box for chunk in chunks))
+        if defect:
+            raise malformed(self._directory, f"chunks that cover {key} once", defect)
+        read = [self.read(chunk) for chunk in chunks]  # before there is memory for what the metadata claims
+        value = torch.empty(box.size, dtype=self._tensors[key].properties.dtype)
+        for chunk, part in zip(chunks, read, strict=True):
+            value[chunk.box.slices_in(box)] = part
+        return value
 
 
 def _kind(key: str, value: Any) -> Kind:

@@ -32,6 +32,7 @@ from mbridge_fsdp_ckpt.errors import UnsupportedStateError
 from mbridge_fsdp_ckpt.plan.boxes import Shape
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry, name_and_slot
+from mbridge_fsdp_ckpt.remedies import remedy
 from mbridge_fsdp_ckpt.storage.format import columns
 from mbridge_fsdp_ckpt.storage.format.index import IndexFile
 from mbridge_fsdp_ckpt.storage.format.sums import sums_bytes
@@ -191,7 +192,11 @@ class _View:
             raise UnsupportedStateError(
                 expected="one value of each name, as stock's view has them",
                 found="two",
-                remedy='Give the value another name, or save with dcp_metadata="never". Nothing was committed.',
+                remedy=remedy(
+                    "Give the value another name.",
+                    "Or save without stock's view, which {dcp_metadata} chooses.",
+                    "Nothing was committed.",
+                ),
                 key=key,
             )
         self._state[key], self._paths[key] = entry, path

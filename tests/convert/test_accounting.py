@@ -1,0 +1,190 @@
+"""An import or export accounts for every tensor on both sides, and leaves nothing where it fails."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from tests.convert import hugging_face_runs as runs
+from tests.models import hugging_face
+from tests.models.test_real_models import not_in_bridge
+from tests.soak import sampling
+
+pytestmark = pytest.mark.bridge
+
+Tensors = dict[str, torch.Tensor]
+
+
+def tensors_in(directory: Path) -> Tensors:
+    from safetensors.torch import load_file
+
+    return {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def without(name: str) -> Callable[[Tensors], Any]:
+    return lambda tensors: tensors.pop(name)
+
+
+def changed(source: str, target: Path, change: Callable[[Tensors], Any]) -> str:
+    """A copy of a model with other tensors."""
+    from safetensors.torch import save_file
+
+    shutil.copytree(source, target)
+    tensors = tensors_in(target)
+    change(tensors)
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    return str(target)
+
+
+def in_two_files(source: str, target: Path) -> str:
+    """A copy whose tensors lie in two files, the second of which is not there."""
+    from safetensors.torch import save_file
+
+    shutil.copytree(source, target)
+    tensors = tensors_in(target)
+    (target / "model.safetensors").unlink()
+    names = sorted(tensors)
+    halves = {"model-1-of-2.safetensors": names[::2], "model-2-of-2.safetensors": names[1::2]}
+    for file, held in halves.items():
+        save_file({name: tensors[name] for name in held}, target / file, {"format": "pt"})
+    where = {name: file for file, held in halves.items() for name in held}
+    (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    (target / "model-2-of-2.safetensors").unlink()
+    return str(target)
+
+
+def said(*line: str) -> tuple[int, str, str]:
+    """`convert`, as on a machine without CUDA: exit code, what it said in the end, and its error."""
+    from typer.testing import CliRunner
+
+    from mbridge_fsdp_ckpt.cli import convert  # noqa: F401
+    from mbridge_fsdp_ckpt.cli.console import app
+
+    with runs.begun_anew(), runs.without_cuda():
+        done = CliRunner().invoke(app, ["convert", *line], env={"COLUMNS": "80"})
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.exit_code, done.stdout, done.stderr
+
+
+def of_imports(folder: str) -> dict[str, Any]:
+    """What imports of models say whose tensors are not those of the model."""
+    root, source = Path(folder), f"{folder}/whole"
+    runs.write_model("Qwen3-MoE", source)
+    some = {
+        "a projection": "model.layers.1.self_attn.k_proj.weight",
+        "an expert": "model.layers.0.mlp.experts.3.down_proj.weight",
+        "a norm": "model.norm.weight",
+    }
+    found: dict[str, Any] = {}
+    models = {what: changed(source, root / what, without(name)) for what, name in some.items()}
+    models["an additional tensor"] = changed(
+        source, root / "more", lambda tensors: tensors.update({"model.layers.0.extra.weight": torch.ones(2)})
+    )
+    models["another shape"] = changed(
+        source, root / "shape", lambda tensors: tensors.update({"model.norm.weight": torch.ones(3)})
+    )
+    models["a shard"] = in_two_files(source, root / "shard")
+    for what, model in models.items():
+        found[what] = said("import", "--hf-model", model, "--megatron-path", f"{folder}/new")
+        assert not (root / "new").exists() or not any((root / "new").iterdir()), what
+    large = changed(source, root / "large", lambda tensors: tensors["model.norm.weight"].fill_(1e5))
+    line = ("import", "--hf-model", large, "--megatron-path", f"{folder}/new", "--torch-dtype")
+    found["an overflow"] = said(*line, "float16")
+    found["no overflow"] = said(*line, "bfloat16")
+    more = ("import", "--hf-model", models["an additional tensor"], "--megatron-path", f"{folder}/lenient")
+    found["not strict"] = said(*more, "--not-strict")
+    return found
+
+
+def test_an_import_accounts_for_every_tensor(bridge_ranks: RankPool, tmp_path: Path) -> None:
+    [found] = bridge_ranks.run(of_imports, str(tmp_path), ranks=1)
+    says = {
+        "a projection": "KeyMismatchError: .*decoder.layers.1.self_attention.linear_qkv.weight",
+        "an expert": "KeyMismatchError: .*decoder.layers.0.mlp.experts.*weight",
+        "a norm": "KeyMismatchError: .*decoder.final_layernorm.weight",
+        "an additional tensor": "KeyMismatchError: .*model.layers.0.extra.weight.*--not-strict",
+        "another shape": "ConfigurationError: .*decoder.final_layernorm.weight",
+        "a shard": "DamagedCheckpointError: .*model-2-of-2.safetensors.*no such file",
+        "an overflow": "ConfigurationError: .*--torch-dtype.*decoder.final_layernorm.weight",
+    }
+    for what, text in says.items():
+        code, _, error = found.pop(what)
+        assert code in (1, 2), what
+        assert len(error.splitlines()) == 1, error
+        assert re.match(text, error), (what, error)
+    assert {code for code, _, _ in found.values()} == {0}, found
+    assert "1 left out, without a place in the model: model.layers.0.extra.weight." in found["not strict"][1]
+
+
+def of_exports(folder: str) -> dict[str, Any]:
+    """Exports of a model that was trained without the head that its Hugging Face model has."""
+    root, whole, bare = Path(folder), f"{folder}/whole", f"{folder}/bare"
+    if not runs.write_model("Qwen3.5", whole):
+        return {}
+    changed(whole, root / "bare", lambda tensors: [tensors.pop(name) for name in list(tensors) if "mtp." in name])
+    config = json.loads((root / "bare" / "config.json").read_text())
+    (root / "bare" / "config.json").write_text(json.dumps(config | {"mtp_num_hidden_layers": 0}))
+    found: dict[str, Any] = {}
+    found |= {"import": said("import", "--hf-model", bare, "--megatron-path", f"{folder}/checkpoint")}
+    line = ("export", "--hf-model", whole, "--megatron-path", f"{folder}/checkpoint", "--hf-path", f"{folder}/exported")
+    found["strict"] = said(*line)
+    found["left"] = sorted(path.name for path in root.iterdir())
+    found["not strict"] = said(*line, "--not-strict")
+    if found["not strict"][0]:
+        return found
+    found["differences"] = runs.differences(bare, f"{folder}/exported", exact=True)
+    more = changed(whole, root / "more", lambda tensors: tensors.update({"model.extra.weight": torch.ones(2)}))
+    again = ("export", "--hf-model", more, "--megatron-path", f"{folder}/checkpoint", "--hf-path", f"{folder}/again")
+    found["Bridge fails"] = said(*again)
+    found["again"] = said(*again, "--not-strict")
+    runs.write_model("Qwen3", f"{folder}/other")
+    other = ("--megatron-path", f"{folder}/checkpoint", "--hf-path", f"{folder}/others", "--not-strict")
+    found["another model"] = said("export", "--hf-model", f"{folder}/other", *other)
+    found["left in the end"] = sorted(path.name for path in root.iterdir())
+    return found
+
+
+def test_an_export_may_leave_out_what_the_checkpoint_lacks(bridge_ranks: RankPool, tmp_path: Path) -> None:
+    [found] = bridge_ranks.run(of_exports, str(tmp_path), ranks=1)
+    if not found:
+        pytest.skip(not_in_bridge("Qwen3.5"))
+    assert found["import"][0] == 0, found["import"]
+    code, _, error = found["strict"]
+    assert (code, len(error.splitlines())) == (1, 1), error
+    assert error.startswith("KeyMismatchError: ")
+    assert "--not-strict lets tensors be absent" in error
+    assert "allow_missing" not in error
+    assert "load_optim" not in error
+    assert found["left"] == ["bare", "checkpoint", "whole"]
+    code, out, error = found["not strict"]
+    assert code == 0, error
+    assert "left out, absent in the checkpoint: mtp." in out
+    assert found["differences"] == []
+    assert found["Bridge fails"][0] == 1
+    assert len(found["Bridge fails"][2].splitlines()) == 1
+    assert found["again"][0] == 0, found["again"]
+    assert found["another model"][0] == 1
+    assert len(found["another model"][2].splitlines()) == 1
+    assert found["left in the end"] == ["again", "bare", "checkpoint", "exported", "more", "other", "whole"]
+
+
+def imported_with_all_tensors(name: str, folder: str) -> bool | tuple[int, str, str]:
+    return runs.write_model(name, folder) and said("import", "--hf-model", folder, "--megatron-path", f"{folder}-made")
+
+
+@pytest.mark.parametrize("name", sampling.drawn("models accounted for", list(hugging_face.MODELS), share=4))
+def test_no_model_of_a_family_is_refused(name: str, bridge_ranks: RankPool, tmp_path: Path) -> None:
+    """What their files have, and Bridge reads, is all that they need."""
+    [found] = bridge_ranks.run(imported_with_all_tensors, name, str(tmp_path / "model"), ranks=1)
+    if found is False:
+        pytest.skip(not_in_bridge(name))
+    assert found[0] == 0, found[2]
+    assert "left out" not in found[1]

@@ -60,7 +60,9 @@ def locate(load_dir: str | None, checkpoint_config: Any, step: int | None) -> Lo
             return Located(root, root.parent)
         if step is not None:
             return Located(chosen(root, step, _OPTION), root)
-    roots = [as_path(place) for place in differences.recovery_directories(load_dir, checkpoint_config)]
+    resumes = load_dir == checkpoint_config.load  # recovery checkpoints of a run are nothing to fine-tune from
+    recovery = differences.recovery_directories(load_dir, checkpoint_config) if resumes else ()
+    roots = [as_path(place) for place in recovery]
     roots += [] if load_dir is None else [as_path(load_dir)]
     found = [(named, root) for root in roots if (named := trackers.meant(root)) is not None]
     if not found:

@@ -91,9 +91,9 @@ def located(place: str, manifest_alone: str) -> dict[str, Any]:
     from mbridge_fsdp_ckpt.bridge.locate import locate
     from mbridge_fsdp_ckpt.megatron_lm.checkpointing import _locate
 
-    def found(load: str | None, **changes: Any) -> Any:
+    def found(load: str | None, pretrained: str | None = None, **changes: Any) -> Any:
         config = CheckpointConfig(load=load, save=f"{place}/out", non_persistent_ckpt_type="global", **changes)
-        there = locate(load, config, config.ckpt_step)
+        there = locate(pretrained or load, config, config.ckpt_step)
         return there and (str(there.directory.relative_to(place)), str(there.beside.relative_to(place)))
 
     mbridge_fsdp_ckpt.register()
@@ -105,6 +105,7 @@ def located(place: str, manifest_alone: str) -> dict[str, Any]:
         "chosen": found(f"{place}/in", ckpt_step=1),
         "load's recovery": found(f"{place}/newer"),
         "elsewhere": found(f"{place}/in", non_persistent_global_ckpt_dir=f"{place}/newer"),
+        "base of adapters": found(f"{place}/not yet", pretrained=f"{place}/in"),
         "manifest alone": (found(manifest_alone), checkpoint_exists(manifest_alone)),
         "manifest alone, Megatron-LM": str(_locate(arguments, manifest_alone)),
     }
@@ -125,6 +126,7 @@ def test_recovery_checkpoints_are_looked_for_where_bridge_does(bridge_ranks: Ran
         "chosen": ("in/iter_0000001", "in"),
         "load's recovery": ("newer/iter_0000004", "newer"),
         "elsewhere": ("newer/iter_0000004", "out"),
+        "base of adapters": ("in/iter_0000001", "in"),
         "manifest alone": (("base", "."), True),
         "manifest alone, Megatron-LM": str(alone),
     }

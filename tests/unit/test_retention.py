@@ -7,9 +7,11 @@ import os
 import shutil
 import threading
 import time
+import uuid
 from pathlib import Path
 
 import pytest
+from upath import UPath
 
 from mbridge_fsdp_ckpt.errors import NotACheckpointError
 from mbridge_fsdp_ckpt.storage.commit import lease, removal, retention
@@ -22,6 +24,7 @@ from mbridge_fsdp_ckpt.storage.commit.retention import (
     prune_later,
     reading,
 )
+from tests.unit import handmade
 
 
 @pytest.fixture
@@ -169,6 +172,19 @@ def test_what_a_save_puts_in_its_place_meanwhile_stays(root: Path, monkeypatch: 
     assert numbers(prune(root, 1)) == [10, 40]
     assert left(root) == [20, 30, 50]
     assert not list(root.glob(".deleted-*"))
+
+
+def test_objects_of_a_save_that_goes_on_in_a_removed_iteration_stay(tmp_path: Path) -> None:
+    """Without a rename a save writes where the checkpoint is that it will replace."""
+    root = UPath(f"memory://{uuid.uuid4().hex}")
+    for number in (1, 2):
+        for path in handmade.make(tmp_path / f"iter_{number:07d}").iterdir():
+            (root / f"iter_{number:07d}" / path.name).write_bytes(path.read_bytes())
+    new = ["__0_0-0123456789ab.distcp", "rank_00000-0123456789ab.index"]
+    for name in new:
+        (root / "iter_0000001" / name).write_bytes(b"x")
+    assert numbers(prune(root, 1)) == [1]
+    assert sorted(path.name for path in (root / "iter_0000001").iterdir()) == new
 
 
 def test_nothing_is_removed_where_a_tracker_is_illegible(root: Path) -> None:

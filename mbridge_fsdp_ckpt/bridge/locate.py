@@ -13,7 +13,7 @@ from mbridge_fsdp_ckpt.hosts.root import chosen, existing
 from mbridge_fsdp_ckpt.storage import trackers
 from mbridge_fsdp_ckpt.storage.files import what_is_there
 from mbridge_fsdp_ckpt.storage.format.head import has_head
-from mbridge_fsdp_ckpt.storage.format.names import RELEASE, iteration_of
+from mbridge_fsdp_ckpt.storage.format.names import iteration_of
 from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path
 
 _OPTION = "checkpoint.ckpt_step"
@@ -26,15 +26,12 @@ class Located:
     Args:
         directory: The directory.
         beside: Where the data loader's position was saved: the root of persistent checkpoints.
+        release: Whether a tracker says that it holds weights without training progress.
     """
 
     directory: AnyPath
     beside: AnyPath
-
-    @property
-    def release(self) -> bool:
-        """Whether it holds weights without training progress."""
-        return self.directory.name == RELEASE
+    release: bool = False
 
 
 def locate(load_dir: str | None, checkpoint_config: Any, step: int | None) -> Located | None:
@@ -69,7 +66,7 @@ def locate(load_dir: str | None, checkpoint_config: Any, step: int | None) -> Lo
         return None
     named, root = max(found, key=lambda one: -1 if one[0].number is None else one[0].number)  # as Bridge: the first
     directory = existing(root, named.name, named.tracker.name, f"Choose one that is there with {_OPTION}.")
-    return Located(directory, _beside(root, load_dir, checkpoint_config))
+    return Located(directory, _beside(root, load_dir, checkpoint_config), release=named.number is None)
 
 
 def _check_named_so(directory: AnyPath, step: int | None) -> None:

@@ -100,12 +100,15 @@ def read(tracker: AnyPath) -> Named | None:
             return None
         kind = "a directory" if tracker.is_dir() else "neither a file nor a directory"
         raise _illegible(tracker, kind if tracker.exists() else "which does not exist")
-    size = size_of(tracker)
-    if size > _MAX_BYTES[tracker.name]:
-        raise _illegible(tracker, f"a file of {size} bytes")
-    local = store_of(tracker).local
-    with opened(tracker if local is None else local.resolve()) as file:
-        data = file.read(size)
+    try:
+        size = size_of(tracker)
+        if size > _MAX_BYTES[tracker.name]:
+            raise _illegible(tracker, f"a file of {size} bytes")
+        local = store_of(tracker).local
+        with opened(tracker if local is None else local.resolve()) as file:
+            data = file.read(size)
+    except FileNotFoundError:  # removed meanwhile: see `publish`
+        return None
     return Named(tracker, _step_of(tracker, data) if tracker.name == STATE_TRACKER else _number_in(tracker, data))
 
 

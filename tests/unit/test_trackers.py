@@ -11,7 +11,7 @@ import pytest
 
 from mbridge_fsdp_ckpt.errors import NotACheckpointError
 from mbridge_fsdp_ckpt.hosts.root import find_checkpoint
-from tests.trackers import CASES, SECRET
+from tests.trackers import CASES, SECRET, TRACKER
 from tests.unit import handmade
 from tests.unit.test_cli import call
 
@@ -74,3 +74,14 @@ def test_every_reader_takes_the_trackers_to_mean_the_same(case: tuple[Path, str]
     else:  # each tool says in its own words what is there
         wrong = {name: text for name, text in said.items() if text and "iter_0000010, iter_0000020" not in text}
     assert not wrong
+    pruned(root, means)
+
+
+def pruned(root: Path, means: str) -> None:
+    """What a tracker names stays, whichever is meant; where one is illegible, all stays."""
+    older = (root / TRACKER).is_file() and (root / TRACKER).read_bytes() == b"10"  # beside Bridge's of 20
+    named = older or means == "iter_0000010" or means.startswith("!iter_0000010, and")
+    illegible = means.startswith("!") and "iter_0000020" not in means
+    result = call("prune", root, "--keep", "1", "--yes")
+    assert (result.exit_code, (root / "iter_0000010").exists()) == (int(illegible), illegible or named)
+    assert (root / "iter_0000020").exists()

@@ -101,7 +101,10 @@ _TOUCHED: dict[Need, dict[str, dict[str, str]]] = {
         "bridge/plugin.py": {
             f"{_TRAINING}.config": "ConfigContainer.validate",
             f"{_TRAINING}.state": "GlobalState.initialize_async_checkpoint_worker",
-            f"{_TRAINING}.checkpointing": "maybe_finalize_async_save(global_state,ckpt_cfg,blocking,terminate)",
+            f"{_TRAINING}.checkpointing": (
+                "maybe_finalize_async_save(global_state,ckpt_cfg,blocking,terminate) "
+                "create_checkpoint_manager(checkpoint_config)"
+            ),
             "megatron.bridge.utils.instantiate_utils": "target_allowlist.add_exact target_allowlist.remove_exact",
         },
         "bridge/manager.py": {
@@ -127,14 +130,12 @@ _TOUCHED: dict[Need, dict[str, dict[str, str]]] = {
         },
         "bridge/locate.py": {
             f"{_TRAINING}.utils.checkpoint_utils": (
-                "get_checkpoint_name(release) get_checkpoint_tracker_filename "
-                "is_checkpoint_iteration_directory TRACKER_PREFIX TRAIN_STATE_FILE"
+                "get_checkpoint_name checkpoint_exists is_checkpoint_iteration_directory"
             ),
         },
         "bridge/run_files.py": {
             f"{_TRAINING}.utils.checkpoint_utils": (
-                "get_checkpoint_run_config_filename get_checkpoint_train_state_filename "
-                "get_checkpoint_tracker_filename TRACKER_PREFIX"
+                "get_checkpoint_run_config_filename get_checkpoint_train_state_filename"
             ),
             f"{_TRAINING}.checkpointing": "save_tokenizer_assets",
             f"{_LM}.config.container": "ConfigContainerBase.to_dict ConfigContainerBase._convert_value_to_dict",
@@ -157,8 +158,12 @@ _TOUCHED: dict[Need, dict[str, dict[str, str]]] = {
             f"{_TRAINING}.checkpointing": (
                 "_load_model_weights_from_checkpoint(checkpoint_path,model,return_state_dict)"
             ),
+            "megatron.bridge": "AutoBridge.load_megatron_model(path)",
         },
-        "bridge/differences.py": {f"{_TRAINING}.optim": ""},
+        "bridge/differences.py": {
+            f"{_TRAINING}.optim": "",
+            f"{_TRAINING}.checkpointing": "_NON_PERSISTENT_CKPT_SUBDIR",
+        },
         "bridge/export_fix.py": {
             "megatron.bridge.models.conversion.param_mapping": ("_module_uses_fsdp ChunkedMapping MambaInProjMapping"),
         },

@@ -11,8 +11,7 @@ from megatron.bridge.training.callbacks import CallbackContext, should_fire
 from megatron.bridge.training.utils import comet_utils, mlflow_utils, wandb_utils
 from megatron.bridge.utils.common_utils import get_rank_safe, is_last_rank, print_rank_0
 
-from mbridge_fsdp_ckpt.bridge.differences import dataloader_directory
-from mbridge_fsdp_ckpt.bridge.locate import NON_PERSISTENT
+from mbridge_fsdp_ckpt.bridge.differences import dataloader_directory, recovery_directories
 from mbridge_fsdp_ckpt.bridge.scalars import log_scalars
 from mbridge_fsdp_ckpt.saving.saved import Saved
 from mbridge_fsdp_ckpt.storage.commit.retention import prune_later
@@ -23,8 +22,8 @@ def root_directory(checkpoint_config: Any, *, non_persistent: bool) -> AnyPath:
     """Where iteration directories go."""
     if not non_persistent:
         return as_path(checkpoint_config.save)
-    other = checkpoint_config.non_persistent_global_ckpt_dir
-    return as_path(other) if other else as_path(checkpoint_config.save) / NON_PERSISTENT
+    first, *_ = recovery_directories(checkpoint_config.save, checkpoint_config)
+    return as_path(first)
 
 
 def save_dataloader_state(state: Any, model: list[Any], iterator: Any, pg_collection: Any) -> None:
@@ -101,8 +100,15 @@ class Announcement:
         comet_utils.on_save_checkpoint_success(*where, step, comet_logger=state.comet_logger)
 
     def _prune(self, keep: int) -> None:
-        """What `most_recent_k` has no room for; the checkpoint that was just committed always stays."""
+        """What `most_recent_k` has no room for; what trackers name stays, and what a restart would begin from."""
         if not self._is_persistent:  # Bridge keeps two
             keep = 2 if keep < 0 else keep
         if keep > -1:
-            prune_later(self._root, max(1, keep), also_keep=self.step)
+            prune_later(self._root, max(1, keep), also_keep=self._chosen)
+
+    @property
+    def _chosen(self) -> int | None:
+        """The iteration in the same root that a restart would begin from, as this run did."""
+        checkpoint = self.state.cfg.checkpoint
+        is_here = checkpoint.load is not None and as_path(checkpoint.load) == self._root
+        return checkpoint.ckpt_step if is_here else None

@@ -8,6 +8,9 @@ checkpointing._load_model_weights_from_checkpoint   fills a model that nothing w
 model_load_save.build_and_load_model                leaves a process group behind only if it found one: of torchrun's
                                                     ranks each would build the model alone, and an export afterwards
                                                     has no group.  For this format's directories they join first
+AutoBridge.load_megatron_model                      takes the highest number in a root; here, what the trackers mean
+checkpoint_utils.is_checkpoint_iteration_directory  does not know this format's manifest: without stock's view beside
+                                                    it, set-up would begin with random weights
 models.conversion.param_mapping                     see `export_fix`
 """
 
@@ -22,7 +25,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mbridge_fsdp_ckpt.storage.format.names import MANIFEST_NAME
+from mbridge_fsdp_ckpt.hosts.patching import Patches
+from mbridge_fsdp_ckpt.hosts.root import find_checkpoint
+from mbridge_fsdp_ckpt.storage.files import entries
+from mbridge_fsdp_ckpt.storage.format.names import ITERATION, MANIFEST_NAME
 from mbridge_fsdp_ckpt.storage.store import as_path
 
 
@@ -33,14 +39,40 @@ def replacements(is_ours: Callable[[Any], bool]) -> list[tuple[Any, Any]]:
         is_ours: Whether a run that says a format is saved here.
     """
     from megatron.bridge.training import checkpointing, model_load_save
+    from megatron.bridge.training.utils import checkpoint_utils
 
+    iteration_directory = checkpoint_utils.is_checkpoint_iteration_directory
     save, load = model_load_save.save_megatron_model, checkpointing._load_model_weights_from_checkpoint
     build = model_load_save.build_and_load_model
     return [
         (save, _saving_the_model(save, is_ours)),
         (load, _from_our_directory(load)),
         (build, _in_one_job(build)),
+        (iteration_directory, _or_ours(iteration_directory)),
     ]
+
+
+def follow_trackers(patches: Patches) -> None:
+    """Let Bridge's `AutoBridge` take what the trackers of a root mean, where checkpoints of this format lie in it."""
+    from megatron.bridge import AutoBridge
+
+    stock = AutoBridge.load_megatron_model
+
+    @functools.wraps(stock)
+    def load_megatron_model(self: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
+        root = as_path(path)
+        ours = any((directory / MANIFEST_NAME).exists() for directory in entries(root, ITERATION))
+        return stock(self, str(find_checkpoint(root)) if ours else path, *args, **kwargs)
+
+    patches.set(AutoBridge, "load_megatron_model", load_megatron_model)
+
+
+def _or_ours(stock: Callable[[str | None], bool]) -> Callable[[str | None], bool]:
+    @functools.wraps(stock)
+    def is_checkpoint_iteration_directory(path: str | None) -> bool:
+        return stock(path) or (path is not None and (as_path(path) / MANIFEST_NAME).exists())
+
+    return is_checkpoint_iteration_directory
 
 
 def _saving_the_model(stock: Callable[..., Any], is_ours: Callable[[Any], bool]) -> Callable[..., Any]:

@@ -14,6 +14,25 @@ def is_hugging_face(directory: str) -> bool:
     return bool(found(directory)) if found is not None else False
 
 
+def recovery_directories(load: str | None, checkpoint_config: Any) -> tuple[str, ...]:
+    """Where a resume looks for recovery (non-persistent) checkpoints; 0.5 says so in the middle of its load."""
+    if checkpoint_config.non_persistent_ckpt_type != "global":
+        return ()
+    find = getattr(checkpointing, "_get_global_non_persistent_checkpoint_dirs", None)
+    if find is not None:
+        return tuple(find(load, checkpoint_config))
+    other = checkpoint_config.non_persistent_global_ckpt_dir
+    if other or load is None:
+        return (other,) if other else ()
+    return (f"{load}/{checkpointing._NON_PERSISTENT_CKPT_SUBDIR}",)
+
+
+def has_recovery_checkpoint(load: str | None, checkpoint_config: Any) -> bool:
+    """Whether Bridge's set-up sees a recovery checkpoint; that of 0.5 looks for none."""
+    has = getattr(checkpointing, "_has_global_non_persistent_checkpoint", None)
+    return bool(has(load, checkpoint_config)) if has is not None else False
+
+
 def dataloader_directory() -> str | None:
     """Where, below the checkpoints, a data loader's position goes by default; 0.5 saves it only where told to."""
     found: str | None = getattr(checkpointing, "DATALOADER_STATE_SUBDIR", None)

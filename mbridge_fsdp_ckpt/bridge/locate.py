@@ -1,101 +1,142 @@
-"""Which iteration directory a run resumes from."""
+"""Which iteration directory a run resumes from.  Bridge says where checkpoints may lie, trackers which one is meant."""
 
 from __future__ import annotations
 
-import io
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from megatron.bridge.training.utils import checkpoint_utils as names
 
+from mbridge_fsdp_ckpt.bridge import differences
 from mbridge_fsdp_ckpt.errors import NotACheckpointError
-from mbridge_fsdp_ckpt.hosts.root import RELEASE
-from mbridge_fsdp_ckpt.storage.commit.methods import recover
-from mbridge_fsdp_ckpt.storage.files import entries
-from mbridge_fsdp_ckpt.storage.format.names import ITERATION, MANIFEST_NAME
+from mbridge_fsdp_ckpt.hosts.root import chosen, existing
+from mbridge_fsdp_ckpt.storage import trackers
+from mbridge_fsdp_ckpt.storage.files import what_is_there
+from mbridge_fsdp_ckpt.storage.format.head import has_head
+from mbridge_fsdp_ckpt.storage.format.names import iteration_of
 from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path
 
-NON_PERSISTENT = "non_persistent"  # Bridge's default directory for global non-persistent checkpoints
+_OPTION = "checkpoint.ckpt_step"
 
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """An iteration directory; `release` marks weights without training progress."""
+    """An iteration directory.
+
+    Args:
+        directory: The directory.
+        beside: Where the data loader's position was saved: the root of persistent checkpoints.
+        release: Whether a tracker says that it holds weights without training progress.
+    """
 
     directory: AnyPath
+    beside: AnyPath
     release: bool = False
 
 
 def locate(load_dir: str | None, checkpoint_config: Any, step: int | None) -> Located | None:
     """The directory to load: the given one if it is an iteration directory, the given step's, or the last one.
 
+    The last one is what trackers mean, of the root or of Bridge's places for recovery (non-persistent) checkpoints.
+
     Args:
         load_dir: Root or iteration directory.
         checkpoint_config: Bridge's checkpoint configuration.
-        step: The user's choice of iteration (`ckpt_step`).
+        step: The user's choice of iteration (`ckpt_step`); it goes before recovery checkpoints.
 
     Returns:
         None where there is no checkpoint at all.
 
     Raises:
-        NotACheckpointError: The chosen step, or the one that the tracker names, is not there.
+        NotACheckpointError: The chosen step, or the one that a tracker names, is not there, or a tracker is illegible.
     """
-    if load_dir is None:
-        return None
-    root = as_path(load_dir)
-    if (root / MANIFEST_NAME).exists() or names.is_checkpoint_iteration_directory(load_dir):
-        return Located(root)
-    if step is not None:
-        return Located(_existing(root, step, "checkpoint.ckpt_step"))
-    candidates = [_tracked(directory) for directory in _roots(root, checkpoint_config)]
-    found = [candidate for candidate in candidates if candidate is not None]
+    if load_dir is not None:
+        root = as_path(load_dir)
+        if has_head(root) or names.is_checkpoint_iteration_directory(load_dir):
+            _check_named_so(root, step)
+            return Located(root, root.parent)
+        if step is not None:
+            return Located(chosen(root, step, _OPTION), root)
+    resumes = load_dir == checkpoint_config.load  # recovery checkpoints of a run are nothing to fine-tune from
+    recovery = differences.recovery_directories(load_dir, checkpoint_config) if resumes else ()
+    roots = [as_path(place) for place in recovery]
+    roots += [] if load_dir is None else [as_path(load_dir)]
+    found = [(named, root) for root in roots if (named := trackers.meant(root)) is not None]
     if not found:
         return None
-    newest = max(found, key=lambda candidate: candidate[1])
-    if newest[1] < 0:
-        return Located(as_path(names.get_checkpoint_name(str(newest[0]), 0, release=True)), release=True)
-    return Located(_existing(newest[0], newest[1], "the tracker file"))
+    named, root = max(found, key=lambda one: -1 if one[0].number is None else one[0].number)  # as Bridge: the first
+    directory = existing(root, named.name, named.tracker.name, f"Choose one that is there with {_OPTION}.")
+    return Located(directory, _beside(root, load_dir, checkpoint_config), release=named.number is None)
 
 
-def _roots(root: AnyPath, checkpoint_config: Any) -> list[AnyPath]:
-    if checkpoint_config.non_persistent_ckpt_type != "global":
-        return [root]
-    other = checkpoint_config.non_persistent_global_ckpt_dir
-    return [root, as_path(other) if other else root / NON_PERSISTENT]
-
-
-def _tracked(root: AnyPath) -> tuple[AnyPath, int] | None:
-    """The iteration that a root's tracker names; -1 for a release."""
-    text = as_path(names.get_checkpoint_tracker_filename(str(root)))
-    if text.is_file():
-        content = text.read_text().strip()
-        if content == RELEASE:
-            return root, -1
-        if content.isdecimal():
-            return root, int(content)
+def _check_named_so(directory: AnyPath, step: int | None) -> None:
+    number = iteration_of(directory.name)
+    if step is not None and number is not None and number != step:
         raise NotACheckpointError(
-            expected="an iteration number in the tracker file",
-            found=repr(content[:100]),
-            remedy="Write the number of a complete iteration into it, or delete it.",
-            key=str(text),
+            expected=f"iteration {step}, which {_OPTION} names",
+            found="an iteration directory of another",
+            remedy=f"Leave out {_OPTION}, or give the root of that iteration's checkpoints.",
+            key=str(directory),
         )
-    state = root / f"{names.TRACKER_PREFIX}_{names.TRAIN_STATE_FILE}"
-    if state.is_file():
-        step = torch.load(io.BytesIO(state.read_bytes()), map_location="cpu", weights_only=True)["step"]
-        return root, int(step)
-    return None
 
 
-def _existing(root: AnyPath, step: int, named_by: str) -> AnyPath:
-    directory = as_path(names.get_checkpoint_name(str(root), step))
-    recover(directory)
-    if not directory.is_dir():
-        there = sorted(path.name for path in entries(root, ITERATION))
+def _beside(root: AnyPath, load_dir: str | None, checkpoint_config: Any) -> AnyPath:
+    """The root of persistent checkpoints that a root, maybe one of recovery checkpoints, belongs to."""
+    if load_dir is not None and as_path(load_dir) in (root, root.parent):
+        return as_path(load_dir)
+    return root if checkpoint_config.save is None else as_path(checkpoint_config.save)
+
+
+def check_there(checkpoint_config: Any) -> None:
+    """Check, before a model is built, that a run does not begin anew where it was told to resume.
+
+    Bridge's set-up asks for no load where it sees no tracker, and then trains from random weights, whatever
+    `exit_on_missing_checkpoint` and `ckpt_step` say.
+
+    Raises:
+        NotACheckpointError: There is nothing to resume from, or it cannot be told what, or set-up would not see it.
+    """
+    load, pretrained = checkpoint_config.load, checkpoint_config.pretrained_checkpoint
+    if load is None and pretrained is None:
+        return
+    found = None
+    if load is not None and not differences.is_hugging_face(load):
+        found = locate(load, checkpoint_config, _step_in(load, pretrained, checkpoint_config.ckpt_step))
+    if found is None:
+        if not _is_checkpoint(load) and not _is_checkpoint(pretrained):
+            check_may_be_missing(load, checkpoint_config)
+    elif not (names.checkpoint_exists(load) or differences.has_recovery_checkpoint(load, checkpoint_config)):
         raise NotACheckpointError(
-            expected=f"{directory.name}, which {named_by} names",
-            found=", ".join(there[-8:]) or "no iteration directory",
-            remedy="Choose one that is there with checkpoint.ckpt_step.",
-            key=str(root),
+            expected="a tracker in checkpoint.load, without which Bridge's set-up would begin with random weights",
+            found=what_is_there(as_path(load)),
+            remedy=f"Set checkpoint.load={found.directory}.",
+            key=load,
         )
-    return directory
+
+
+def _step_in(load: str, pretrained: str | None, step: int | None) -> int | None:
+    """The chosen step, unless Bridge's load will look for it in the pretrained checkpoint's root."""
+    if step is None or pretrained is None or names.checkpoint_exists(load):
+        return step
+    return None if as_path(names.get_checkpoint_name(pretrained, step)).is_dir() else step
+
+
+def _is_checkpoint(place: str | None) -> bool:
+    return place is not None and (names.checkpoint_exists(place) or differences.is_hugging_face(place))
+
+
+def check_may_be_missing(load: str | None, checkpoint_config: Any) -> None:
+    """Refuse to go on without a checkpoint where the configuration says so.
+
+    Raises:
+        NotACheckpointError: It does.
+    """
+    if not checkpoint_config.exit_on_missing_checkpoint:
+        return
+    places = {"checkpoint.load": load, "checkpoint.pretrained_checkpoint": checkpoint_config.pretrained_checkpoint}
+    given = {name: place for name, place in places.items() if place is not None}
+    raise NotACheckpointError(
+        expected=f"a checkpoint in {' or '.join(given or places)}, since checkpoint.exit_on_missing_checkpoint is set",
+        found="; ".join(f"{place}: {what_is_there(as_path(place))}" for place in given.values()) or "neither is set",
+        remedy="Check the path, or set exit_on_missing_checkpoint=False to begin with random weights.",
+    )

@@ -20,7 +20,7 @@ from mbridge_fsdp_ckpt import checkpoint
 from mbridge_fsdp_ckpt.bridge import after_save, differences
 from mbridge_fsdp_ckpt.bridge.after_save import Announcement
 from mbridge_fsdp_ckpt.bridge.choice import check_settings, presented_as_stock, settings_of
-from mbridge_fsdp_ckpt.bridge.locate import locate
+from mbridge_fsdp_ckpt.bridge.locate import check_may_be_missing, locate
 from mbridge_fsdp_ckpt.bridge.names import PROGRESS
 from mbridge_fsdp_ckpt.bridge.restoration import Parts, restoration
 from mbridge_fsdp_ckpt.bridge.run_files import run_files, write_trackers
@@ -36,7 +36,10 @@ from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path
 
 
 class SafeCheckpointManager:
-    """Bridge's `CheckpointManager` protocol for the training loop."""
+    """Bridge's `CheckpointManager` protocol for the training loop.
+
+    An untrusted run configuration may name it: to make one does nothing.
+    """
 
     def __init__(self, checkpoint_config: Any) -> None:
         self.checkpoint_config = checkpoint_config
@@ -231,6 +234,9 @@ def load_from_path(
 ) -> tuple[int, int]:
     """Bridge's `_load_checkpoint_from_path` for this format; the same arguments.  Reads stock `fsdp_dtensor` too.
 
+    Returns:
+        (iteration, floating-point operations so far); (0, 0) where there is no checkpoint, and none has to be there.
+
     Raises:
         CheckpointError: The same on every rank; nothing was changed unless it is a `LoadInterruptedError`.
     """
@@ -240,6 +246,7 @@ def load_from_path(
             return _stock_load(load_dir, state, model, optimizer, opt_param_scheduler, skip_load_to_model_and_opt)
     found = locate(load_dir, cfg.checkpoint, None if ignore_ckpt_step else cfg.checkpoint.ckpt_step)
     if found is None:
+        check_may_be_missing(load_dir, cfg.checkpoint)
         print_rank_0(f"WARNING: could not find a checkpoint in {load_dir}: will start from random")
         return 0, 0
     print_rank_0(f" loading fsdp_dtensor_safe checkpoint from {found.directory}")
@@ -255,7 +262,7 @@ def load_from_path(
         settings=settings_of(cfg),
     )
     _tell(loaded, state)
-    differences.record_dataloader_directory(checkpointing_context, str(found.directory.parent))
+    differences.record_dataloader_directory(checkpointing_context, str(found.beside))
     print_rank_0(f"  successfully loaded checkpoint from {found.directory} at iteration {state.train_state.step}")
     if state.train_state.step > 0:
         fault_tolerance.on_checkpoint_loaded(is_local_chkpt=False, global_state=state)

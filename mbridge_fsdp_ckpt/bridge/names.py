@@ -4,8 +4,8 @@ from __future__ import annotations
 
 RUN_CONFIG = "run_config.yaml"
 
-TRAIN_STATE, TRAIN_STATE_TRACKER = "train_state.pt", "latest_train_state.pt"
-"""In an iteration directory, and a copy of the newest in the root."""
+TRAIN_STATE = "train_state.pt"
+"""In an iteration directory; `storage.trackers` has that of the root."""
 
 MAX_TRAIN_STATE_BYTES = 1 << 28
 

@@ -7,6 +7,7 @@ a takeover, for the stock one):
     ConfigContainer.validate                         knows three format names by heart; sets custom_manager_class
     GlobalState.initialize_async_checkpoint_worker   would start processes for async_save, which ours does not use
     checkpointing.maybe_finalize_async_save          called directly by users with a loop of their own
+    checkpointing.create_checkpoint_manager          called by set-up before it builds a model: what has to be there
     checkpointing.save_checkpoint                    called directly by save_megatron_model and by users
     checkpointing._load_checkpoint_from_path         called by load_checkpoint and by Bridge's set-up
     optim.sync_hybrid_device_optimizer_...           assumes a distributed optimizer without Megatron-FSDP
@@ -99,16 +100,18 @@ def _patch(patches: Patches) -> None:
     patches.set(ConfigContainer, "validate", _validate(ConfigContainer.validate))
     patches.set(GlobalState, START_WORKER, _start_worker(getattr(GlobalState, START_WORKER)))
     save, load = checkpointing.save_checkpoint, checkpointing._load_checkpoint_from_path
-    finalize = checkpointing.maybe_finalize_async_save
+    finalize, create = checkpointing.maybe_finalize_async_save, checkpointing.create_checkpoint_manager
     sync = copies_refresher()
     replacements = [
         (save, _routed(save, manager.save_checkpoint)),
         (load, _routed(load, manager.load_from_path)),
         (finalize, _finalize(finalize, manager.finalize)),
+        (create, _create(create)),
         *([] if sync is None else [(sync, _sync_copies(sync))]),
         *conversion_seams.replacements(is_ours),
     ]
     correct_export(patches)
+    conversion_seams.follow_trackers(patches)
     mark_as_sharded(patches)
     rebind_everywhere(patches, replacements)
 
@@ -168,6 +171,18 @@ def _finalize(stock: Callable[..., None], safe: Callable[..., None]) -> Callable
             stock(global_state, ckpt_cfg, blocking=blocking, terminate=terminate)
 
     return finalize
+
+
+def _create(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    from mbridge_fsdp_ckpt.bridge.locate import check_there
+
+    @functools.wraps(stock)
+    def create_checkpoint_manager(checkpoint_config: Any) -> Any:
+        if is_ours(checkpoint_config.ckpt_format):
+            check_there(checkpoint_config)
+        return stock(checkpoint_config)
+
+    return create_checkpoint_manager
 
 
 def _sync_copies(stock: Callable[[Any], bool]) -> Callable[[Any], bool]:

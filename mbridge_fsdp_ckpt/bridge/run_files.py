@@ -19,8 +19,8 @@ from megatron.training.config.container import ConfigContainerBase
 
 from mbridge_fsdp_ckpt.agree.outcome import Outcome
 from mbridge_fsdp_ckpt.errors import CheckpointError
-from mbridge_fsdp_ckpt.storage.files import replace_file
-from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path
+from mbridge_fsdp_ckpt.storage import trackers
+from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 _yaml: Any = import_module("yaml")  # it brings no types
 _FAST = _yaml.CSafeDumper if _yaml.__with_libyaml__ else _yaml.SafeDumper  # the first is eight times as fast
@@ -55,9 +55,7 @@ def _write_run_files(staging: Path, cfg: Any, train_state: dict[str, torch.Tenso
 
 def write_trackers(root: AnyPath, step: int, train_state: dict[str, torch.Tensor]) -> None:
     """Rank 0, after the commit and before the other ranks go on: let Bridge's trackers name the checkpoint."""
-    state_tracker = as_path(names.get_checkpoint_train_state_filename(str(root), names.TRACKER_PREFIX))
-    replace_file(state_tracker, _torch_bytes(train_state))
-    replace_file(as_path(names.get_checkpoint_tracker_filename(str(root))), str(step).encode())
+    trackers.publish(root, step, _torch_bytes(train_state))
 
 
 def _looked_at(cfg: Any) -> Any:

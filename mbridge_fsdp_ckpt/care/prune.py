@@ -5,10 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mbridge_fsdp_ckpt.care.size_and_age import bytes_in
-from mbridge_fsdp_ckpt.errors import NotACheckpointError
-from mbridge_fsdp_ckpt.hosts.root import RELEASE, TRACKER, tracked
-from mbridge_fsdp_ckpt.storage.commit.methods import remove
-from mbridge_fsdp_ckpt.storage.commit.retention import Iteration, iterations, keeps, prunable
+from mbridge_fsdp_ckpt.storage import trackers
+from mbridge_fsdp_ckpt.storage.commit.retention import (
+    Iteration,
+    iterations,
+    keeps,
+    named_by,
+    prunable,
+    remove_unless_kept,
+)
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 
@@ -41,8 +46,8 @@ class Pruning:
         """
         removed = {}
         for iteration, size in self.doomed.items():
-            if iteration in prunable(self.root, self.keep, _named(self.root)):
-                remove(iteration.directory)
+            still = iteration in prunable(self.root, self.keep)
+            if still and remove_unless_kept(iteration.directory):
                 removed[iteration] = size
         return removed
 
@@ -53,31 +58,12 @@ def plan_pruning(root: AnyPath, keep: int) -> Pruning:
     Raises:
         NotACheckpointError: The tracker is not legible: what must stay is not known.
     """
-    named = _named(root)
-    doomed = {iteration: bytes_in(iteration.directory) for iteration in prunable(root, keep, named)}
-    return Pruning(root, keep, doomed, _kept(root, keep, named, doomed))
+    trackers.every_named(root)  # illegible ones are an error also where nothing is old enough to go
+    doomed = {iteration: bytes_in(iteration.directory) for iteration in prunable(root, keep)}
+    return Pruning(root, keep, doomed, _kept(root, keep, doomed))
 
 
-def _named(root: AnyPath) -> int | None:
-    """The iteration that the tracker names.
-
-    Raises:
-        NotACheckpointError: It is not legible: what must stay is not known.
-    """
-    text = tracked(root)
-    if text is None or text == RELEASE:
-        return None
-    if not (text.isascii() and text.isdecimal()):
-        raise NotACheckpointError(
-            expected="an iteration number in the tracker file",
-            found=repr(text),
-            remedy=f"Nothing was removed. Rebuild the tracker first: mbridge_fsdp_ckpt repair {root}",
-            key=str(root / TRACKER),
-        )
-    return int(text)
-
-
-def _kept(root: AnyPath, keep: int, named: int | None, doomed: dict[Iteration, int]) -> dict[str, str]:
+def _kept(root: AnyPath, keep: int, doomed: dict[Iteration, int]) -> dict[str, str]:
     """Why each other directory stays."""
     there = iterations(root)
     newest = [iteration for iteration in there if iteration.complete][-keep:]
@@ -87,9 +73,7 @@ def _kept(root: AnyPath, keep: int, named: int | None, doomed: dict[Iteration, i
             continue
         if not iteration.complete:
             reason = "incomplete: no head, or being written"
-        elif iteration.number == named:
-            reason = "the tracker names it"
-        elif iteration in newest:
+        elif iteration in newest and not named_by(iteration.directory):
             reason = f"among the newest {keep}"
         else:
             reason = keeps(iteration.directory) or "newer than it was"

@@ -1,10 +1,12 @@
 """What a root needs after saves that died, as a list of steps that have not been taken yet.
 
     move back   .replaced-iter_0000010-...    whose target is missing or empty: its last complete checkpoint
-    write       the tracker                   where it is missing, illegible, or names nothing complete
-    delete      .staging-*, .deleted-*, .replaced-* whose target has a head, objects of dead saves, stale .reading-*
+    write       the trackers                  where one is illegible or names nothing complete: what the other names,
+                                              or else the newest complete and readable checkpoint
+    delete      .staging-*, .deleted-*, .replaced-* whose target has a head, objects of dead saves, stale .reading-*,
+                Bridge's tracker where it cannot be written: it would contradict the other
 
-Nothing that is committed is ever deleted, and a tracker that names a complete checkpoint is left alone.
+Nothing that is committed is ever deleted, and trackers that mean a complete checkpoint are left alone.
 """
 
 from __future__ import annotations
@@ -16,11 +18,11 @@ from functools import partial
 
 from rich.filesize import decimal
 
-from mbridge_fsdp_ckpt.bridge.names import MAX_TRAIN_STATE_BYTES, TRAIN_STATE, TRAIN_STATE_TRACKER
+from mbridge_fsdp_ckpt.bridge.names import MAX_TRAIN_STATE_BYTES, TRAIN_STATE
 from mbridge_fsdp_ckpt.care.audit import Audit
 from mbridge_fsdp_ckpt.care.size_and_age import bytes_in, is_young
-from mbridge_fsdp_ckpt.errors import CheckpointError
-from mbridge_fsdp_ckpt.hosts.root import RELEASE, TRACKER, tracked
+from mbridge_fsdp_ckpt.errors import CheckpointError, NotACheckpointError
+from mbridge_fsdp_ckpt.storage import trackers
 from mbridge_fsdp_ckpt.storage.commit import methods
 from mbridge_fsdp_ckpt.storage.commit.retention import iterations
 from mbridge_fsdp_ckpt.storage.files import check_content, entries, is_plain_file, read_bounded, replace_file
@@ -29,7 +31,10 @@ from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
 from mbridge_fsdp_ckpt.storage.format.names import (
     MANIFEST_NAME,
     READING,
+    RELEASE,
     REPLACED,
+    STATE_TRACKER,
+    TRACKER,
     is_reading,
     iteration_name,
     iteration_of,
@@ -108,51 +113,67 @@ def _plan_recovery(root: AnyPath, plan: Plan) -> dict[str, AnyPath]:
 
 
 def _plan_tracker(root: AnyPath, plan: Plan, recovered: dict[str, AnyPath]) -> None:
-    text, tracker = tracked(root), root / TRACKER
-    places = {iteration.number: iteration.directory for iteration in iterations(root) if iteration.complete}
-    for name, aside in recovered.items():
-        number = iteration_of(name)
-        if number is not None and has_head(aside):
-            places[number] = aside
-    trouble = _trouble(root, text, places, RELEASE in recovered)
+    places = {iteration_name(one.number): one.directory for one in iterations(root) if one.complete}
+    places |= {RELEASE: root / RELEASE} if has_head(root / RELEASE) else {}
+    places |= {name: aside for name, aside in recovered.items() if has_head(aside)}
+    named, trouble = {}, {}
+    for name in (STATE_TRACKER, TRACKER):
+        try:
+            found = trackers.read(root / name)
+        except NotACheckpointError as error:
+            trouble[name] = f"illegible: {error.found}"
+            continue
+        if found is not None and found.name in places:
+            named[name] = found.name
+        elif found is not None:
+            is_there = "not complete" if (root / found.name).is_dir() else "not there"
+            trouble[name] = f"names {found.name}, which is {is_there}"
+    if TRACKER not in named | trouble:
+        trouble[TRACKER] = "missing"
     if not trouble:
-        _note_damage(plan, tracker, text, places)
+        _note_contradiction(root, plan, places)
+    elif named:
+        [(tracker, name)] = named.items()
+        _note_damage(plan, root / tracker, name, places[name])
+        _plan_naming(root, plan, name, places[name], trouble, f"{tracker} names {name}")
+    else:
+        _plan_newest(root, plan, places, trouble)
+
+
+def _plan_newest(root: AnyPath, plan: Plan, places: dict[str, AnyPath], trouble: dict[str, str]) -> None:
+    """Where no tracker names anything complete."""
+    numbered = sorted((number, name) for name in places if (number := iteration_of(name)) is not None)
+    if not numbered:
+        illegible = [name for name in trouble if trouble[name] != "missing"]
+        why = "and there is no complete checkpoint to name"
+        plan.broken.extend((root / name, f"{trouble[name]}, {why}") for name in illegible)
         return
-    if not places:
-        if text is not None:
-            plan.broken.append((tracker, f"{trouble}, and there is no complete checkpoint to name"))
-        return
-    for number in sorted(places, reverse=True):
-        damage = unreadable(places[number])
+    for _, name in reversed(numbered):
+        damage = unreadable(places[name])
         if not damage:
-            _plan_naming(root, plan, number, places[number], trouble)
+            why = f"{name} is the newest complete and readable checkpoint"
+            _plan_naming(root, plan, name, places[name], trouble, why)
             return
-        plan.left_alone.append((root / iteration_name(number), f"not readable: {damage}"))
-    plan.broken.append((tracker, f"{trouble}, and no checkpoint is readable"))
+        plan.left_alone.append((root / name, f"not readable: {damage}"))
+    plan.broken.append((root / TRACKER, f"{trouble[TRACKER]}, and no checkpoint is readable"))
 
 
-def _trouble(root: AnyPath, text: str | None, places: dict[int, AnyPath], release_recovered: bool) -> str:
-    """What is wrong with the tracker; empty where nothing is."""
-    if text is None:
-        return "missing"
-    if text == RELEASE:
-        return "" if release_recovered or has_head(root / RELEASE) else "names release, which is not complete"
-    if not (text.isascii() and text.isdecimal()):
-        return f"illegible: {text!r}"
-    number = int(text)
-    if number in places:
-        return ""
-    directory = root / iteration_name(number)
-    return f"names {directory.name}, which is {'not complete' if directory.is_dir() else 'not there'}"
+def _note_contradiction(root: AnyPath, plan: Plan, places: dict[str, AnyPath]) -> None:
+    """Say so where trackers contradict each other: which is meant is for people."""
+    try:
+        meant = trackers.meant(root)
+    except NotACheckpointError as error:
+        plan.broken.append((root / STATE_TRACKER, f"names {error.found}: delete the one that is wrong"))
+    else:
+        assert meant is not None
+        _note_damage(plan, meant.tracker, meant.name, places[meant.name])
 
 
-def _note_damage(plan: Plan, tracker: AnyPath, text: str | None, places: dict[int, AnyPath]) -> None:
-    """Say so where the tracker names something complete that a load would refuse; whether to go back is for people."""
-    if text is None or text == RELEASE:
-        return
-    damage = unreadable(places[int(text)])
+def _note_damage(plan: Plan, tracker: AnyPath, name: str, place: AnyPath) -> None:
+    """Say so where a tracker names something complete that a load would refuse; whether to go back is for people."""
+    damage = unreadable(place)
     if damage:
-        plan.left_alone.append((tracker, f"names iteration {text}, which is complete but not readable: {damage}"))
+        plan.left_alone.append((tracker, f"names {name}, which is complete but not readable: {damage}"))
 
 
 def unreadable(directory: AnyPath) -> str:
@@ -169,17 +190,21 @@ def unreadable(directory: AnyPath) -> str:
     return ""
 
 
-def _plan_naming(root: AnyPath, plan: Plan, number: int, place: AnyPath, trouble: str) -> None:
-    directory = root / iteration_name(number)
-    directory = directory if place.name.startswith(REPLACED) else place
-    state, copy = place / TRAIN_STATE, root / TRAIN_STATE_TRACKER
+def _plan_naming(root: AnyPath, plan: Plan, name: str, place: AnyPath, trouble: dict[str, str], since: str) -> None:
+    """Let both trackers name a checkpoint."""
+    directory = root / name if place.name.startswith(REPLACED) else place
+    state, copy = place / TRAIN_STATE, root / STATE_TRACKER
     if is_plain_file(state):
         take = partial(_copy_train_state, directory, copy)
         plan.steps.append(Step("write", copy, f"a copy of {directory.name}/{TRAIN_STATE}", take))
-    elif copy.is_file():
-        plan.left_alone.append((copy, f"may belong to another iteration: {directory.name} has no {TRAIN_STATE}"))
-    why = f"{trouble}; {directory.name} is the newest complete and readable checkpoint"
-    plan.steps.append(Step("write", root / TRACKER, why, partial(replace_file, root / TRACKER, str(number).encode())))
+    elif STATE_TRACKER in trouble:
+        why = f"{trouble[STATE_TRACKER]}, and {directory.name} has no {TRAIN_STATE}"
+        plan.steps.append(Step("delete", copy, why, partial(_delete, copy)))
+    why = trouble.get(TRACKER) or f"{STATE_TRACKER} {trouble[STATE_TRACKER]}"
+    number = iteration_of(name)
+    content = (RELEASE if number is None else str(number)).encode()
+    take = partial(replace_file, root / TRACKER, content)
+    plan.steps.append(Step("write", root / TRACKER, f"{why}; {since}", take))
 
 
 def _copy_train_state(directory: AnyPath, copy: AnyPath) -> None:

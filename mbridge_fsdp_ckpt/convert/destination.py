@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mbridge_fsdp_ckpt.bridge.names import MAX_TRAIN_STATE_BYTES, TRAIN_STATE, TRAIN_STATE_TRACKER
-from mbridge_fsdp_ckpt.errors import ConfigurationError
-from mbridge_fsdp_ckpt.hosts.root import TRACKER, tracked
+from mbridge_fsdp_ckpt.bridge.names import MAX_TRAIN_STATE_BYTES, TRAIN_STATE
+from mbridge_fsdp_ckpt.errors import ConfigurationError, NotACheckpointError
+from mbridge_fsdp_ckpt.storage import trackers
 from mbridge_fsdp_ckpt.storage.commit.methods import put_aside
 from mbridge_fsdp_ckpt.storage.commit.target import check_replaceable
-from mbridge_fsdp_ckpt.storage.files import is_plain_file, read_bounded, replace_file
+from mbridge_fsdp_ckpt.storage.files import is_plain_file, read_bounded
 from mbridge_fsdp_ckpt.storage.format.head import has_head
 from mbridge_fsdp_ckpt.storage.format.names import iteration_name, iteration_of
 from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path, store_of
@@ -87,15 +87,17 @@ def publish(target: AnyPath) -> Published:
     number, root = iteration_of(target.name), target.parent
     if number is None:
         return Published(False, f"checkpoint.load={target}")
-    text = tracked(root)
-    if text is not None or (root / TRAIN_STATE_TRACKER).exists():
+    try:
+        named = trackers.meant(root)
+        there = "" if named is None else f"names {named.name}"
+    except NotACheckpointError as error:
+        there = f"is not legible ({error.found})"
+    if there:
         return Published(
             False,
             f"checkpoint.load={root} checkpoint.ckpt_step={number}",
-            f"the tracker in {root} names {text or 'another iteration'} and was left as it is",
+            f"the tracker in {root} {there}, and was left as it is",
         )
     state = target / TRAIN_STATE
-    if is_plain_file(state):
-        replace_file(root / TRAIN_STATE_TRACKER, read_bounded(state, MAX_TRAIN_STATE_BYTES))
-    replace_file(root / TRACKER, str(number).encode())
+    trackers.publish(root, number, read_bounded(state, MAX_TRAIN_STATE_BYTES) if is_plain_file(state) else None)
     return Published(True, f"checkpoint.load={root}")

@@ -21,6 +21,7 @@ from mbridge_fsdp_ckpt.remedies import remedy
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.commit import methods, removal
 from mbridge_fsdp_ckpt.storage.commit.content import Commit
+from mbridge_fsdp_ckpt.storage.commit.lease import renewing
 from mbridge_fsdp_ckpt.storage.commit.retention import reading
 from mbridge_fsdp_ckpt.storage.files import what_is_there
 from mbridge_fsdp_ckpt.storage.format.kinds import SAID, DirectoryKind
@@ -147,19 +148,18 @@ def write_safe(
 ) -> None:
     """Write the destination in this format, commit it, and let a new tracker name it."""
     job.report.notes += description.notes
-    count = counting(job, sum(entry.nbytes for entry in description.keys.values()))
-    work = Rewriting(
-        source=chunks or job.source,
-        description=description,
-        shares=shares,
-        writers=writers,
-        batches=list(batches(sorted(description.keys), job.source)),
-        add_files=added_files(job),
-        stock_view=partial(_wants_view, job),
-        progress=count,
-        last_call=last_call(job),
-    )
     with committing(methods.begin(job.target)) as place:
+        work = Rewriting(
+            source=chunks or job.source,
+            description=description,
+            shares=shares,
+            writers=writers,
+            batches=list(batches(sorted(description.keys), job.source)),
+            add_files=added_files(job),
+            stock_view=partial(_wants_view, job),
+            progress=counting(job, sum(entry.nbytes for entry in description.keys.values()), place),
+            last_call=last_call(job),
+        )
         job.report.files = rewrite(place, work)
     publish_to_tracker(job)
 
@@ -182,12 +182,17 @@ def committing(place: Commit) -> Iterator[Commit]:
         raise
 
 
-def counting(job: AnyJob, total: int) -> Callable[[int], None]:
-    """What is told of bytes that were written: counts them, shows them, and keeps the source from being pruned."""
+def counting(job: AnyJob, total: int, place: Commit) -> Callable[[int], None]:
+    """What is told of bytes that were written: counts them, shows them, and renews the leases.
+
+    That keeps the source from being pruned, and what is written here from being taken for a dead save's.
+    """
     job.progress.begin(job.target.name, total)
+    staging_alive = renewing(place.directory) if is_local(place.directory) else lambda: None
 
     def count(size: int) -> None:
         job.alive()
+        staging_alive()
         job.report.bytes += size
         job.progress.advance(size)
 

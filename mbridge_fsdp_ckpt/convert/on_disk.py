@@ -150,7 +150,7 @@ def to_stock(source: str, destination: str, progress: Progress) -> Report:
         job.report.notes += not_in_stock(job.source)
         files = payload_files(job.source)
         with committing(RenameCommit(target)) as place:
-            count = counting(job, sum(file.size for file in files))
+            count = counting(job, sum(file.size for file in files), place)
             write_stock(place, job.source, target, files, added_files(job), count, last_call(job))
         job.report.files = len(files)
         publish_to_tracker(job)

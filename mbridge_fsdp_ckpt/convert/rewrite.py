@@ -235,5 +235,12 @@ def _finish(commit: Commit, work: Rewriting, files: Files, told: Told) -> None:
         values=said.values,
     )
     view_of = decode_mapping(said.values) if work.stock_view(told["chunks"]) else None
-    replaced = finish(commit, manifest, view_of=view_of, add_files=work.add_files, last_call=work.last_call)
+    replaced = finish(
+        commit,
+        manifest,
+        view_of=view_of,
+        add_files=work.add_files,
+        progress=lambda: work.progress(0),
+        last_call=work.last_call,
+    )
     removal.delete_later(replaced)

@@ -71,13 +71,14 @@ def write_stock(
     beside = (staging / TRAIN_STATE).exists()  # where stock keeps what this format has among its values
     values = {name: value for name, value in source.head.values.items() if name != PROGRESS or not beside}
     write_dcp_view(staging, source, values)
-    _flush(staging)
+    _flush(staging, progress)
     last_call()
     removal.delete_later(put_in_place(staging, target))
 
 
-def _flush(directory: Path) -> None:
+def _flush(directory: Path, progress: Callable[[int], None]) -> None:
     for path in walk(directory):
+        progress(0)
         if path.is_dir():
             sync_directory(path)
         else:

@@ -21,13 +21,14 @@ from mbridge_fsdp_ckpt.errors import ConfigurationError, NotACheckpointError
 from mbridge_fsdp_ckpt.hosts import pending, restoration
 from mbridge_fsdp_ckpt.hosts.options import tell_of_rerun
 from mbridge_fsdp_ckpt.hosts.pending import Pending
-from mbridge_fsdp_ckpt.hosts.root import RELEASE, TRACKER, find_checkpoint
+from mbridge_fsdp_ckpt.hosts.root import chosen, find_checkpoint
 from mbridge_fsdp_ckpt.megatron_lm import following
 from mbridge_fsdp_ckpt.megatron_lm.choice import check_arguments, settings_in_use
 from mbridge_fsdp_ckpt.remedies import Door, entrance
 from mbridge_fsdp_ckpt.saving.beside.trainer import trainer
 from mbridge_fsdp_ckpt.settings import Settings
-from mbridge_fsdp_ckpt.storage.format.names import ITERATION, STOCK_FORMAT
+from mbridge_fsdp_ckpt.storage.format.head import has_head
+from mbridge_fsdp_ckpt.storage.format.names import ITERATION, RELEASE, STOCK_FORMAT
 from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path
 
 _PROGRESS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
@@ -69,7 +70,7 @@ def save_checkpoint(
     directory = as_path(stock.get_checkpoint_name(str(root), iteration, release=release, return_base_dir=True))
     print_rank_0(f"saving checkpoint at iteration {iteration:7d} to {root} in fsdp_dtensor_safe format")
     stock.maybe_save_dataloader_state(train_data_iterator, iteration, getattr(args, "dataloader_save", None))
-    interval = args.save_retain_interval
+    interval, chosen_step = args.save_retain_interval, args.ckpt_step
     with trainer().old_error_last():
         saving = checkpoint.save(
             directory,
@@ -77,7 +78,9 @@ def save_checkpoint(
             optimizer=None if args.no_save_optim else optimizer,
             values=_values(args, iteration, opt_param_scheduler, num_floating_point_operations_so_far),
             rank_values=_rank_values(args),
-            after_commit=lambda: following.publish(root, iteration, release=release, interval=interval),
+            after_commit=lambda: following.publish(
+                root, iteration, release=release, interval=interval, chosen=chosen_step
+            ),
             settings=_settings_of(args),
             background=args.async_save,
         )
@@ -178,28 +181,34 @@ def load_checkpoint(
 
 
 def _locate(args: Any, load: str | None) -> AnyPath | None:
-    """The iteration directory; where --load has none, that of --pretrained-checkpoint, to fine-tune from."""
-    found = _tracked(args, load)
-    if found is None and args.pretrained_checkpoint is not None:
-        found = _tracked(args, args.pretrained_checkpoint)
-        if found is None:
-            raise NotACheckpointError(
-                expected="a checkpoint in --load or --pretrained-checkpoint",
-                found=f"none in {load} and {args.pretrained_checkpoint}",
-                remedy="Check the paths.",
-            )
-        args.finetune = True
+    """The iteration directory; where --load has none, that of --pretrained-checkpoint, to fine-tune from.
+
+    Raises:
+        NotACheckpointError: What --ckpt-step chooses, or what a tracker names, is not there, or nothing is in either.
+    """
+    pretrained = args.pretrained_checkpoint
+    if pretrained is None or (load is not None and _meant(load) is not None):
+        return None if load is None else _meant(load, args.ckpt_step)
+    found = _meant(pretrained, args.ckpt_step)
+    if found is None:
+        raise NotACheckpointError(
+            expected="a checkpoint in --load or --pretrained-checkpoint",
+            found=f"none in {load} and {pretrained}",
+            remedy="Check the paths.",
+        )
+    args.finetune = True
     return found
 
 
-def _tracked(args: Any, load: str | None) -> AnyPath | None:
-    if load is None:
-        return None
-    root = as_path(load)
-    if args.ckpt_step:
-        return as_path(stock.get_checkpoint_name(str(root), args.ckpt_step, return_base_dir=True))
+def _meant(place: str, step: int | None = None) -> AnyPath | None:
+    """The iteration directory that a place means; None where no checkpoint is there."""
+    root = as_path(place)
+    if step:  # 0: none, as Megatron-LM has it
+        return chosen(root, step, "--ckpt-step")
+    if has_head(root):
+        return root
     found = find_checkpoint(root)
-    return found if found != root or (root / TRACKER).is_file() or root.name.startswith(ITERATION) else None
+    return found if found != root or root.name.startswith(ITERATION) else None
 
 
 def _restoration(

@@ -14,26 +14,42 @@ from megatron.training import checkpointing as stock
 from megatron.training import one_logger_utils, wandb_utils
 from megatron.training.utils import append_to_progress_log, is_last_rank, print_rank_0
 
-from mbridge_fsdp_ckpt.hosts.root import RELEASE, TRACKER
+from mbridge_fsdp_ckpt.errors import NotACheckpointError
+from mbridge_fsdp_ckpt.storage import trackers
 from mbridge_fsdp_ckpt.storage.commit import removal
-from mbridge_fsdp_ckpt.storage.commit.retention import remove_unless_read
-from mbridge_fsdp_ckpt.storage.files import replace_file
+from mbridge_fsdp_ckpt.storage.commit.retention import remove_unless_kept
+from mbridge_fsdp_ckpt.storage.format.names import TRACKER
 from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path
 
 _log = logging.getLogger(__name__)
 
 
-def publish(root: AnyPath, iteration: int, *, release: bool, interval: int | None) -> None:
+def publish(root: AnyPath, iteration: int, *, release: bool, interval: int | None, chosen: int | None) -> None:
     """Rank 0, after the commit: the tracker, and then Megatron-LM's rule for the checkpoint before.
 
     That one goes in the background.  Of any thread.
+
+    Args:
+        root: Of all checkpoints.
+        iteration: What was saved.
+        release: Whether it was saved as a release.
+        interval: The checkpoint before goes, unless its iteration is a multiple of this; None lets it stay.
+        chosen: An iteration that stays: a restart would begin from it again (--ckpt-step).
     """
-    tracker = root / TRACKER
-    before = tracker.read_bytes().decode(errors="replace").strip() if tracker.is_file() else ""
-    replace_file(tracker, (RELEASE if release else str(iteration)).encode())
-    if interval is not None and before.isdecimal() and int(before) not in (0, iteration) and int(before) % interval:
-        old = as_path(stock.get_checkpoint_name(str(root), int(before), return_base_dir=True))
-        removal.later(f"removing {old}", lambda: remove_unless_read(old))
+    before = _before(root) if interval is not None else None
+    trackers.publish(root, None if release else iteration)
+    if interval is not None and before not in (None, 0, iteration, chosen) and before % interval:
+        old = as_path(stock.get_checkpoint_name(str(root), before, return_base_dir=True))
+        removal.later(f"removing {old}", lambda: remove_unless_kept(old))
+
+
+def _before(root: AnyPath) -> int | None:
+    """The iteration that was saved last; None where it cannot be told."""
+    try:
+        named = trackers.meant(root)
+    except NotACheckpointError:
+        return None
+    return None if named is None else named.number
 
 
 @dataclass(frozen=True, slots=True)

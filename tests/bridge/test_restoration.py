@@ -19,11 +19,12 @@ from tests.bridge.training import Run, train
 pytestmark = pytest.mark.bridge
 
 
-def test_most_recent_k_keeps_the_newest(bridge_ranks: RankPool, tmp_path: Path) -> None:
+def test_most_recent_k_keeps_the_newest_and_what_a_restart_begins_from(bridge_ranks: RankPool, tmp_path: Path) -> None:
     bridge_ranks.run(train, Run(str(tmp_path), save_every=1, config={"checkpoint.most_recent_k": 2}), ranks=2)
     assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000003", "iter_0000004"]
-    bridge_ranks.run(train, Run(str(tmp_path), 5, save_every=1, config={"checkpoint.most_recent_k": 0}), ranks=2)
-    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000005"]
+    back = {"checkpoint.most_recent_k": 0, "checkpoint.ckpt_step": 3}
+    bridge_ranks.run(train, Run(str(tmp_path), 5, save_every=1, config=back), ranks=2)
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000003", "iter_0000005"]
 
 
 def test_another_schedule_is_refused_by_name(bridge_ranks: RankPool, tmp_path: Path) -> None:

@@ -220,7 +220,7 @@ def test_a_tracker_that_is_there_stays(root: Path) -> None:
     found = data("reshard", iteration, root / "new" / "iter_0000010", "--ranks", 1)
     assert not found["tracker"]
     assert found["resume"] == f"checkpoint.load={root / 'new'} checkpoint.ckpt_step=10"
-    assert found["notes"] == [f"the tracker in {root / 'new'} names 30 and was left as it is"]
+    assert found["notes"] == [f"the tracker in {root / 'new'} names iter_0000030, and was left as it is"]
     assert (root / "new" / TRACKER).read_text() == "30"
     assert sorted(p.name for p in (root / "old").glob("latest*")) == [TRACKER]
 

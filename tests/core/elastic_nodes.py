@@ -29,7 +29,8 @@ def main(root: Path, node: str) -> None:
     cpu_cuda.install()
     dist.init_process_group("gloo")
     import mbridge_fsdp_ckpt
-    from mbridge_fsdp_ckpt.hosts.root import TRACKER, find_checkpoint
+    from mbridge_fsdp_ckpt.hosts.root import find_checkpoint
+    from mbridge_fsdp_ckpt.storage.format.names import TRACKER
     from tests.core import cases
     from tests.soak.kill import save
 

@@ -91,7 +91,7 @@ REFUSED = [
         (("--use-checkpoint-args",), "found --use-checkpoint-args. "),
         (("--hidden-size", "64"), "shape"),
         (("--lr-decay-iters", "50"), "expected the schedule that was saved"),
-        (("--ckpt-step", "7"), "iter_0000007"),
+        (("--ckpt-step", "7"), "found iter_0000002"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(

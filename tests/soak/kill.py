@@ -18,11 +18,12 @@ import torch.distributed as dist
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt import Settings
 from mbridge_fsdp_ckpt.errors import CheckpointError
-from mbridge_fsdp_ckpt.hosts.root import TRACKER, find_checkpoint
+from mbridge_fsdp_ckpt.hosts.root import find_checkpoint
 from mbridge_fsdp_ckpt.storage.commit import removal, rename
 from mbridge_fsdp_ckpt.storage.commit.lease import STALE_S
 from mbridge_fsdp_ckpt.storage.commit.retention import prune_later
 from mbridge_fsdp_ckpt.storage.files import replace_file
+from mbridge_fsdp_ckpt.storage.format.names import TRACKER
 from mbridge_fsdp_ckpt.testing.models import Recipe, Trainable
 from tests.core import cases, oracle
 from tests.patched import patched
@@ -130,7 +131,7 @@ def save_and_publish(root: str | Path, number: int, trainable: Trainable, settin
     """The same, and then the old checkpoints."""
     save(root, number, trainable, settings)
     if dist.get_rank() == 0:
-        prune_later(Path(root), keep=2, also_keep=number)
+        prune_later(Path(root), keep=2)
 
 
 def save_state(root: str, number: int, steps: int) -> Any:

@@ -13,6 +13,7 @@ from upath import UPath
 from mbridge_fsdp_ckpt.cli import console as frame
 from mbridge_fsdp_ckpt.cli import prune as command
 from mbridge_fsdp_ckpt.storage.commit.retention import reading
+from tests import trackers
 from tests.unit import handmade
 from tests.unit.test_cli import call, data, run
 
@@ -91,6 +92,39 @@ def test_what_the_tracker_names_stays_whatever_its_age(root: Path) -> None:
     (root / "latest_checkpointed_iteration.txt").write_text("10\n")
     assert data("prune", root, "--keep", 1, "--yes")["removed"] == ["iter_0000020", "iter_0000030"]
     assert left(root) == [10, 40]
+
+
+def test_what_bridges_tracker_alone_names_stays(root: Path) -> None:
+    (root / "latest_checkpointed_iteration.txt").unlink()
+    (root / "latest_train_state.pt").write_bytes(trackers.state(10))
+    found = data("prune", root, "--keep", 1, "--yes")
+    assert (found["kept"]["iter_0000010"], left(root)) == ("latest_train_state.pt names it", [10, 40])
+
+
+def test_what_either_of_two_trackers_names_stays(root: Path) -> None:
+    """Which of them is meant nobody can tell."""
+    (root / "latest_checkpointed_iteration.txt").write_text("20")
+    (root / "latest_train_state.pt").write_bytes(trackers.state(10))
+    assert data("prune", root, "--keep", 1, "--yes")["removed"] == ["iter_0000030"]
+    assert left(root) == [10, 20, 40]
+
+
+def test_what_a_tracker_names_by_a_link_stays(root: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "latest"
+    elsewhere.write_text("10")
+    (root / "latest_checkpointed_iteration.txt").unlink()
+    (root / "latest_checkpointed_iteration.txt").symlink_to(elsewhere)
+    assert data("prune", root, "--keep", 1, "--yes")["removed"] == ["iter_0000020", "iter_0000030"]
+    elsewhere.unlink()
+    assert call("prune", root, "--keep", 1, "--yes").exit_code == 1
+
+
+def test_what_is_read_through_a_link_stays(root: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    link = tmp_path_factory.mktemp("links") / "best"
+    link.symlink_to(root / "iter_0000010")
+    with reading(link):
+        assert data("prune", root, "--keep", 1, "--yes")["kept"]["iter_0000010"] == "being read"
+    assert [left(root), list(link.parent.iterdir()), list(root.glob(".reading-*"))] == [[10, 40], [link], []]
 
 
 def test_incomplete_directories_stay_and_don_t_count(root: Path) -> None:

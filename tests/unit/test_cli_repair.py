@@ -14,11 +14,13 @@ from mbridge_fsdp_ckpt.cli import console as frame
 from mbridge_fsdp_ckpt.storage.checksums import checksum
 from mbridge_fsdp_ckpt.storage.entries import ExtraEntry
 from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
+from tests import trackers
 from tests.unit import handmade
 from tests.unit.handmade import payload, write_manifest
 from tests.unit.test_cli import call, data, run
 
 TRACKER, STATE = "latest_checkpointed_iteration.txt", "latest_train_state.pt"
+TEN, TWENTY = trackers.state(10), trackers.state(20)
 TOKEN = "0123456789ab"
 
 
@@ -41,10 +43,10 @@ def age(path: Path, seconds: float = 4000) -> Path:
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """Two checkpoints; the tracker names the newer one."""
-    make(tmp_path, 10, b"state 10")
-    make(tmp_path, 20, b"state 20")
+    make(tmp_path, 10, TEN)
+    make(tmp_path, 20, TWENTY)
     (tmp_path / TRACKER).write_text("20")
-    (tmp_path / STATE).write_bytes(b"state 20")
+    (tmp_path / STATE).write_bytes(TWENTY)
     return tmp_path
 
 
@@ -80,7 +82,7 @@ def test_a_root_in_order_is_left_alone(root: Path) -> None:
         ("../iter_0000010", "illegible: '../iter_0000010'"),
         ("30", "names iter_0000030, which is not there"),
         ("40", "names iter_0000040, which is not complete"),
-        ("release", "names release, which is not complete"),
+        ("release", "names release, which is not there"),
     ],
 )
 def test_the_tracker_is_rebuilt(root: Path, content: str | None, why: str) -> None:
@@ -93,7 +95,7 @@ def test_the_tracker_is_rebuilt(root: Path, content: str | None, why: str) -> No
     assert done(found) == [("write", STATE), ("write", TRACKER)]
     assert found["steps"][1]["why"] == f"{why}; iter_0000020 is the newest complete and readable checkpoint"
     assert (root / TRACKER).read_bytes() == b"20"
-    assert (root / STATE).read_bytes() == b"state 20"
+    assert (root / STATE).read_bytes() == TWENTY
     assert data("repair", root)["steps"] == []
 
 
@@ -107,15 +109,17 @@ def test_a_tracker_that_names_something_complete_is_never_changed(root: Path) ->
 def test_a_release_is_something_complete(root: Path) -> None:
     handmade.make(root / "release")
     (root / TRACKER).write_text("release")
+    (root / STATE).unlink()
     assert data("repair", root)["steps"] == []
 
 
 def test_a_complete_checkpoint_that_is_damaged_is_not_named(root: Path) -> None:
     (root / "iter_0000020" / payload(1)).unlink()
     (root / TRACKER).unlink()
+    (root / STATE).unlink()
     found = data("repair", root)
     assert (root / TRACKER).read_text() == "10"
-    assert (root / STATE).read_bytes() == b"state 10"
+    assert (root / STATE).read_bytes() == TEN
     [left] = found["left_alone"]
     assert left["path"] == str(root / "iter_0000020")
     assert payload(1) in left["why"]
@@ -125,13 +129,14 @@ def test_a_tracker_that_names_something_damaged_is_left_alone_and_said(root: Pat
     (root / "iter_0000020" / payload(1)).unlink()
     found = data("repair", root)
     assert found["steps"] == []
-    assert "iteration 20, which is complete but not readable" in found["left_alone"][0]["why"]
+    assert "names iter_0000020, which is complete but not readable" in found["left_alone"][0]["why"]
 
 
 def test_without_a_readable_checkpoint_it_ends_with_1(root: Path) -> None:
     for number in (10, 20):
         (root / f"iter_{number:07d}" / payload(1)).unlink()
     (root / TRACKER).write_text("30")
+    (root / STATE).unlink()
     found = data("repair", root, code=1)
     assert found["broken"] == [
         {
@@ -148,19 +153,35 @@ def test_an_empty_root_needs_no_tracker(tmp_path: Path) -> None:
     assert "no complete checkpoint to name" in data("repair", tmp_path, code=1)["broken"][0]["why"]
 
 
-def test_bridges_other_tracker_is_said_to_be_doubtful_where_it_cannot_be_rebuilt(root: Path) -> None:
+def test_bridges_tracker_goes_where_it_is_wrong_and_cannot_be_rebuilt(root: Path) -> None:
     make(root, 30)
     (root / TRACKER).unlink()
+    (root / STATE).write_bytes(b"state of something else")
+    found = data("repair", root, "--yes")
+    assert done(found) == [("delete", STATE), ("write", TRACKER)]
+    assert found["steps"][0]["why"].endswith(", and iter_0000030 has no train_state.pt")
+    assert ((root / TRACKER).read_text(), (root / STATE).exists()) == ("30", False)
+
+
+@pytest.mark.parametrize("wrong", [TRACKER, STATE])
+def test_what_one_tracker_names_goes_before_the_newest(wrong: str, root: Path) -> None:
+    make(root, 30, trackers.state(30))
+    (root / wrong).write_bytes(b"garbage")
     found = data("repair", root)
-    assert done(found) == [("write", TRACKER)]
-    assert found["left_alone"] == [
-        {"path": str(root / STATE), "why": "may belong to another iteration: iter_0000030 has no train_state.pt"}
-    ]
-    assert (root / STATE).read_bytes() == b"state 20"
+    assert done(found) == [("write", STATE), ("write", TRACKER)]
+    assert found["steps"][1]["why"].endswith(f"; {TRACKER if wrong == STATE else STATE} names iter_0000020")
+    assert ((root / TRACKER).read_text(), (root / STATE).read_bytes()) == ("20", TWENTY)
+
+
+def test_trackers_that_contradict_each_other_are_for_people_to_choose(root: Path) -> None:
+    (root / STATE).write_bytes(TEN)
+    found = data("repair", root, code=1)
+    assert (found["steps"], [broken["path"] for broken in found["broken"]]) == ([], [str(root / STATE)])
+    assert f"iter_0000010, and iter_0000020 in {TRACKER}" in found["broken"][0]["why"]
 
 
 def test_a_damaged_train_state_is_not_copied(root: Path) -> None:
-    (root / "iter_0000020" / "train_state.pt").write_bytes(b"state 21")
+    (root / "iter_0000020" / "train_state.pt").write_bytes(TWENTY[::-1])
     (root / TRACKER).unlink()
     shown = call("repair", root)
     assert shown.exit_code == 1
@@ -203,7 +224,7 @@ def test_an_old_checkpoint_that_comes_back_may_be_named(root: Path) -> None:
     found = data("repair", root)
     assert done(found) == [("move back", f".replaced-iter_0000020-{TOKEN}"), ("write", STATE), ("write", TRACKER)]
     assert (root / TRACKER).read_text() == "20"
-    assert (root / STATE).read_bytes() == b"state 20"
+    assert (root / STATE).read_bytes() == TWENTY
 
 
 @pytest.mark.parametrize("kind", ["staging", "deleted", "replaced"])
@@ -327,5 +348,5 @@ def test_an_object_store_is_repaired_as_well(root: Path) -> None:
     assert [step["action"] for step in found["steps"]] == ["write", "write"]
     assert [left["path"] for left in found["left_alone"]] == [f"{store}/iter_0000030/__0_0-{TOKEN}.distcp"]
     assert (store / TRACKER).read_text() == "20"
-    assert (store / STATE).read_bytes() == b"state 20"
+    assert (store / STATE).read_bytes() == TWENTY
     assert done(data("repair", str(store), "--yes", "--force")) == [("delete", f"__0_0-{TOKEN}.distcp")]

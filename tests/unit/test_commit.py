@@ -12,10 +12,10 @@ import pytest
 
 from mbridge_fsdp_ckpt.convert.destination import check_free
 from mbridge_fsdp_ckpt.errors import ConfigurationError, StorageError
-from mbridge_fsdp_ckpt.hosts.root import TRACKER, find_checkpoint
+from mbridge_fsdp_ckpt.hosts.root import find_checkpoint
 from mbridge_fsdp_ckpt.storage import file_system, files
 from mbridge_fsdp_ckpt.storage.commit import lease, methods, removal, rename
-from mbridge_fsdp_ckpt.storage.format.names import MANIFEST_NAME
+from mbridge_fsdp_ckpt.storage.format.names import MANIFEST_NAME, TRACKER
 
 
 class Death(BaseException):

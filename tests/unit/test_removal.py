@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 from mbridge_fsdp_ckpt.storage.commit import removal
+from tests.unit import handmade
 from tests.unit.holdings import holdings
+from tests.unit.test_cli import call
 from tests.unit.test_saving import prepared, save
 
 TOKEN = "0123456789ab"
@@ -79,6 +81,26 @@ def test_a_save_renews_the_lease_of_its_staging(target: Path, monkeypatch: pytes
     save(target, [prepared(holdings(0, 12))])
     assert renewed
     assert all(name.startswith(".staging-iter_0000010-") for name in renewed)
+
+
+@pytest.mark.parametrize("arguments", [("reshard", "--ranks", "1"), ("to-stock",)], ids=lambda found: found[0])
+def test_a_conversion_renews_the_lease_of_its_staging(
+    arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a job that saves in the same root would take it away after an hour."""
+    renewed = set[str]()
+    original = os.utime
+
+    def utime(path: Any, *others: Any) -> None:
+        renewed.add(Path(path).name.rpartition("-")[0])
+        original(path, *others)
+
+    source = handmade.make(tmp_path / "iter_0000010")
+    monkeypatch.setattr("mbridge_fsdp_ckpt.storage.commit.lease.STALE_S", 0.0)
+    monkeypatch.setattr(os, "utime", utime)
+    name, *options = arguments
+    assert call("convert", name, source, tmp_path / "new" / "iter_0000010", *options).exit_code == 0
+    assert {".staging-iter_0000010", ".reading-iter_0000010"} <= renewed
 
 
 def test_what_cannot_be_deleted_stays_and_is_said(

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import threading
 import time
+import uuid
 from pathlib import Path
 
 import pytest
+from upath import UPath
 
-from mbridge_fsdp_ckpt.storage.commit import lease, removal
+from mbridge_fsdp_ckpt.errors import NotACheckpointError
+from mbridge_fsdp_ckpt.storage.commit import lease, removal, retention
 from mbridge_fsdp_ckpt.storage.commit.retention import (
     Iteration,
     being_read,
@@ -20,6 +24,7 @@ from mbridge_fsdp_ckpt.storage.commit.retention import (
     prune_later,
     reading,
 )
+from tests.unit import handmade
 
 
 @pytest.fixture
@@ -138,6 +143,55 @@ def test_one_that_cannot_be_removed_keeps_no_other_and_fails_nobody(
     assert left(root) == [10, 30, 40, 50]
     assert "iter_0000010 could not be removed: [Errno 16]" in caplog.text
     assert f"removed {root / 'iter_0000020'}" in caplog.text
+
+
+def test_a_pruning_that_waited_looks_at_what_is_there_now(root: Path) -> None:
+    """Behind a slow deletion, while a run went back to iteration 10 and saved 20 anew."""
+    (root / "latest_checkpointed_iteration.txt").write_text("50")
+    slow = threading.Event()
+    removal.later("a slow deletion", lambda: slow.wait(60.0))
+    prune_later(root, 1)
+    (root / "latest_checkpointed_iteration.txt").write_text("20")
+    slow.set()
+    assert removal.wait(30.0)
+    assert left(root) == [20, 30, 50]
+
+
+def test_what_a_save_puts_in_its_place_meanwhile_stays(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the last look and the removal a save commits; trackers follow later."""
+    asked = retention.keeps
+
+    def keeps(directory: Path) -> str:
+        said = asked(directory)
+        if directory.name == "iter_0000020":
+            directory.rename(root / "before")
+            shutil.copytree(root / "before", directory)
+        return said
+
+    monkeypatch.setattr(retention, "keeps", keeps)
+    assert numbers(prune(root, 1)) == [10, 40]
+    assert left(root) == [20, 30, 50]
+    assert not list(root.glob(".deleted-*"))
+
+
+def test_objects_of_a_save_that_goes_on_in_a_removed_iteration_stay(tmp_path: Path) -> None:
+    """Without a rename a save writes where the checkpoint is that it will replace."""
+    root = UPath(f"memory://{uuid.uuid4().hex}")
+    for number in (1, 2):
+        for path in handmade.make(tmp_path / f"iter_{number:07d}").iterdir():
+            (root / f"iter_{number:07d}" / path.name).write_bytes(path.read_bytes())
+    new = ["__0_0-0123456789ab.distcp", "rank_00000-0123456789ab.index"]
+    for name in new:
+        (root / "iter_0000001" / name).write_bytes(b"x")
+    assert numbers(prune(root, 1)) == [1]
+    assert sorted(path.name for path in (root / "iter_0000001").iterdir()) == new
+
+
+def test_nothing_is_removed_where_a_tracker_is_illegible(root: Path) -> None:
+    (root / "latest_checkpointed_iteration.txt").symlink_to("gone")
+    with pytest.raises(NotACheckpointError):
+        prune(root, 1)
+    assert left(root) == [10, 20, 30, 40, 50]
 
 
 def test_a_root_that_cannot_be_read_fails_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -20,7 +20,7 @@ from mbridge_fsdp_ckpt.storage.commit import lease, methods
 from mbridge_fsdp_ckpt.storage.commit.content import Content
 from mbridge_fsdp_ckpt.storage.commit.marker import MarkerCommit
 from mbridge_fsdp_ckpt.storage.commit.rename import RenameCommit
-from mbridge_fsdp_ckpt.storage.commit.retention import prune, remove_unless_read
+from mbridge_fsdp_ckpt.storage.commit.retention import prune, remove_unless_kept
 from mbridge_fsdp_ckpt.storage.commit.target import check_replaceable, obstacle
 from mbridge_fsdp_ckpt.storage.object_store import ObjectStore
 from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path
@@ -69,7 +69,7 @@ REPLACED = {
 REFUSED = {
     "a run": (("iter_0000001/manifest.json", "tensorboard/events", "train.py"), "a root of checkpoints, with iter_0"),
     "a tracker": (("latest_checkpointed_iteration.txt",), "a root of checkpoints"),
-    "Bridge's tracker": (("latest_train_state.pt",), "no checkpoint, with latest_train_state.pt"),
+    "Bridge's tracker": (("latest_train_state.pt",), "a root of checkpoints"),
     "a root with a head": ((*OURS, "iter_0000001/manifest.json"), "a root of checkpoints"),
     "VeRL's model": (("dist_ckpt/.metadata", "huggingface/config.json"), "a root of checkpoints, with dist_ckpt"),
     "a root with a checkpoint put aside": ((f".replaced-release-{TOKEN}/manifest.json",), "a root of checkpoints"),
@@ -259,7 +259,7 @@ def test_pruning_removes_only_what_a_save_might_replace(tmp_path: Path, monkeypa
     assert "a root of checkpoints" in plan.kept["iter_0000002"]
     assert "the working directory" in plan.kept["iter_0000003"]
     assert "a link to" in plan.kept["iter_0000004"]
-    assert not remove_unless_read(tmp_path / "iter_0000004")
+    assert not remove_unless_kept(tmp_path / "iter_0000004")
     assert [iteration.number for iteration in prune(tmp_path, 1)] == [1, 5]
     assert (tmp_path / "elsewhere" / "manifest.json").is_file()
     assert (tmp_path / ".reading-list" / "somebody's").is_file()

@@ -18,10 +18,12 @@ from collections.abc import Callable
 from pathlib import Path
 from tempfile import mkdtemp
 
+from mbridge_fsdp_ckpt.errors import CheckpointError
 from mbridge_fsdp_ckpt.storage.commit import removal
 from mbridge_fsdp_ckpt.storage.commit.added import added_by, check_not_elsewhere
 from mbridge_fsdp_ckpt.storage.commit.content import Content
 from mbridge_fsdp_ckpt.storage.files import everything_in, replace_file
+from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
 from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, MANIFEST_NAME, is_part, suffix_of, token
 from mbridge_fsdp_ckpt.storage.store import AnyPath, store_of
 
@@ -122,10 +124,22 @@ def condemned(target: AnyPath) -> list[AnyPath]:
 
 
 def remove(directory: AnyPath) -> None:
-    """Delete a checkpoint: first what makes it one, for stock and for us; last what tells what the rest was."""
+    """Delete a checkpoint: first what makes it one, for stock and for us; last what tells what the rest was.
+
+    Payload and index files of another save stay: a run that went back may be writing the same iteration anew.
+    """
+    own = _suffix_in(directory)
     for name in (DCP_METADATA, MANIFEST_NAME):
         store_of(directory / name).remove()
-    rest = list(everything_in(directory))
+    rest = [path for path in everything_in(directory) if own is None or suffix_of(path.name) in ("", own)]
     for path in sorted(rest, key=lambda path: is_part(path.name)):
         if path.is_file():
             store_of(path).remove()
+
+
+def _suffix_in(directory: AnyPath) -> str | None:
+    """What the manifest says that its files' names end with; None where it does not say."""
+    try:
+        return read_manifest(directory).suffix
+    except CheckpointError:
+        return None

@@ -6,9 +6,12 @@ these functions on a checkpoint.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from mbridge_fsdp_ckpt.settings import CommitMethod
 from mbridge_fsdp_ckpt.storage.commit import marker, rename
 from mbridge_fsdp_ckpt.storage.commit.content import Commit
+from mbridge_fsdp_ckpt.storage.format.head import HEADS
 from mbridge_fsdp_ckpt.storage.store import AnyPath, store_of
 
 
@@ -46,10 +49,30 @@ def leftovers(root: AnyPath) -> list[AnyPath]:
     return [*([] if local is None else rename.leftovers(local)), *marker.leftovers(root)]
 
 
-def remove(directory: AnyPath) -> None:
-    """Delete a checkpoint so that no half of it can be taken for one."""
+def identity(directory: AnyPath) -> tuple[float, ...]:
+    """What tells a checkpoint from another that takes its place.
+
+    Raises:
+        FileNotFoundError: It is gone.
+    """
+    if store_of(directory).local is not None:
+        found = directory.stat()
+        return found.st_dev, found.st_ino
+    found = next(path for name in HEADS if (path := directory / name).exists()).stat()
+    return found.st_size, found.st_mtime
+
+
+def remove(directory: AnyPath, may_go: Callable[[AnyPath], bool] = lambda _: True) -> bool:
+    """Delete a checkpoint so that no half of it can be taken for one; whether it is gone.
+
+    Args:
+        directory: The checkpoint.
+        may_go: Asked once more when nobody can reach it any more; where it says no, the checkpoint is put back.
+    """
     local = store_of(directory).local
-    if local is None:
-        marker.remove(directory)
-    else:
-        rename.remove(local)
+    if local is not None:
+        return rename.remove(local, may_go)
+    if not may_go(directory):
+        return False
+    marker.remove(directory)
+    return True

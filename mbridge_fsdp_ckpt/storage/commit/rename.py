@@ -225,12 +225,25 @@ def condemn_leftovers(target: Path) -> list[AnyPath]:
     return found
 
 
-def remove(directory: Path) -> None:
-    """Delete a checkpoint, renamed first: no half of it can be taken for one."""
+def remove(directory: Path, may_go: Callable[[Path], bool]) -> bool:
+    """Delete a checkpoint, renamed first: no half of it can be taken for one.  See `methods.remove`."""
     condemned = _beside(directory, DELETED)
     directory.rename(condemned)
+    if not may_go(condemned) and _put_back(condemned, directory):
+        return False
     sync_directory(directory.parent)
     shutil.rmtree(condemned)
+    return True
+
+
+def _put_back(condemned: Path, directory: Path) -> bool:
+    try:
+        condemned.rename(directory)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        return False  # a save has put another one in its place
+    return True
 
 
 def _exchange(one: Path, other: Path) -> bool:

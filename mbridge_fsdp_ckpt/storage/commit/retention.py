@@ -3,6 +3,9 @@
 A load leaves `.reading-iter_0000010-<token>` beside the checkpoint and touches it while it reads.  Whoever prunes
 leaves such a checkpoint alone, until the file has not been touched for an hour.  A training job prunes in the
 background: no rank waits for it, and nothing fails by it.
+
+`keeps` has all that speaks for a checkpoint, and is asked just before each removal: a pruning may have waited behind
+others while the run went back to an older iteration.
 """
 
 from __future__ import annotations
@@ -12,12 +15,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from mbridge_fsdp_ckpt.storage import trackers
 from mbridge_fsdp_ckpt.storage.commit import methods, removal
 from mbridge_fsdp_ckpt.storage.commit.lease import is_stale, renewing
 from mbridge_fsdp_ckpt.storage.commit.target import obstacle
 from mbridge_fsdp_ckpt.storage.files import entries
 from mbridge_fsdp_ckpt.storage.format.head import has_readable_head
-from mbridge_fsdp_ckpt.storage.format.names import READING, beside, is_reading, iteration_of
+from mbridge_fsdp_ckpt.storage.format.names import READING, RELEASE, TRACKER, beside, is_reading, iteration_of
 from mbridge_fsdp_ckpt.storage.store import AnyPath, store_of
 
 _log = logging.getLogger(__name__)
@@ -56,11 +60,29 @@ def prunable(root: AnyPath, keep: int, also_keep: int | None = None) -> list[Ite
 
 
 def keeps(directory: AnyPath) -> str:
-    """Why a complete checkpoint must not be removed, in words; empty where it may be."""
+    """Why a complete checkpoint must not be removed, in words; empty where it may be.
+
+    Raises:
+        NotACheckpointError: A tracker beside it is not legible: what that names is not known.
+    """
+    if tracker := named_by(directory):
+        return "the tracker names it" if tracker == TRACKER else f"{tracker} names it"
     if being_read(directory):
         return "being read"
     found = obstacle(directory)
     return found.found if found is not None else ""
+
+
+def named_by(directory: AnyPath) -> str:
+    """The tracker that names a checkpoint; empty where none does.
+
+    Raises:
+        NotACheckpointError: A tracker is not legible.
+    """
+    number = iteration_of(directory.name)
+    if number is None and directory.name != RELEASE:
+        return ""
+    return trackers.every_named(directory.parent).get(number, "")
 
 
 def prune(root: AnyPath, keep: int, also_keep: int | None = None) -> list[Iteration]:
@@ -69,10 +91,13 @@ def prune(root: AnyPath, keep: int, also_keep: int | None = None) -> list[Iterat
     Args:
         root: Where the iteration directories are.
         keep: How many of the newest stay.
-        also_keep: An iteration that stays whatever its age: the one that the tracker names.
+        also_keep: An iteration that stays whatever its age: the one that the user chose to resume from.
 
     Returns:
         What was removed.
+
+    Raises:
+        NotACheckpointError: A tracker is not legible.
     """
     marks = [mark for mark in entries(root, READING) if is_reading(mark.name)]
     for mark in [mark for mark in marks if is_stale(mark)]:
@@ -80,11 +105,10 @@ def prune(root: AnyPath, keep: int, also_keep: int | None = None) -> list[Iterat
     removed = []
     for iteration in prunable(root, keep, also_keep):
         try:
-            methods.remove(iteration.directory)
+            if remove_unless_kept(iteration.directory):
+                removed.append(iteration)
         except OSError as error:  # one that stays keeps no other
             _log.warning("%s could not be removed: %s", iteration.directory, error)
-        else:
-            removed.append(iteration)
     return removed
 
 
@@ -98,20 +122,32 @@ def prune_later(root: AnyPath, keep: int, also_keep: int | None = None) -> None:
     removal.later(f"pruning {root}", prune_and_say)
 
 
-def remove_unless_read(directory: AnyPath) -> bool:
-    """Remove one checkpoint, after a newer one was committed; whether it is gone."""
-    if not has_readable_head(directory) or keeps(directory):
+def remove_unless_kept(directory: AnyPath) -> bool:
+    """Remove one checkpoint that nothing speaks for; whether it is gone.
+
+    One that a save puts in its place meanwhile stays.
+
+    Raises:
+        NotACheckpointError: A tracker is not legible.
+        OSError: The storage refused.
+    """
+    if not has_readable_head(directory):
         return False
-    methods.remove(directory)
-    return True
+    seen = methods.identity(directory)
+    if keeps(directory):
+        return False
+    return methods.remove(directory, lambda now: methods.identity(now) == seen and not named_by(directory))
 
 
 @contextmanager
 def reading(directory: AnyPath, *, enabled: bool = True) -> Iterator[Callable[[], None]]:
     """Keep a checkpoint from being pruned; gives what to call from time to time as a sign of life.
 
-    A reader who may not write beside the checkpoint reads without protection.
+    The lease stands beside the directory itself, where it is reached through a link.  A reader who may not write there
+    reads without protection.
     """
+    local = store_of(directory).local
+    directory = directory if local is None else local.resolve()
     lease = directory.parent / beside(READING, directory.name)
     try:
         if enabled and (directory.exists() or directory.name in methods.put_aside(directory.parent)):

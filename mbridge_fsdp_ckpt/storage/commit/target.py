@@ -26,6 +26,7 @@ from mbridge_fsdp_ckpt.storage.format.names import (
     MANIFEST_NAME,
     REPLACED,
     STAGING,
+    STATE_TRACKER,
     TRACKER,
     is_head,
     is_part,
@@ -128,7 +129,7 @@ def names_in(directory: AnyPath) -> set[str]:
 
 def is_root(directory: AnyPath, names: set[str]) -> bool:
     """Whether checkpoints lie in it, or did.  With a head of its own it is a root all the same."""
-    if TRACKER in names or any(iteration_of(name) is not None for name in names):
+    if {TRACKER, STATE_TRACKER} & names or any(iteration_of(name) is not None for name in names):
         return True
     if is_local(directory):
         heads = [path / head for path in entries(directory) for head in (MANIFEST_NAME, DCP_METADATA)]

@@ -5,10 +5,12 @@ from __future__ import annotations
 from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, MANIFEST_NAME
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
+HEADS = (MANIFEST_NAME, DCP_METADATA)
+
 
 def has_head(directory: AnyPath) -> bool:
     """Whether a directory has what makes it a checkpoint: our manifest or stock's metadata."""
-    return any((directory / name).exists() for name in (MANIFEST_NAME, DCP_METADATA))
+    return any((directory / name).exists() for name in HEADS)
 
 
 def has_readable_head(directory: AnyPath) -> bool:

@@ -22,6 +22,12 @@ TORCH_DIST_METADATA: Final = "metadata.json"
 TRACKER: Final = "latest_checkpointed_iteration.txt"
 """Megatron's file in the root of a run's checkpoints that names the newest of them."""
 
+STATE_TRACKER: Final = "latest_train_state.pt"
+"""Megatron-Bridge's file for the same."""
+
+RELEASE: Final = "release"
+"""Name of a directory of weights without training progress, and what a tracker says of it."""
+
 INDEXES: Final = "rank_*.index"
 """Pattern of the index files of ranks in a directory."""
 

@@ -1,0 +1,149 @@
+"""The files in a run's root that say which checkpoint is meant: read and written here and nowhere else.
+
+    latest_train_state.pt                 Bridge's: the newest checkpoint's train state.  Written first
+    latest_checkpointed_iteration.txt     Megatron's: an iteration's number, or `release`.  Written last
+
+Bridge's counts where it is there, as in Bridge: a job that died between the two leaves it the newer one.  Where it is
+the older one, another loop has gone on in the root, or somebody edited the other: nobody can tell which is meant.
+
+A tracker may be a link.  An error then says where it leads, and not what is there, which may be anybody's file.
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+
+from mbridge_fsdp_ckpt.errors import NotACheckpointError, brief
+from mbridge_fsdp_ckpt.storage.files import opened, replace_file, size_of
+from mbridge_fsdp_ckpt.storage.format.names import RELEASE, STATE_TRACKER, TRACKER, iteration_name
+from mbridge_fsdp_ckpt.storage.store import AnyPath, store_of
+
+_MAX_BYTES = {TRACKER: 1 << 12, STATE_TRACKER: 1 << 20}
+_MAX_DIGITS = 18
+_SHOWN = 100  # characters that an error quotes
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A checkpoint that a tracker names; it need not be there.
+
+    Args:
+        tracker: The file.
+        number: The iteration; None for a release.
+    """
+
+    tracker: AnyPath
+    number: int | None
+
+    @property
+    def name(self) -> str:
+        """What the checkpoint's directory is called."""
+        return RELEASE if self.number is None else iteration_name(self.number)
+
+
+def meant(root: AnyPath) -> Named | None:
+    """The checkpoint that a root's trackers mean; None where there is no tracker.
+
+    Raises:
+        NotACheckpointError: A tracker is not legible, or the two contradict each other.
+    """
+    by_bridge, by_megatron = read(root / STATE_TRACKER), read(root / TRACKER)
+    if by_bridge is None or by_megatron is None or by_bridge.number == by_megatron.number:
+        return by_bridge or by_megatron
+    if by_bridge.number is None or by_megatron.number is None or by_bridge.number < by_megatron.number:
+        raise NotACheckpointError(
+            expected=f"{STATE_TRACKER} to name what {TRACKER} names, or a newer iteration",
+            found=f"{by_bridge.name}, and {by_megatron.name} in {TRACKER}",
+            remedy="Another loop has gone on in this root, or somebody edited a tracker. Choose an iteration, or "
+            "delete the tracker that is wrong.",
+            key=str(by_bridge.tracker),
+        )
+    return by_bridge
+
+
+def every_named(root: AnyPath) -> dict[int | None, str]:
+    """All that some tracker of a root names: iterations, None for a release, each with the tracker's name.
+
+    Raises:
+        NotACheckpointError: A tracker is not legible: what it names is not known.
+    """
+    found = (read(root / tracker) for tracker in (STATE_TRACKER, TRACKER))
+    return {named.number: named.tracker.name for named in found if named is not None}
+
+
+def publish(root: AnyPath, number: int | None, train_state: bytes | None = None) -> None:
+    """Let the trackers of a root name a checkpoint, each in one step.
+
+    Args:
+        root: The root of a run's checkpoints.
+        number: The iteration; None for a release.
+        train_state: What Bridge's tracker holds; None where it is not known.  Then one that is there goes, for it
+            belongs to another checkpoint.
+    """
+    if train_state is not None:
+        replace_file(root / STATE_TRACKER, train_state)
+    replace_file(root / TRACKER, (RELEASE if number is None else str(number)).encode())
+    if train_state is None:
+        store_of(root / STATE_TRACKER).remove()
+
+
+def read(tracker: AnyPath) -> Named | None:
+    """What one tracker names; None where it is not there.
+
+    Raises:
+        NotACheckpointError: It is not legible.
+    """
+    is_link = store_of(tracker).is_link()
+    if not tracker.is_file():
+        if not is_link and not tracker.exists():
+            return None
+        kind = "a directory" if tracker.is_dir() else "neither a file nor a directory"
+        raise _illegible(tracker, kind if tracker.exists() else "which does not exist")
+    try:
+        size = size_of(tracker)
+        if size > _MAX_BYTES[tracker.name]:
+            raise _illegible(tracker, f"a file of {size} bytes")
+        local = store_of(tracker).local
+        with opened(tracker if local is None else local.resolve()) as file:
+            data = file.read(size)
+    except FileNotFoundError:  # removed meanwhile: see `publish`
+        return None
+    return Named(tracker, _step_of(tracker, data) if tracker.name == STATE_TRACKER else _number_in(tracker, data))
+
+
+def _number_in(tracker: AnyPath, data: bytes) -> int | None:
+    text = data.decode(errors="replace").strip()
+    if text == RELEASE:
+        return None
+    if not (text.isascii() and text.isdecimal()):
+        raise _illegible(tracker, repr(text[:_SHOWN]), quotes=True)
+    if len(text) > _MAX_DIGITS:
+        raise _illegible(tracker, f"a number of {len(text)} digits")
+    return int(text)
+
+
+def _step_of(tracker: AnyPath, data: bytes) -> int:
+    import torch
+
+    try:
+        step = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)["step"]
+        exact = isinstance(step, int) or not (step.is_floating_point() or step.is_complex())
+        if not exact or int(step) < 0:
+            raise ValueError("its step is no iteration's number")
+    except Exception as error:  # a pickle stream can raise anything
+        raise _illegible(tracker, f"no train state of Bridge's: {brief(error)}", quotes=True) from error
+    return int(step)
+
+
+def _illegible(tracker: AnyPath, found: str, *, quotes: bool = False) -> NotACheckpointError:
+    """The error for a tracker that names nothing; of what a link leads to, it quotes nothing."""
+    local = store_of(tracker).local
+    if local is not None and local.is_symlink():
+        found = f"a link to {local.readlink()}, {'which names no checkpoint' if quotes else found}"
+    return NotACheckpointError(
+        expected=f"{tracker.name} to be a small file that names an iteration",
+        found=found,
+        remedy=f"Choose an iteration, or rebuild the tracker: mbridge_fsdp_ckpt repair {tracker.parent}",
+        key=str(tracker),
+    )

@@ -1,0 +1,205 @@
+"""Which checkpoint a run resumes from: Bridge's places, the trackers, and what must be there."""
+
+from __future__ import annotations
+
+import shutil
+from argparse import Namespace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+import mbridge_fsdp_ckpt
+from mbridge_fsdp_ckpt.errors import CheckpointError
+from mbridge_fsdp_ckpt.testing.ranks import RankPool, no_process_group
+from tests.bridge.training import Run, configuration, train
+from tests.trackers import CASES, STATE, TRACKER
+from tests.unit import handmade
+
+pytestmark = pytest.mark.bridge
+ITERATIONS = ("iter_0000010", "iter_0000020", "release")
+RECOVERY = {
+    "checkpoint.non_persistent_ckpt_type": "global",
+    "checkpoint.non_persistent_save_interval": 1,
+}
+
+
+@no_process_group
+def meant(roots: list[str]) -> dict[str, list[str]]:
+    """What Bridge's run, its AutoBridge and Megatron-LM's run take each root to mean."""
+    from megatron.bridge import AutoBridge
+    from megatron.bridge.training import model_load_save
+    from megatron.bridge.training.config import CheckpointConfig
+
+    from mbridge_fsdp_ckpt.bridge.locate import locate
+    from mbridge_fsdp_ckpt.megatron_lm.checkpointing import _locate
+
+    def by_bridge(root: str) -> Any:
+        found = locate(root, CheckpointConfig(load=root), None)
+        return found and found.directory
+
+    def by_auto_bridge(root: str) -> Any:
+        return AutoBridge.load_megatron_model(SimpleNamespace(trust_remote_code=False), root)[0]
+
+    def by_megatron_lm(root: str) -> Any:
+        return _locate(Namespace(load=root, pretrained_checkpoint=None, ckpt_step=None), root)
+
+    mbridge_fsdp_ckpt.register()
+    with patch.object(model_load_save, "load_megatron_model", lambda path, **_: path):
+        readers = (by_bridge, by_auto_bridge, by_megatron_lm)
+        return {reader.__name__: [_said(reader, root) for root in roots] for reader in readers}
+
+
+def _said(reader: Any, root: str) -> str:
+    try:
+        found = reader(root)
+    except CheckpointError as error:
+        return f"!{error.found}"
+    return "" if found is None else Path(found).name
+
+
+def test_every_run_takes_the_trackers_to_mean_the_same(bridge_ranks: RankPool, tmp_path: Path) -> None:
+    """The tools do as well: tests/unit/test_trackers.py."""
+    for name in ITERATIONS:
+        handmade.make(tmp_path / name)
+    roots = []
+    for place, (make, _) in enumerate(CASES.values()):
+        root = tmp_path / str(place)
+        for name in ITERATIONS:
+            shutil.copytree(tmp_path / name, root / name)
+        make(root)
+        roots.append(str(root))
+    [said] = bridge_ranks.run(meant, roots, ranks=1)
+    said["by_auto_bridge"][0] = ""  # without a tracker it takes the newest
+    wrong = [
+        (case, reader, found[place])
+        for place, (case, (_, means)) in enumerate(CASES.items())
+        for reader, found in said.items()
+        if not (found[place].startswith(means) if means.startswith("!") else found[place] == means)
+    ]
+    assert not wrong
+
+
+@no_process_group
+def located(place: str, manifest_alone: str) -> dict[str, Any]:
+    """Where Bridge looks, with checkpoints below a place; directories that no tracker names."""
+    from megatron.bridge.training.config import CheckpointConfig
+    from megatron.bridge.training.utils.checkpoint_utils import checkpoint_exists
+
+    from mbridge_fsdp_ckpt.bridge.locate import locate
+    from mbridge_fsdp_ckpt.megatron_lm.checkpointing import _locate
+
+    def found(load: str | None, pretrained: str | None = None, **changes: Any) -> Any:
+        config = CheckpointConfig(load=load, save=f"{place}/out", non_persistent_ckpt_type="global", **changes)
+        there = locate(pretrained or load, config, config.ckpt_step)
+        return there and (str(there.directory.relative_to(place)), str(there.beside.relative_to(place)))
+
+    mbridge_fsdp_ckpt.register()
+    arguments = Namespace(pretrained_checkpoint=None, ckpt_step=None)
+    return {
+        "save's recovery": found(f"{place}/in"),
+        "nowhere yet": found(f"{place}/not yet"),
+        "no load": found(None),
+        "chosen": found(f"{place}/in", ckpt_step=1),
+        "load's recovery": found(f"{place}/newer"),
+        "elsewhere": found(f"{place}/in", non_persistent_global_ckpt_dir=f"{place}/newer"),
+        "base of adapters": found(f"{place}/not yet", pretrained=f"{place}/in"),
+        "manifest alone": (found(manifest_alone), checkpoint_exists(manifest_alone)),
+        "manifest alone, Megatron-LM": str(_locate(arguments, manifest_alone)),
+    }
+
+
+def test_recovery_checkpoints_are_looked_for_where_bridge_does(bridge_ranks: RankPool, tmp_path: Path) -> None:
+    for root, number in (("in", 1), ("out/non_persistent", 2), ("newer/non_persistent", 3), ("newer", 4)):
+        (tmp_path / root).mkdir(parents=True, exist_ok=True)
+        handmade.make(tmp_path / root / f"iter_{number:07d}")
+        (tmp_path / root / TRACKER).write_text(str(number))
+    (tmp_path / "newer/non_persistent" / TRACKER).write_text("3")
+    alone = handmade.make(tmp_path / "base")
+    [found] = bridge_ranks.run(located, str(tmp_path), str(alone), ranks=1)
+    assert found == {
+        "save's recovery": ("out/non_persistent/iter_0000002", "out"),
+        "nowhere yet": ("out/non_persistent/iter_0000002", "out"),
+        "no load": ("out/non_persistent/iter_0000002", "out"),
+        "chosen": ("in/iter_0000001", "in"),
+        "load's recovery": ("newer/iter_0000004", "newer"),
+        "elsewhere": ("newer/iter_0000004", "out"),
+        "base of adapters": ("in/iter_0000001", "in"),
+        "manifest alone": (("base", "."), True),
+        "manifest alone, Megatron-LM": str(alone),
+    }
+
+
+def test_a_run_resumes_from_the_recovery_checkpoint_beside_its_saves(bridge_ranks: RankPool, tmp_path: Path) -> None:
+    """Killed before its first persistent save; `load` names what does not exist yet."""
+    run = Run(str(tmp_path / "out"), 2, save_every=9, config=RECOVERY | {"checkpoint.load": str(tmp_path / "in")})
+    begun = bridge_ranks.run(train, run, ranks=2)
+    shutil.rmtree(tmp_path / "out" / "iter_0000002")
+    (tmp_path / "out" / TRACKER).unlink()
+    (tmp_path / "out" / STATE).unlink()
+    again = bridge_ranks.run(train, run.on(iterations=3), ranks=2)
+    assert [(list(one["losses"]), one["loaded"]) for one in again] == [([3], one["end"]) for one in begun]
+
+
+@no_process_group
+def refusal(run: Run, *, own_loop: bool = False) -> str:
+    """What a run that must not begin says."""
+    try:
+        if own_loop:
+            return str(_load(run))
+        train(run)
+    except CheckpointError as error:
+        return f"{type(error).__name__}: {error}"
+    return "it trains"
+
+
+def _load(run: Run) -> Any:
+    from megatron.bridge.training.checkpointing import load_checkpoint
+
+    mbridge_fsdp_ckpt.register()
+    return load_checkpoint(SimpleNamespace(cfg=configuration(run)), [], None, None)
+
+
+def test_a_run_that_is_told_to_resume_never_begins_anew(bridge_ranks: RankPool, tmp_path: Path) -> None:
+    root, empty = tmp_path / "root", tmp_path / "empty"
+    root.mkdir()
+    empty.mkdir()
+    handmade.make(root / "iter_0000002")
+    run = Run(str(tmp_path / "out"))
+    must = {"checkpoint.exit_on_missing_checkpoint": True}
+    refused: dict[tuple[str, bool], tuple[dict[str, Any], str]] = {
+        ("mistyped", False): ({"checkpoint.load": str(tmp_path / "mistyped"), **must}, "no such directory"),
+        ("empty", False): ({"checkpoint.load": str(empty), **must}, "an empty directory"),
+        ("empty", True): ({"checkpoint.load": str(empty), **must}, "an empty directory"),
+        ("empty, chosen", False): ({"checkpoint.load": str(empty), "checkpoint.ckpt_step": 7}, "an empty directory"),
+        ("not there", False): ({"checkpoint.load": str(root), "checkpoint.ckpt_step": 7}, "found iter_0000002"),
+        ("no tracker", False): (
+            {"checkpoint.load": str(root), "checkpoint.ckpt_step": 2},
+            f"Set checkpoint.load={root}/iter_0000002",
+        ),
+        ("pretrained", False): (
+            {
+                "checkpoint.load": str(empty),
+                "checkpoint.pretrained_checkpoint": str(root / "iter_0000002"),
+                "checkpoint.ckpt_step": 7,
+            },
+            "an empty directory",
+        ),
+        ("pretrained", True): (
+            {
+                "checkpoint.load": str(empty),
+                "checkpoint.pretrained_checkpoint": str(root / "iter_0000002"),
+                "checkpoint.ckpt_step": 7,
+            },
+            "iteration 7, which checkpoint.ckpt_step names",
+        ),
+    }
+    for (name, own_loop), (config, says) in refused.items():
+        for text in bridge_ranks.run(refusal, run.on(config=config), own_loop=own_loop, ranks=2):
+            assert text.startswith("NotACheckpointError: "), (name, own_loop, text)
+            assert says in text, (name, own_loop, text)
+    free = run.on(config={"checkpoint.load": str(empty)})
+    assert bridge_ranks.run(refusal, free, own_loop=True, ranks=2) == ["(0, 0)"] * 2
+    assert not list(tmp_path.glob("out/iter_*")), "nothing was trained"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from mbridge_fsdp_ckpt.storage.format.names import MAX_TRAIN_STATE_BYTES, PROGRESS, TRAIN_STATE
+
+__all__ = ["MAX_TRAIN_STATE_BYTES", "PROGRESS", "RUN_CONFIG", "TRAIN_STATE", "TRAIN_STATE_TRACKER"]
+
 RUN_CONFIG = "run_config.yaml"
 
-TRAIN_STATE, TRAIN_STATE_TRACKER = "train_state.pt", "latest_train_state.pt"
-"""In an iteration directory, and a copy of the newest in the root."""
-
-MAX_TRAIN_STATE_BYTES = 1 << 28
-
-PROGRESS = "train_state"
-"""Among a checkpoint's values: iteration, samples and operations so far."""
+TRAIN_STATE_TRACKER = "latest_train_state.pt"
+"""In the root: a copy of the newest checkpoint's `TRAIN_STATE`."""

@@ -131,7 +131,9 @@ def standing() -> tuple[float, float, float]:
     """The next number of each generator, which stays where it is."""
     kept = random.getstate(), np.random.get_state(), torch.get_rng_state()
     found = random.random(), float(np.random.rand()), float(torch.rand(1))
-    random.setstate(kept[0]), np.random.set_state(kept[1]), torch.set_rng_state(kept[2])
+    random.setstate(kept[0])
+    np.random.set_state(kept[1])
+    torch.set_rng_state(kept[2])
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +40,16 @@ def test_only_our_format_is_saved_here(runs: dict[str, Path]) -> None:
         assert ours == [name == SAFE] * 2
 
 
-@pytest.mark.parametrize("saved_in", [SAFE, STOCK])
+@pytest.mark.parametrize(("saved_in", "goes_on_in"), [(SAFE, SAFE), (STOCK, SAFE), (SAFE, STOCK)])
 def test_a_resumed_run_saves_what_the_uninterrupted_one_saved(
-    saved_in: str, runs: dict[str, Path], training_ranks: RankPool, tmp_path: Path
+    saved_in: str, goes_on_in: str, runs: dict[str, Path], training_ranks: RankPool, tmp_path: Path
 ) -> None:
     place = as_it_was(runs[saved_in], tmp_path)
-    for result in resume(training_ranks, SAFE, place, 4):
-        assert result["code"] == 0, result["out"]
+    results = resume(training_ranks, goes_on_in, place, 4)
+    assert [result["code"] for result in results] == [0, 0], results[0]["out"]
+    assert re.search(r"iteration +3/ +4 \| consumed samples: +24 ", results[-1]["out"])
     again = tmp_path / "iter_0000004"
-    assert (again / "manifest.json").is_file()
+    assert (again / "manifest.json").is_file() == (goes_on_in == SAFE)
     whole = oracle.on_disk(runs[saved_in] / "iter_0000004")
     assert len([key for key in whole if key.endswith(".exp_avg")]) == 17  # 15 parameters, 2 of them split in two
     assert oracle.on_disk(again) == whole
@@ -111,14 +113,13 @@ OF_ITS_OWN = "--decoupled-lr", "5e-5"  # a group that the checkpoint does not ha
         ((*CONFIGURED, OVERRIDDEN), [(9.990133642e-6, 0.0, 0.999), (9.990133642e-6, 0.05, 0.999)]),
         ((*CONFIGURED, AS_SAVED), [(9.990133642e-4, 0.0, 0.999), (9.990133642e-4, 0.01, 0.999)]),
         ((*CONFIGURED, "--no-load-optim"), [(1e-5, 0.0, 0.9), (1e-5, 0.05, 0.9)]),
-        ((*CONFIGURED, "--finetune"), [(1e-5, 0.0, 0.9), (1e-5, 0.05, 0.9)]),
         (
             (*CONFIGURED, *OF_ITS_OWN, OVERRIDDEN),
             [(9.990133642e-6, 0.0, 0.999), (9.990133642e-6, 0.05, 0.999), (4.995066821e-5, 0.05, 0.999)],
         ),
         (OF_ITS_OWN, [(9.990133642e-4, 0.0, 0.999), (9.990133642e-4, 0.01, 0.999)]),
     ],
-    ids=["override", "use the checkpoint's", "no optimizer state", "finetune", "override, new group", "new group"],
+    ids=["override", "use the checkpoint's", "no optimizer state", "override, new group", "new group"],
 )
 def test_the_first_step_after_a_resume_obeys_the_owner(
     more: tuple[str, ...], applied: Any, runs: dict[str, Path], training_ranks: RankPool, tmp_path: Path

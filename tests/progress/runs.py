@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
+from io import StringIO
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
+from mbridge_fsdp_ckpt.hosts.after_import import AfterImport
+from mbridge_fsdp_ckpt.hosts.patching import Patches
 from mbridge_fsdp_ckpt.testing.ranks import no_process_group
 from tests.bridge import training
 from tests.bridge.training import Run
@@ -92,20 +95,46 @@ def _arguments() -> dict[str, Any]:
     return {name: args[name] for name in args if "samples" in name or name.endswith(("iteration", "so_far"))}
 
 
+@contextmanager
+def _as_of_the_next_releases() -> Iterator[None]:
+    """Seams answer as they will there: of Megatron-Core 0.20, and of Bridge 0.7."""
+    patches = Patches()
+    seams = {
+        "mbridge_fsdp_ckpt.megatron_lm.checkpointing": "_goes_by_samples",
+        "mbridge_fsdp_ckpt.bridge.differences": "starts_with_fresh_optimizer",
+    }
+    hook = AfterImport(
+        {name: lambda module: patches.set(module, seams[module.__name__], lambda: True) for name in seams}
+    )
+    hook.install()
+    try:
+        yield
+    finally:
+        hook.uninstall()
+        patches.undo()
+
+
 @no_process_group
-def megatron_lm(kind: str, directory: str, iterations: int, *more: str, load: bool = True) -> dict[str, Any]:
+def megatron_lm(
+    kind: str, directory: str, iterations: int, *more: str, load: bool = True, newer: bool = False
+) -> dict[str, Any]:
     """Megatron-LM's loop."""
-    with _watched() as seen:
+    with _watched() as seen, _as_of_the_next_releases() if newer else nullcontext():
         result = running.pretrain(kind, directory, iterations, *more, save_every=3, load=load)
     return result | {"seen": seen}
 
 
 @no_process_group
-def bridge(run: Run) -> dict[str, Any]:
+def bridge(run: Run, *, newer: bool = False) -> dict[str, Any]:
     """Bridge's loop."""
-    with _watched() as seen:
+    said = StringIO()
+    with ExitStack() as stack:
+        seen = stack.enter_context(_watched())
+        if newer:
+            stack.enter_context(_as_of_the_next_releases())
+            stack.enter_context(redirect_stdout(said))
         result = training.train(run.on(config=_DENSE | run.config))
-    return result | {"seen": seen}
+    return result | {"seen": seen, "said": said.getvalue()}
 
 
 def verl(setup: Setup, steps: int, save_at: tuple[int, ...] = ()) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""What Bridge 0.6 has and 0.5 has not: each caller gets what it would do without."""
+"""What one release of Bridge has and another has not: each caller gets what it would do without."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from megatron.bridge.training import checkpointing, optim
@@ -44,6 +45,12 @@ def record_dataloader_directory(context: dict[str, Any] | None, root: str) -> No
     record = getattr(checkpointing, "_record_dataloader_state_dir", None)
     if record is not None:
         record(context, root)
+
+
+def starts_with_fresh_optimizer() -> bool:
+    """Whether Bridge trains on with a fresh optimizer where the checkpoint has none, as 0.7 does; 0.6 fails."""
+    load = inspect.unwrap(checkpointing._load_checkpoint_from_path)
+    return "checkpoint_saved_optimizer" in load.__code__.co_varnames
 
 
 def copies_refresher() -> Any:

@@ -23,6 +23,7 @@ from mbridge_fsdp_ckpt.bridge.choice import check_settings, presented_as_stock, 
 from mbridge_fsdp_ckpt.bridge.locate import check_may_be_missing, locate
 from mbridge_fsdp_ckpt.bridge.names import PROGRESS
 from mbridge_fsdp_ckpt.bridge.restoration import Parts, restoration
+from mbridge_fsdp_ckpt.bridge.run_config import RunConfig
 from mbridge_fsdp_ckpt.bridge.run_files import run_files, write_trackers
 from mbridge_fsdp_ckpt.bridge.scalars import log_scalars
 from mbridge_fsdp_ckpt.errors import ConfigurationError
@@ -251,7 +252,7 @@ def load_from_path(
         return 0, 0
     print_rank_0(f" loading fsdp_dtensor_safe checkpoint from {found.directory}")
     model, pg_collection = _unwrapped(model, pg_collection)
-    wanted = _wanted(cfg.checkpoint, optimizer)
+    wanted = _wanted(cfg.checkpoint, optimizer, found.directory)
     load = checkpoint.load if wanted.optimizer else checkpoint.load_weights_only
     loaded = load(
         found.directory,
@@ -275,13 +276,24 @@ def _tell(loaded: checkpoint.Loaded, state: Any) -> None:
         print_rank_0(f"WARNING: {text}")
 
 
-def _wanted(checkpoint_config: Any, optimizer: Any) -> Parts:
+def _wanted(checkpoint_config: Any, optimizer: Any, directory: AnyPath) -> Parts:
     resumes = not checkpoint_config.finetune
+    with_state = resumes and checkpoint_config.load_optim and not _starts_with_fresh_optimizer(directory)
     return Parts(
-        optimizer=resumes and checkpoint_config.load_optim and optimizer is not None,
+        optimizer=with_state and optimizer is not None,
+        schedule=with_state,
         random=resumes and checkpoint_config.load_rng,
         progress=resumes,
     )
+
+
+def _starts_with_fresh_optimizer(directory: AnyPath) -> bool:
+    """Whether there is no optimizer state to load, and Bridge does not mind."""
+    if not differences.starts_with_fresh_optimizer() or RunConfig.read(directory).saves_optimizer:
+        return False
+    text = "was saved without optimizer state (checkpoint.save_optim=False): optimizer and schedule start afresh"
+    print_rank_0(f"WARNING: {directory} {text}")
+    return True
 
 
 def _stock_load(load_dir: str, state: Any, model: Any, optimizer: Any, scheduler: Any, skip: bool) -> tuple[int, int]:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
+from mbridge_fsdp_ckpt.storage.format.names import MAX_TRAIN_STATE_BYTES, PROGRESS, TRAIN_STATE
+
+__all__ = ["MAX_TRAIN_STATE_BYTES", "PROGRESS", "RUN_CONFIG", "TRAIN_STATE"]
+
 RUN_CONFIG = "run_config.yaml"
-
-TRAIN_STATE = "train_state.pt"
-"""In an iteration directory; `storage.trackers` has that of the root."""
-
-MAX_TRAIN_STATE_BYTES = 1 << 28
-
-PROGRESS = "train_state"
-"""Among a checkpoint's values: iteration, samples and operations so far."""

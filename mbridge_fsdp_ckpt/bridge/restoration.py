@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
-import torch
 from megatron.bridge.training import checkpointing as stock
 from megatron.bridge.training.state import TrainState
-from megatron.bridge.training.utils import checkpoint_utils as names
 from megatron.core.num_microbatches_calculator import update_num_microbatches
 
 from mbridge_fsdp_ckpt.bridge.locate import Located
 from mbridge_fsdp_ckpt.bridge.names import PROGRESS
+from mbridge_fsdp_ckpt.hosts.progress import Progress
 from mbridge_fsdp_ckpt.hosts.restoration import generators, saved_schedule, schedule
-from mbridge_fsdp_ckpt.storage.store import as_path
+from mbridge_fsdp_ckpt.storage.format.names import ARGUMENTS
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Which parts of a checkpoint the configuration asks for."""
+    """Which parts of a checkpoint the configuration asks for.
+
+    Args:
+        optimizer: State of the optimizer, if the run has one.
+        schedule: That of the schedule.
+        random: Random-number states.
+        progress: Iteration, samples and operations.
+    """
 
     optimizer: bool
+    schedule: bool
     random: bool
     progress: bool
 
@@ -33,12 +40,14 @@ def restoration(
 ) -> Callable[[], None]:
     """Check progress, scheduler, loss scale and RNG states; the result puts them in place."""
     values, steps = loaded.values, list[Callable[[], None]]()
-    progress = _read_train_state(values, found) if wanted.progress else None
-    if progress is not None and state.cfg.checkpoint.load_optim:
+    progress = _train_state(values, found) if wanted.progress else None
+    if wanted.schedule:
         steps.append(_schedule(optimizer, scheduler, values))
     if wanted.random:
         one_each, remedy = bool(state.cfg.rng.data_parallel_random_init), "Load with checkpoint.load_rng=False."
-        steps.append(generators(loaded, pg_collection, one_a_data_rank=one_each, remedy=remedy))
+        # Bridge saves one for each rank of data and context parallelism, and reads that of the data-parallel rank
+        groups = SimpleNamespace(pp=pg_collection.pp, tp=pg_collection.tp, dp=pg_collection.dp_cp)
+        steps.append(generators(loaded, groups, one_a_data_rank=one_each, remedy=remedy))
 
     def restore() -> None:
         stock.set_checkpoint_version(values.get("checkpoint_version", 0))
@@ -62,14 +71,12 @@ def _schedule(optimizer: Any, scheduler: Any, values: Any) -> Callable[[], None]
     return schedule(optimizer, scheduler, saved, configured=configured, remedy=remedy)
 
 
-def _read_train_state(values: Any, found: Located) -> TrainState:
+def _train_state(values: Any, found: Located) -> TrainState:
+    """Progress as Bridge keeps it, also of what Megatron-LM's loop saved; a release need not have any."""
+    if found.release and not (PROGRESS in values or ARGUMENTS in values):
+        return TrainState()
+    saved = Progress.of(values, remedy="Set checkpoint.finetune=True, which loads weights alone and begins at 0.")
+    restored = TrainState(step=saved.iteration, floating_point_operations_so_far=saved.operations, **saved.samples)
     if PROGRESS in values:
-        restored = TrainState()
-        restored.load_state_dict(values[PROGRESS])
-        return restored
-    path = as_path(names.get_checkpoint_train_state_filename(str(found.directory)))
-    if path.is_file():  # a stock checkpoint keeps it beside
-        restored = TrainState()
-        restored.load_state_dict(torch.load(io.BytesIO(path.read_bytes()), map_location="cpu", weights_only=True))
-        return restored
-    return TrainState(step=int(values.get("iteration", 0)))
+        restored.load_state_dict(restored.state_dict() | dict(values[PROGRESS]))  # what Bridge keeps besides
+    return restored

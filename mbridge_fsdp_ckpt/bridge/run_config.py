@@ -60,6 +60,11 @@ class RunConfig:
         """The format that the run saves in, as it is written; None where nothing says."""
         return self._get(*_FORMAT)
 
+    @property
+    def saves_optimizer(self) -> bool:
+        """Whether the run saves optimizer state, as far as it says."""
+        return self._get("checkpoint", "save_optim") != "false"
+
     def with_format(self, name: str) -> RunConfig:
         """The same for a run that saves in another format; where no format is named, the same."""
         config = self._with_setting(_FORMAT, name)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from mbridge_fsdp_ckpt.bridge.names import PROGRESS, TRAIN_STATE
 from mbridge_fsdp_ckpt.care.compare import (
     Container,
     Side,
@@ -17,7 +16,6 @@ from mbridge_fsdp_ckpt.care.compare import (
     flattened,
     unlike,
 )
-from mbridge_fsdp_ckpt.convert.from_stock import read_train_state
 from mbridge_fsdp_ckpt.convert.torch_dist.common import read_common_file
 from mbridge_fsdp_ckpt.convert.torch_dist.reader import COMMON
 from mbridge_fsdp_ckpt.errors import ConfigurationError
@@ -122,8 +120,7 @@ class _Opened:
         directory = source.head.directory
         if is_plain_file(directory / COMMON):
             self.values[COMMON] = read_common_file(directory)
-        if is_plain_file(directory / TRAIN_STATE):
-            self.values[PROGRESS] = read_train_state(directory / TRAIN_STATE)
+        self.values |= source.read_train_state()
 
 
 def _compare_keys(a: CheckpointSource, b: CheckpointSource, pattern: str, found: Differences) -> list[str]:

@@ -6,21 +6,15 @@ refused, or named as left out.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
-
-from mbridge_fsdp_ckpt.bridge.names import MAX_TRAIN_STATE_BYTES, PROGRESS, TRAIN_STATE
 from mbridge_fsdp_ckpt.bridge.run_config import RunConfig
 from mbridge_fsdp_ckpt.convert.description import Description, Parameters, Record
-from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, UnsupportedStateError, brief
-from mbridge_fsdp_ckpt.storage.files import is_plain_file, read_bounded
+from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, UnsupportedStateError
 from mbridge_fsdp_ckpt.storage.format.schema import RankOwn
 from mbridge_fsdp_ckpt.storage.format.values import encode, encode_mapping
 from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
-from mbridge_fsdp_ckpt.storage.stock.unpickler import REMEDY
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 from mbridge_fsdp_ckpt.versions import writer_versions
 
@@ -98,28 +92,7 @@ def _values(source: DcpSource) -> tuple[dict[str, Any], list[str]]:
             unread.append(root)
         else:
             values |= found
-    train_state = source.head.directory / TRAIN_STATE
-    if is_plain_file(train_state):
-        values[PROGRESS] = read_train_state(train_state)
     return values, unread
-
-
-def read_train_state(path: AnyPath) -> Any:
-    """Bridge's progress, which stock keeps in a file of its own.
-
-    Raises:
-        DamagedCheckpointError: It is no data.
-    """
-    data = read_bounded(path, MAX_TRAIN_STATE_BYTES)
-    try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as error:  # a pickle stream can raise anything
-        raise DamagedCheckpointError(
-            expected="the train state as Bridge saves it",
-            found=brief(error),
-            remedy=REMEDY,
-            key=str(path),
-        ) from error
 
 
 def _lost(source: DcpSource, hyperparameters: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:

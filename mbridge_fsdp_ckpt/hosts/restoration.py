@@ -137,8 +137,10 @@ def generators(loaded: Any, groups: Any, *, one_a_data_rank: bool, remedy: str) 
     """The random-number states that this rank is to get.
 
     A rank that finds its own coordinates in the checkpoint gets its own states.  Another data-parallel layout gives
-    the states of the first rank at the same (pipeline, tensor) place, as Bridge does.  At another tensor- or
-    pipeline-parallel size no saved state fits: generators stay as the run seeded them, and that is said.
+    the states of the first rank at the same (pipeline, tensor) place, as Bridge does; where data-parallel ranks draw
+    different numbers, that would give several the same, and those beyond the saved ones stay as the run seeded them, as
+    in Bridge and Megatron-LM.  At another tensor- or pipeline-parallel size no saved state fits, and all stay so.  What
+    stays is said.
 
     Args:
         loaded: What `checkpoint.load` read.
@@ -152,7 +154,12 @@ def generators(loaded: Any, groups: Any, *, one_a_data_rank: bool, remedy: str) 
     saved = _states_at_place(loaded, groups)
     if saved is None:
         return _say_that_none_fits
-    state = saved[groups.dp.rank()] if one_a_data_rank and groups.dp.rank() < len(saved) else saved[0]
+    if one_a_data_rank and groups.dp.size() > len(saved):
+        _warn(f"RNG states of {len(saved)} data-parallel ranks were saved: generators of the others stay as seeded")
+    place = groups.dp.rank() if one_a_data_rank else 0
+    if place >= len(saved):
+        return _nothing
+    state = saved[place]
     try:
         random.Random().setstate(state["random_rng_state"])
         np.random.RandomState().set_state(state["np_rng_state"])
@@ -177,6 +184,10 @@ def generators(loaded: Any, groups: Any, *, one_a_data_rank: bool, remedy: str) 
         tracker.set_states(tracked)
 
     return restore
+
+
+def _nothing() -> None:
+    """What puts in place nothing."""
 
 
 def _say_that_none_fits() -> None:

@@ -5,6 +5,7 @@ Megatron-LM's own helpers make the random-number states and tell its loggers; th
 
 from __future__ import annotations
 
+import inspect
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,7 @@ from mbridge_fsdp_ckpt.errors import ConfigurationError, NotACheckpointError
 from mbridge_fsdp_ckpt.hosts import pending, restoration
 from mbridge_fsdp_ckpt.hosts.options import tell_of_rerun
 from mbridge_fsdp_ckpt.hosts.pending import Pending
+from mbridge_fsdp_ckpt.hosts.progress import SAMPLES, Progress
 from mbridge_fsdp_ckpt.hosts.root import chosen, find_checkpoint
 from mbridge_fsdp_ckpt.megatron_lm import following
 from mbridge_fsdp_ckpt.megatron_lm.choice import check_arguments, settings_in_use
@@ -28,18 +30,10 @@ from mbridge_fsdp_ckpt.remedies import Door, entrance
 from mbridge_fsdp_ckpt.saving.beside.trainer import trainer
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.format.head import has_head
-from mbridge_fsdp_ckpt.storage.format.names import ITERATION, RELEASE, STOCK_FORMAT
+from mbridge_fsdp_ckpt.storage.format.names import ARGUMENTS, ITERATION, KEPT_ARGUMENTS, RELEASE, STOCK_FORMAT
 from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path
 
-_PROGRESS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
-_COMPARED = (*_PROGRESS, "num_layers", "hidden_size", "num_attention_heads", "add_position_embedding")
-_COMPARED_TOO = (
-    "data_parallel_random_init",
-    "max_position_embeddings",
-    "make_vocab_size_divisible_by",
-    "tokenizer_type",
-    "global_batch_size",
-)
+_BEGIN_ANEW = "Load with --finetune, which takes weights alone and begins at 0."
 
 
 @entrance(Door.MEGATRON_LM)
@@ -97,7 +91,7 @@ def _values(args: Any, iteration: int, scheduler: Any, operations: float) -> dic
         "checkpoint_version": 3.0,
         "iteration": iteration,
         "num_floating_point_operations_so_far": operations,
-        "args": {name: getattr(args, name) for name in (*_COMPARED, *_COMPARED_TOO) if hasattr(args, name)},
+        ARGUMENTS: {name: getattr(args, name) for name in KEPT_ARGUMENTS if hasattr(args, name)},
     }
     if scheduler is not None and not args.no_save_optim:
         values["opt_param_scheduler"] = scheduler.state_dict()
@@ -215,13 +209,11 @@ def _restoration(
     args: Any, loaded: Any, optimizer: Any, scheduler: Any, progress: dict[str, Any], *, fresh: bool
 ) -> Callable[[], None]:
     values, steps = loaded.values, list[Callable[[], None]]()
-    saved = dict(values.get("args", {}))
-    iteration = 0 if fresh else int(values.get("iteration", 0))
-    samples = dict.fromkeys(_PROGRESS, 0) if fresh else _samples(args, saved, iteration)
+    saved = Progress(0, dict.fromkeys(SAMPLES, 0), 0.0) if fresh else Progress.of(values, remedy=_BEGIN_ANEW)
     if not fresh:
-        _check_like(saved)
+        _check_like(dict(values.get(ARGUMENTS, {})))
         if not args.no_load_optim:
-            steps.append(_schedule(args, optimizer, scheduler, values))
+            steps.append(_schedule(args, optimizer, scheduler, values, saved.samples["consumed_train_samples"]))
         if not args.no_load_rng:
             one_each = bool(args.data_parallel_random_init)
             groups = _groups()
@@ -231,10 +223,9 @@ def _restoration(
 
     def restore() -> None:
         stock.set_checkpoint_version(values.get("checkpoint_version", 0))
-        progress["iteration"] = iteration
-        progress["operations"] = 0.0 if fresh else values.get("num_floating_point_operations_so_far", 0.0)
-        stock.set_loaded_iteration(iteration)
-        vars(args).update(samples)
+        progress["iteration"], progress["operations"] = saved.iteration, saved.operations
+        stock.set_loaded_iteration(saved.iteration)
+        vars(args).update(saved.samples)
         update_num_microbatches(consumed_samples=args.consumed_train_samples, verbose=True)
         for step in steps:
             step()
@@ -242,27 +233,24 @@ def _restoration(
     return restore
 
 
-def _schedule(args: Any, optimizer: Any, scheduler: Any, values: Any) -> Callable[[], None]:
+def _schedule(args: Any, optimizer: Any, scheduler: Any, values: Any, consumed: int) -> Callable[[], None]:
     remedy = "Resume with the same schedule, or with --override-opt-param-scheduler, which puts that of the arguments "
     remedy += "in force, or with --use-checkpoint-opt-param-scheduler, the checkpoint's."
     missing = "Load with --no-load-optim."
     saved = None if scheduler is None else restoration.saved_schedule(values, "opt_param_scheduler", remedy=missing)
     configured = bool(args.override_opt_param_scheduler)
+    if configured and saved is not None and _goes_by_samples():
+        saved["num_steps"] = consumed
     return restoration.schedule(optimizer, scheduler, saved, configured=configured, remedy=remedy)
 
 
-def _samples(args: Any, saved: dict[str, Any], iteration: int) -> dict[str, int]:
-    """How far the data were read.  Stock keeps it in a pickle that is not read: there it follows from the iteration."""
-    if saved:
-        return {name: int(saved.get(name, 0)) for name in _PROGRESS}
-    if args.rampup_batch_size is not None:
-        raise ConfigurationError(
-            expected="a checkpoint that says how many samples were consumed",
-            found="one that stock wrote, and --rampup-batch-size",
-            remedy="Resume once with stock and --ckpt-format fsdp_dtensor until the batch size is constant.",
-            key="args.consumed_train_samples",
-        )
-    return {**dict.fromkeys(_PROGRESS, 0), "consumed_train_samples": iteration * args.global_batch_size}
+def _goes_by_samples() -> bool:
+    """Whether Megatron-LM lets an overridden schedule stand at the samples consumed, as 0.20 does.
+
+    It puts the configured bounds of the learning rate into the param groups then, as a load does here in any release;
+    0.19 keeps the steps that the schedule has counted, which are fewer after skipped updates.
+    """
+    return "override_opt_param_scheduler" in inspect.unwrap(stock.load_checkpoint).__code__.co_consts
 
 
 def _check_like(saved: dict[str, Any]) -> None:

@@ -70,4 +70,6 @@ def _random(loaded: Any) -> Callable[[], None]:
 
 
 def _held(values: Any) -> str:
+    if "opt_param_scheduler" in values:
+        return "that of Bridge or Megatron-LM, which counts samples where VeRL counts steps"
     return f"a checkpoint saved with save_contents={values[CONTENTS]}" if CONTENTS in values else "none"

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import random
 import re
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,45 +42,6 @@ def test_another_schedule_is_refused_by_name(bridge_ranks: RankPool, tmp_path: P
         assert "override_opt_param_scheduler" in text
 
 
-def restore_from(change: dict[str, Any]) -> dict[str, Any]:
-    """Try RNG states of which some are not what this process has; what was said, and whether a generator moved."""
-    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-
-    from mbridge_fsdp_ckpt.hosts.restoration import generators
-
-    good: dict[str, Any] = {
-        "random_rng_state": random.getstate(),
-        "np_rng_state": np.random.get_state(),
-        "torch_rng_state": torch.get_rng_state(),
-        "cuda_rng_state": torch.cuda.get_rng_state(),
-        "rng_tracker_states": get_cuda_rng_tracker().get_states(),
-    }
-    random.random(), np.random.random(), torch.rand(1)
-    before = random.getstate(), torch.get_rng_state(), _position()
-    changed = good | change
-    states = {name: value for name, value in changed.items() if value is not None}
-    record = SimpleNamespace(values={"rng_state": {"(0, 0)": [states]}})
-    loaded = SimpleNamespace(topology={}, nearest=record)
-    group = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
-    groups = SimpleNamespace(pp=group, tp=group, dp=group)
-    error = ""
-    try:
-        put_in_place = generators(loaded, groups, one_a_data_rank=False, remedy="Leave them out.")
-    except ManifestError as caught:
-        error = str(caught)
-    else:
-        put_in_place()
-    after = random.getstate(), torch.get_rng_state(), _position()
-    moved = before[0] != after[0] or not torch.equal(before[1], after[1]) or before[2] != after[2]
-    back = random.getstate() == good["random_rng_state"] and torch.equal(torch.get_rng_state(), good["torch_rng_state"])
-    return {"error": error, "moved": moved, "back": back}
-
-
-def _position() -> Any:
-    state: Any = np.random.get_state()
-    return state[2]
-
-
 BAD: dict[str, Any] = {
     "random_rng_state": (3, (1, 2, 3), None),
     "np_rng_state": ("PCG64", np.zeros(3), 0, 0, 0.0),
@@ -85,17 +49,105 @@ BAD: dict[str, Any] = {
     "cuda_rng_state": "text",
     "rng_tracker_states": 3,
 }
+CHANGES: list[dict[str, Any]] = [{name: value} for name, bad in BAD.items() for value in (bad, None)]
 
 
-@pytest.mark.parametrize("name", BAD)
-@pytest.mark.parametrize("missing", [False, True])
-def test_generators_of_another_kind_are_refused_before_any_is_set(
-    name: str, missing: bool, bridge_ranks: RankPool
-) -> None:
-    [seen] = bridge_ranks.run(restore_from, {name: None if missing else BAD[name]}, ranks=1)
-    assert "RNG states as Megatron saves them" in seen["error"]
-    assert not seen["moved"]
+@dataclass(frozen=True)
+class Place:
+    """A data-parallel rank, whether each draws its own numbers, and how many states were saved."""
+
+    one_each: bool
+    rank: int
+    ranks: int
+    saved: int
 
 
-def test_generators_are_set_back(bridge_ranks: RankPool) -> None:
-    assert bridge_ranks.run(restore_from, {}, ranks=1) == [{"error": "", "moved": True, "back": True}]
+PLACES: dict[Place, int | None] = {
+    Place(False, 0, 1, 1): 0,
+    Place(False, 1, 2, 1): 0,
+    Place(True, 1, 2, 2): 1,
+    Place(True, 0, 2, 1): 0,
+    Place(True, 1, 2, 1): None,
+    Place(True, 2, 4, 2): None,
+}
+"""And whose states it gets; None where its generators stay as they are."""
+
+
+def states(seed: int) -> dict[str, Any]:
+    """As Megatron saves them, of generators that started with a seed."""
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    of_torch = torch.Generator().manual_seed(seed).get_state()
+    return {
+        "random_rng_state": random.Random(seed).getstate(),
+        "np_rng_state": np.random.RandomState(seed).get_state(),
+        "torch_rng_state": of_torch,
+        "cuda_rng_state": of_torch,  # the stand-in for CUDA draws from the same generator
+        "rng_tracker_states": get_cuda_rng_tracker().get_states(),
+    }
+
+
+def restore_each(changes: list[dict[str, Any]], places: list[Place]) -> tuple[list[tuple[str, bool]], list[Any]]:
+    """Try states of which one is not what this process has: what was said, and whether a generator moved.
+
+    Then good states, at each place: whose this process got, and what was said.
+    """
+    refused = []
+    for change in changes:
+        changed = {name: value for name, value in (states(0) | change).items() if value is not None}
+        seed_all()
+        try:
+            generators_at(Place(False, 0, 1, 1), [changed])()
+        except ManifestError as caught:
+            refused.append((str(caught), standing() != standing_of(SEED)))
+    got = []
+    for place in places:
+        seed_all()
+        with redirect_stdout(StringIO()) as said:
+            generators_at(place, [states(index) for index in range(place.saved)])()
+        owners = {SEED: None, **{index: index for index in range(place.saved)}}
+        got.append(([owner for seed, owner in owners.items() if standing() == standing_of(seed)], said.getvalue()))
+    return refused, got
+
+
+SEED = 99  # of the run
+
+
+def generators_at(place: Place, saved: list[Any]) -> Any:
+    from mbridge_fsdp_ckpt.hosts.restoration import generators
+
+    record = SimpleNamespace(values={"rng_state": {"(0, 0)": saved}})
+    alone = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+    data = SimpleNamespace(rank=lambda: place.rank, size=lambda: place.ranks)
+    groups = SimpleNamespace(pp=alone, tp=alone, dp=data)
+    loaded = SimpleNamespace(topology={}, nearest=record)
+    return generators(loaded, groups, one_a_data_rank=place.one_each, remedy="Leave them out.")
+
+
+def seed_all() -> None:
+    random.seed(SEED), np.random.seed(SEED), torch.manual_seed(SEED)
+
+
+def standing() -> tuple[float, float, float]:
+    """The next number of each generator, which stays where it is."""
+    kept = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    found = random.random(), float(np.random.rand()), float(torch.rand(1))
+    random.setstate(kept[0])
+    np.random.set_state(kept[1])
+    torch.set_rng_state(kept[2])
+    return found
+
+
+def standing_of(seed: int) -> tuple[float, float, float]:
+    numbers = torch.rand(1, generator=torch.Generator().manual_seed(seed))
+    return random.Random(seed).random(), float(np.random.RandomState(seed).rand()), float(numbers)
+
+
+def test_generators_are_set_or_refused_before_any_is(bridge_ranks: RankPool) -> None:
+    """Those of data-parallel ranks beyond the saved ones stay as seeded, as stock leaves them, and that is said."""
+    [(refused, got)] = bridge_ranks.run(restore_each, CHANGES, list(PLACES), ranks=1)
+    assert len(refused) == len(CHANGES)
+    assert all("RNG states as Megatron saves them" in error and not moved for error, moved in refused)
+    assert [owners for owners, _ in got] == [[owner] for owner in PLACES.values()]
+    said = ["generators of the others stay as seeded" in text for _, text in got]
+    assert said == [place.one_each and place.ranks > place.saved for place in PLACES]

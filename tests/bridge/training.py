@@ -56,7 +56,7 @@ def train(run: Run, callbacks: Any = None) -> dict[str, Any]:
 
     Returns:
         losses as full floats by iteration, digests of all tensors after the load and at the end, collectives of each
-        save, and what the optimizer's kernels were handed in each iteration.
+        save, what the optimizer's kernels were handed in each iteration, and progress after the load.
     """
     from megatron.bridge.training import pretrain as bridge_pretrain
     from megatron.bridge.training.gpt_step import forward_step
@@ -71,7 +71,14 @@ def train(run: Run, callbacks: Any = None) -> dict[str, Any]:
     seen = _Observer(run)
     with seen.installed(), torch_adam() if run.optimizer == "torch" else _nothing(), applied_numbers() as applied:
         bridge_pretrain.pretrain(configuration(run), forward_step, callbacks)
-    return {"losses": seen.losses, "end": seen.end, "saves": seen.saves, "loaded": seen.loaded, "applied": applied}
+    return {
+        "losses": seen.losses,
+        "end": seen.end,
+        "saves": seen.saves,
+        "loaded": seen.loaded,
+        "applied": applied,
+        "progress": seen.progress,
+    }
 
 
 class _Observer:
@@ -83,6 +90,7 @@ class _Observer:
         self.saves: list[dict[str, int]] = []
         self.loaded: oracle.Digests = {}
         self.end: oracle.Digests = {}
+        self.progress: dict[str, float] = {}
 
     def installed(self) -> Any:
         from contextlib import ExitStack
@@ -117,7 +125,7 @@ class _Observer:
 
             def watched_load(context: Any) -> Any:
                 result = load(context)
-                self.loaded = self._digests(context)
+                self.loaded, self.progress = self._digests(context), dict(vars(context.state.train_state))
                 return result
 
             manager.save, manager.load = counted_save, watched_load

@@ -25,7 +25,7 @@ _MODEL = shlex.split("""
     --seq-length 32 --max-position-embeddings 32 --attention-dropout 0 --hidden-dropout 0 --bf16
     --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 8 --num-workers 0
     --no-create-attention-mask-in-dataloader
-    --micro-batch-size 1 --global-batch-size 8 --eval-iters 0 --eval-interval 1000 --log-interval 1
+    --micro-batch-size 1 --eval-iters 0 --eval-interval 1000 --log-interval 1
     --lr 1e-3 --min-lr 0 --lr-decay-iters 100 --lr-warmup-iters 0 --lr-decay-style cosine
     --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer
     --no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion --no-bias-swiglu-fusion
@@ -45,6 +45,7 @@ def pretrain(
     fewer_documents()
     where = ["--ckpt-format", ckpt_format, "--save", directory, *(["--load", directory] if load else [])]
     how_long = ["--train-iters", str(iterations), "--save-interval", str(save_every)]
+    batch = [] if "--step-batch-size-schedule" in more else ["--global-batch-size", "8"]
     container: Any = argparse._ActionsContainer
     with ExitStack() as stack:
         stack.enter_context(patch.object(sys, "argv", list(sys.argv)))
@@ -59,7 +60,7 @@ def pretrain(
 
         applied = stack.enter_context(applied_numbers())
         try:
-            result = CliRunner().invoke(app, ["run", str(SCRIPT), *_MODEL, *where, *how_long, *more])
+            result = CliRunner().invoke(app, ["run", str(SCRIPT), *_MODEL, *batch, *where, *how_long, *more])
         finally:
             megatron_lm.unregister()
             _forget()

@@ -100,6 +100,11 @@ def _of_optimizers(outcomes: Outcomes) -> list[str]:
     return _table(("what was otherwise", "cases", "what happened"), rows)
 
 
+def _of_progress(outcomes: Outcomes) -> list[str]:
+    rows = [(kind, _number(sum(counts.values())), _said(counts)) for kind, counts in outcomes.items()]
+    return _table(("checkpoint and reader", "cases", "what happened"), rows)
+
+
 def _of_plans(outcomes: Outcomes) -> list[str]:
     rows = [
         (kind.replace("_", " "), _number(sum(counts.values())), _number(counts.get("refused", 0)), _passed(counts))
@@ -179,6 +184,7 @@ TABLES = {
     "kill_beside": _of_deaths,
     "signals": _of_optimizers,
     "optimizers": _of_optimizers,
+    "progress": _of_progress,
     "plans": _of_plans,
 }
 

@@ -72,6 +72,14 @@ MATRICES = {
         "those of the job that saved, or of one that the oracle has set by hand; or if all ranks raise the same named "
         "error, where the load may be refused, and nothing has changed.",
     ),
+    "progress": (
+        "Checkpoints of another loop",
+        "Bridge's, Megatron-LM's and VeRL's own loops each save the same model, by stock and by this package, and each "
+        "loads what the others saved. Batches grow, and one is skipped, so that nothing follows from the iteration. A "
+        "case passes if the loop goes on from the iteration, the samples, the operations, the place in the schedule "
+        "and the random-number state at which the other stood; or if it is refused by an error that names what to "
+        "set, and does as set.",
+    ),
     "plans": (
         "Damaged plans",
         "Random plans of random jobs are damaged, and elements are counted. A case passes if what the first meeting "

@@ -1,7 +1,10 @@
 """A stock checkpoint is data from anywhere: nothing in it runs, leaves the directory, or ends in a nameless error."""
 
 import pickle
+import signal
 import warnings
+from argparse import Namespace
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -130,7 +133,7 @@ def test_the_classes_themselves_cannot_be_changed(directory: Path, victim: str, 
             del holder.poisoned
 
 
-@pytest.mark.parametrize("record", ["iteration", "rng_state", "optimizer"])
+@pytest.mark.parametrize("record", ["iteration", "rng_state", "optimizer", "args"])
 def test_code_in_a_byte_object_does_not_run(tmp_path: Path, proof: Path, record: str) -> None:
     state: dict[str, Any] = {"model": {"weight": torch.ones(6)}, "iteration": 10}
     evil: Any = Creates(proof)
@@ -138,12 +141,29 @@ def test_code_in_a_byte_object_does_not_run(tmp_path: Path, proof: Path, record:
         "iteration": {"iteration": evil},
         "rng_state": {"rng_state": {"(0, 0)": [evil]}},
         "optimizer": {"optimizer": {"param_to_group_meta": {"weight": {"lr": evil}}}},
+        "args": {"args": evil},
     }[record]
     directory = write(tmp_path / "iter_0000010", state)
     with pytest.raises(DamagedCheckpointError) as caught:
         read_all(directory)
     assert caught.value.key
     assert Path(caught.value.key).suffix == ".distcp"
+    assert not proof.exists()
+
+
+def test_of_megatron_lms_arguments_numbers_and_text_are_read_and_nothing_runs(tmp_path: Path, proof: Path) -> None:
+    numbers = {"consumed_train_samples": 16, "skipped_train_samples": 4, "tokenizer_type": "NullTokenizer"}
+    others: dict[str, Any] = {
+        "num_layers": Creates(proof),
+        "hidden_size": [Creates(proof)],
+        "params_dtype": torch.bfloat16,
+        "exit_signal": signal.SIGTERM,
+        "spec": OrderedDict(a={1}, b=defaultdict(list, c=[1])),
+        "weights": torch.ones(2),
+        "seed": 7,
+    }
+    state = {"model": {"weight": torch.ones(6)}, "args": Namespace(**numbers, **others)}
+    assert open_checkpoint(write(tmp_path / "iter_0000010", state)).head.values == {"args": numbers}
     assert not proof.exists()
 
 

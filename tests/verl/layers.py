@@ -43,6 +43,13 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]
         return super().forward(normalized(x, self.layer_norm_weight, self.shift, self.eps), *args, **kwargs)
 
 
+def dense_layers(config: Any) -> Any:
+    """Megatron's own layers, with the names of its own: Bridge knows a Llama's under both."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    return get_gpt_layer_local_spec(normalization="RMSNorm")
+
+
 def qwen35_layers(config: Any) -> Any:
     """Megatron's own attention, Gated DeltaNet and experts, in the order that the configuration asks for."""
     from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_linear_attention_pattern

@@ -41,6 +41,7 @@ _CUDA_ONLY = (
     "moe_permute_fusion",
     "moe_router_fusion",
     "moe_shared_expert_overlap",
+    "persist_layer_norm",
 )
 
 
@@ -60,6 +61,7 @@ class Setup:
         fsdp: Whether Megatron-FSDP wraps the model.
         steps: How many VeRL's driver says it will train.
         optim: More of the optimizer's configuration.
+        layers: Which of `tests.verl.layers`.
     """
 
     source: str
@@ -73,6 +75,7 @@ class Setup:
     fsdp: bool = True
     steps: int = 20
     optim: dict[str, Any] = field(default_factory=dict)
+    layers: str = "qwen35_layers"
 
     def on(self, **changes: Any) -> Setup:
         """The same, changed."""
@@ -81,9 +84,6 @@ class Setup:
 
 def write_model(directory: str) -> None:
     """A Hugging Face checkpoint of random tensors without MTP layers, with a tokenizer, as VeRL wants it."""
-    from tokenizers import Tokenizer, models, pre_tokenizers  # type: ignore[import-untyped]
-    from transformers import PreTrainedTokenizerFast
-
     from tests.models import hugging_face
 
     model = hugging_face.MODELS["Qwen3.5-MoE"]
@@ -91,6 +91,23 @@ def write_model(directory: str) -> None:
     plain = replace(model, config=(config_class, settings | {"mtp_num_hidden_layers": 0}), add=lambda shapes: {})
     with patch.dict(hugging_face.MODELS, {"plain": plain}):
         hugging_face.write("plain", directory)
+    _write_tokenizer(directory)
+
+
+def write_dense_model(directory: str) -> None:
+    """A Llama of two layers, of random tensors."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=128, max_position_embeddings=32, tie_word_embeddings=False, **sizes)
+    LlamaForCausalLM(config).save_pretrained(directory)
+    _write_tokenizer(directory)
+
+
+def _write_tokenizer(directory: str) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers  # type: ignore[import-untyped]
+    from transformers import PreTrainedTokenizerFast
+
     words = {f"w{number}": number for number in range(126)} | {"<eos>": 126, "<pad>": 127}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -103,7 +120,7 @@ def build(setup: Setup) -> Any:
     from verl.workers.config import HFModelConfig, McoreCheckpointConfig, McoreEngineConfig, McoreOptimizerConfig
     from verl.workers.engine.megatron import transformer_impl
 
-    from tests.verl.layers import qwen35_layers
+    from tests.verl import layers
 
     replace_cuda_only_kernels()
     hybrid = setup.optimizer == "issue 4910"
@@ -114,7 +131,7 @@ def build(setup: Setup) -> Any:
         "expert_tensor_parallel_size": 1,
         "override_ddp_config": GLOO | (DECOUPLED if hybrid else {}) | {"overlap_param_gather": setup.overlap},
         "override_transformer_config": {
-            "transformer_layer_spec": qwen35_layers,
+            "transformer_layer_spec": getattr(layers, setup.layers),
             "attention_backend": "local",
             "deterministic_mode": True,
             "make_vocab_size_divisible_by": 8,

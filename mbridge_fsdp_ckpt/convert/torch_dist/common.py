@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from mbridge_fsdp_ckpt.bridge.names import PROGRESS, TRAIN_STATE
 from mbridge_fsdp_ckpt.convert.description import Record
-from mbridge_fsdp_ckpt.convert.from_stock import read_train_state
 from mbridge_fsdp_ckpt.convert.torch_dist.reader import COMMON, TORCH_DIST
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, UnsupportedStateError, brief
 from mbridge_fsdp_ckpt.storage.files import is_plain_file, read_bounded
+from mbridge_fsdp_ckpt.storage.format.names import PROGRESS
 from mbridge_fsdp_ckpt.storage.format.schema import RankOwn
 from mbridge_fsdp_ckpt.storage.format.values import encode
 from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
@@ -91,8 +90,8 @@ def read_common(source: DcpSource) -> Common:
             values[str(name)] = value
         except UnsupportedStateError:
             left_out.append(str(name))
-    if is_plain_file(source.head.directory / TRAIN_STATE):
-        values[PROGRESS] = read_train_state(source.head.directory / TRAIN_STATE)
+    if PROGRESS in source.head.values:  # in a file beside, as in stock's
+        values[PROGRESS] = source.head.values[PROGRESS]
     parts = [part for part in _optimizers(state.get("optimizer")) if isinstance(part, dict)]
     inner = [part.get("optimizer") or {} for part in parts]
     return Common(

@@ -28,6 +28,24 @@ STATE_TRACKER: Final = "latest_train_state.pt"
 RELEASE: Final = "release"
 """Name of a directory of weights without training progress, and what a tracker says of it."""
 
+PROGRESS: Final = "train_state"
+"""Bridge's iteration, samples and operations so far, among a checkpoint's values."""
+
+TRAIN_STATE: Final = "train_state.pt"
+"""Where stock Bridge keeps them, beside the tensors."""
+
+MAX_TRAIN_STATE_BYTES: Final = 1 << 28
+
+ARGUMENTS: Final = "args"
+"""Megatron-LM's arguments, among a checkpoint's values: consumed samples, and what a load compares."""
+
+KEPT_ARGUMENTS: Final = (
+    *("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples"),
+    *("num_layers", "hidden_size", "num_attention_heads", "add_position_embedding", "max_position_embeddings"),
+    *("data_parallel_random_init", "make_vocab_size_divisible_by", "tokenizer_type", "global_batch_size"),
+)
+"""Which of them: Megatron-LM has a thousand."""
+
 INDEXES: Final = "rank_*.index"
 """Pattern of the index files of ranks in a directory."""
 

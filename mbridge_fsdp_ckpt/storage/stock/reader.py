@@ -2,12 +2,15 @@
 
 Stock has no checksums: a flipped byte in a tensor cannot be seen, a truncated file is.  Other checkpoints of torch's
 Distributed Checkpoint open as well, for what looks at them; `DcpSource.kind` tells them apart.
+
+Progress is among the values wherever stock keeps it: Bridge in a file beside the tensors, Megatron-LM in its arguments.
 """
 
 from __future__ import annotations
 
+import io
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from itertools import pairwise
@@ -23,17 +26,26 @@ from mbridge_fsdp_ckpt.plan.keys import MODEL_PREFIX, STATE_PREFIX, KeyEntry, Ki
 from mbridge_fsdp_ckpt.plan.tiling import tiling_defect
 from mbridge_fsdp_ckpt.storage.ahead import Range
 from mbridge_fsdp_ckpt.storage.entries import FileEntry
-from mbridge_fsdp_ckpt.storage.files import check_file, file_checksum, hold, is_plain_file, size_of
+from mbridge_fsdp_ckpt.storage.files import check_file, file_checksum, hold, is_plain_file, read_bounded, size_of
 from mbridge_fsdp_ckpt.storage.format.kinds import TORCH_DIST_COMMON, DirectoryKind, kind_by_keys
-from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, TORCH_DIST_METADATA
+from mbridge_fsdp_ckpt.storage.format.names import (
+    ARGUMENTS,
+    DCP_METADATA,
+    KEPT_ARGUMENTS,
+    MAX_TRAIN_STATE_BYTES,
+    PROGRESS,
+    TORCH_DIST_METADATA,
+    TRAIN_STATE,
+)
 from mbridge_fsdp_ckpt.storage.format.on_host import host_bytes
 from mbridge_fsdp_ckpt.storage.ranges import ByteRange, Bytes, OpenFiles, Place, Scratch
 from mbridge_fsdp_ckpt.storage.source import AT_PLACE, Head, RankRecord, StoredChunk, slots_in
-from mbridge_fsdp_ckpt.storage.stock.unpickler import REMEDY, load_record, malformed, read_metadata
+from mbridge_fsdp_ckpt.storage.stock.unpickler import REMEDY, load_arguments, load_record, malformed, read_metadata
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 _GROUPS = "optimizer.param_to_group_meta."
-_VALUES = ("checkpoint_version", "iteration", "opt_param_scheduler", "lr_scheduler")
+_OPERATIONS = "num_floating_point_operations_so_far"
+_VALUES = ("checkpoint_version", "iteration", _OPERATIONS, "opt_param_scheduler", "lr_scheduler", ARGUMENTS)
 
 
 def _coordinates(place: str) -> dict[str, int]:
@@ -97,7 +109,7 @@ class DcpSource:
             format=str(self.kind),
             sections=("model", "optimizer") if has_optimizer else ("model",),
             keys=self._keys,
-            values=self.read_values(*_VALUES) if self.kind is DirectoryKind.STOCK else {},
+            values=self.read_values(*_VALUES) | self.read_train_state() if self.kind is DirectoryKind.STOCK else {},
         )
 
     def _kind_of(self, directory: AnyPath) -> DirectoryKind:
@@ -237,9 +249,32 @@ class DcpSource:
         chunk = self._place(key, Box((), ()), (key, None))
         return self._load(chunk, self._files.read(chunk.path, *chunk.record))
 
-    def _load(self, chunk: StoredChunk, data: Bytes) -> Any:
+    def _read_arguments(self) -> dict[str, Any]:
+        """Of Megatron-LM's arguments, which are one pickle, those that are kept."""
+        chunk = self._place(ARGUMENTS, Box((), ()), (ARGUMENTS, None))
+        found = self._load(chunk, self._files.read(chunk.path, *chunk.record), load_arguments)
+        return {name: found[name] for name in KEPT_ARGUMENTS if name in found}
+
+    def read_train_state(self) -> dict[str, Any]:
+        """Bridge's progress, which stock keeps in a file of its own.
+
+        Raises:
+            DamagedCheckpointError: It cannot be read.
+        """
+        path = self._directory / TRAIN_STATE
+        if not is_plain_file(path):
+            return {}
+        data = read_bounded(path, MAX_TRAIN_STATE_BYTES)
         try:
-            return load_record(data)
+            return {PROGRESS: torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)}
+        except Exception as error:  # a pickle stream can raise anything
+            raise DamagedCheckpointError(
+                expected="the train state as Bridge saves it", found=brief(error), remedy=REMEDY, key=str(path)
+            ) from error
+
+    def _load(self, chunk: StoredChunk, data: Bytes, load: Callable[[Bytes], Any] = load_record) -> Any:
+        try:
+            return load(data)
         except Exception as error:  # a pickle stream can raise anything
             raise DamagedCheckpointError(
                 expected=f"data for {chunk.key}",
@@ -266,7 +301,7 @@ class DcpSource:
             path = (self._metadata.planner_data or {}).get(key, ())
             if not path or path[0] not in roots:
                 continue
-            _set(nested, path, self._read_value(key))
+            _set(nested, path, self._read_arguments() if key == ARGUMENTS else self._read_value(key))
         return nested
 
     def read_rest(self, *left_out: str) -> tuple[dict[str, Any], list[str]]:

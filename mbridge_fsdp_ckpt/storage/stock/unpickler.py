@@ -1,7 +1,8 @@
 """Unpickling what stock wrote: torch's metadata classes and NumPy arrays, and nothing else.
 
 `.metadata` and byte objects of stock `fsdp_dtensor` are pickles, which can run code.  The metadata goes through
-`_MetadataUnpickler`, everything else through torch's own `weights_only` loader.
+`_MetadataUnpickler`, Megatron-LM's arguments through `_ArgumentsUnpickler`, everything else through torch's own
+`weights_only` loader.
 """
 
 from __future__ import annotations
@@ -50,14 +51,20 @@ _ALLOWED[("torch.serialization", "_get_layout")] = torch.serialization._get_layo
 
 
 class _Unread:
-    """Stands for what a writer keeps of its plans beside the metadata; made from anything, it holds nothing."""
+    """Stands for what nobody reads, such as a writer's plans; made from anything, it holds nothing."""
 
-    def __new__(cls, *arguments: Any) -> _Unread:
+    def __new__(cls, *arguments: Any, **named: Any) -> _Unread:
         return super().__new__(cls)
 
-    def __init__(self, *arguments: Any) -> None: ...
+    def __init__(self, *arguments: Any, **named: Any) -> None: ...
 
     def __setstate__(self, state: Any) -> None: ...
+
+    def __setitem__(self, key: Any, value: Any) -> None: ...
+
+    def append(self, item: Any) -> None: ...
+
+    def add(self, item: Any) -> None: ...
 
 
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
@@ -182,13 +189,49 @@ def _is_size(size: Any) -> bool:
     return isinstance(size, tuple) and all(type(number) is int and number >= 0 for number in size)
 
 
+class _Namespace:
+    """Stands for Megatron-LM's arguments."""
+
+
+_NAMESPACES = {("argparse", "Namespace"), ("types", "SimpleNamespace")}
+
+
+class _ArgumentsUnpickler(pickle.Unpickler):
+    """Makes namespaces and plain data; of every other class or function it makes `_Unread`, and calls nothing else."""
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        kind = _Namespace if (module_name, global_name) in _NAMESPACES else _Unread
+        return type(kind.__name__, (kind,), {})
+
+    def persistent_load(self, identity: Any) -> Any:
+        return _Unread()
+
+
+def load_arguments(data: Bytes) -> dict[str, bool | int | float | str | None]:
+    """Megatron-LM's arguments as `torch.save` wrote them: those that are numbers and text.  It can raise anything."""
+    with _record(data) as record:
+        (name,) = [name for name in record.namelist() if name.endswith("/data.pkl")]
+        pickled = record.read(name)
+    _check_claims(pickled)
+    found = _ArgumentsUnpickler(io.BytesIO(pickled)).load()
+    if not isinstance(found, _Namespace):
+        raise TypeError("no namespace")
+    plain = (bool, int, float, str, type(None))
+    return {name: value for name, value in vars(found).items() if type(name) is str and type(value) in plain}
+
+
 def load_record(data: Bytes) -> Any:
     """A tensor or a value that `torch.save` wrote, through the `weights_only` loader.  It can raise anything."""
-    with zipfile.ZipFile(io.BytesIO(memoryview(data))) as record:
-        if any(entry.compress_type != zipfile.ZIP_STORED for entry in record.infolist()):
-            raise ValueError("a compressed record: torch.save writes none, and it could be larger than memory")
+    _record(data).close()
     with torch.serialization.safe_globals(_NUMPY):
         return torch.load(io.BytesIO(memoryview(data)), map_location="cpu", weights_only=True)
+
+
+def _record(data: Bytes) -> zipfile.ZipFile:
+    record = zipfile.ZipFile(io.BytesIO(memoryview(data)))
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in record.infolist()):
+        raise ValueError("a compressed record: torch.save writes none, and it could be larger than memory")
+    return record
 
 
 def malformed(path: AnyPath, expected: str, found: str) -> ManifestError:

@@ -7,6 +7,7 @@ Numbers that stand in the index get their records among the values.
 from __future__ import annotations
 
 import io
+from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -17,12 +18,13 @@ from torch.distributed.checkpoint import _nested_dict
 from mbridge_fsdp_ckpt.plan.boxes import whole
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
 from mbridge_fsdp_ckpt.storage.files import replace_file
-from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, payload_name
+from mbridge_fsdp_ckpt.storage.format.names import ARGUMENTS, DCP_METADATA, KEPT_ARGUMENTS, payload_name
 from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter
 from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
 from mbridge_fsdp_ckpt.storage.stock.view import KeyPath, Leaf, Record, Sharded, Values, metadata_bytes, path_of
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
+_CONSUMED = KEPT_ARGUMENTS[0]
 _HYPERPARAMETERS = "optimizer", "param_to_group_meta"
 """Where stock nests them, by parameter."""
 
@@ -60,6 +62,8 @@ def write_dcp_view(
         if isinstance(states, Mapping):  # by place, as stock has it; a caller of `save` may have another
             merged["rng_state"] = {**states, **merged.get("rng_state", {})}
         progress()
+    if _CONSUMED in (arguments := merged.get(ARGUMENTS) or {}):
+        merged[ARGUMENTS] = Namespace(**arguments)  # as Megatron-LM, which looks for its own, wants them
     groups = list(_hyperparameters(source))
     if groups:
         merged.pop(_HYPERPARAMETERS[0], None)

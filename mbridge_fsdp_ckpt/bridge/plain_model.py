@@ -165,7 +165,7 @@ def _absent(directory: AnyPath, plain: PlainModel) -> set[int]:
         raise KeyMismatchError(
             expected="a checkpoint of this model, or of a part of it",
             found=f"none of its {len(views)} parameters",
-            remedy=remedy("Give a checkpoint of the model that {hf_model} names."),
+            remedy=remedy("Give a checkpoint of this model.", "It is the one that {hf_model} names."),
             key=str(directory),
         )
     return absent

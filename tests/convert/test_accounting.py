@@ -1,4 +1,7 @@
-"""An import or export accounts for every tensor on both sides, and leaves nothing where it fails."""
+"""An import or export accounts for every tensor on both sides, and leaves nothing where it fails.
+
+That no family's own files are refused, `test_hugging_face.test_there_and_back` shows.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,7 @@ import torch
 
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
 from tests.convert import hugging_face_runs as runs
-from tests.models import hugging_face
 from tests.models.test_real_models import not_in_bridge
-from tests.soak import sampling
 
 pytestmark = pytest.mark.bridge
 
@@ -174,17 +175,3 @@ def test_an_export_may_leave_out_what_the_checkpoint_lacks(bridge_ranks: RankPoo
     assert found["another model"][0] == 1
     assert len(found["another model"][2].splitlines()) == 1
     assert found["left in the end"] == ["again", "bare", "checkpoint", "exported", "more", "other", "whole"]
-
-
-def imported_with_all_tensors(name: str, folder: str) -> bool | tuple[int, str, str]:
-    return runs.write_model(name, folder) and said("import", "--hf-model", folder, "--megatron-path", f"{folder}-made")
-
-
-@pytest.mark.parametrize("name", sampling.drawn("models accounted for", list(hugging_face.MODELS), share=4))
-def test_no_model_of_a_family_is_refused(name: str, bridge_ranks: RankPool, tmp_path: Path) -> None:
-    """What their files have, and Bridge reads, is all that they need."""
-    [found] = bridge_ranks.run(imported_with_all_tensors, name, str(tmp_path / "model"), ranks=1)
-    if found is False:
-        pytest.skip(not_in_bridge(name))
-    assert found[0] == 0, found[2]
-    assert "left out" not in found[1]

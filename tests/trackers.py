@@ -49,6 +49,12 @@ def _link(name: str, content: bytes) -> Callable[[Path], None]:
     return make
 
 
+def _link_out(root: Path) -> None:
+    """Who made the root may have made the link to see files of others."""
+    (root.parent / "outside").write_text(SECRET)
+    (root / TRACKER).symlink_to(root.parent / "outside")
+
+
 def _gigabyte(root: Path) -> None:
     with (root / TRACKER).open("wb") as file:
         file.truncate(1 << 30)
@@ -74,7 +80,8 @@ CASES: dict[str, Case] = {
     "a directory": (lambda root: (root / TRACKER).mkdir(), "!a directory"),
     "a pipe": (lambda root: os.mkfifo(root / TRACKER), "!neither a file nor a directory"),
     "a link to a file": (_link(TRACKER, b"10\n"), "iter_0000010"),
-    "a link to something else": (_link(TRACKER, SECRET.encode()), "!a link to "),
+    "a link to something else": (_link(TRACKER, b"ten"), "!a link to "),
+    "a link that leads out": (_link_out, "!a link to "),
     "a dangling link": (lambda root: (root / TRACKER).symlink_to("gone"), "!a link to "),
     "a link to itself": (lambda root: (root / TRACKER).symlink_to(TRACKER), "!a link to "),
     "Bridge's alone": (_state(state(10)), "iter_0000010"),

@@ -6,13 +6,16 @@
 Bridge's counts where it is there, as in Bridge: a job that died between the two leaves it the newer one.  Where it is
 the older one, another loop has gone on in the root, or somebody edited the other: nobody can tell which is meant.
 
-A tracker may be a link.  An error then says where it leads, and not what is there, which may be anybody's file.
+A tracker may be a link to a file in the root.  One that leads out is refused: whoever made the checkpoint may have made
+it, too, and no file outside is opened for them (docs/soak.md, "Forged checkpoints").
 """
 
 from __future__ import annotations
 
 import io
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from mbridge_fsdp_ckpt.errors import NotACheckpointError, brief
 from mbridge_fsdp_ckpt.storage.files import opened, replace_file, size_of
@@ -94,7 +97,12 @@ def read(tracker: AnyPath) -> Named | None:
     Raises:
         NotACheckpointError: It is not legible.
     """
-    is_link = store_of(tracker).is_link()
+    local, is_link, place = store_of(tracker).local, store_of(tracker).is_link(), tracker
+    if local is not None:
+        leads = Path(os.path.realpath(local))  # `resolve` raises where links go in a circle
+        if is_link and not leads.is_relative_to(os.path.realpath(local.parent)):
+            raise _illegible(tracker, "which leads out of the root")
+        place = leads
     if not tracker.is_file():
         if not is_link and not tracker.exists():
             return None
@@ -104,8 +112,7 @@ def read(tracker: AnyPath) -> Named | None:
         size = size_of(tracker)
         if size > _MAX_BYTES[tracker.name]:
             raise _illegible(tracker, f"a file of {size} bytes")
-        local = store_of(tracker).local
-        with opened(tracker if local is None else local.resolve()) as file:
+        with opened(place) as file:
             data = file.read(size)
     except FileNotFoundError:  # removed meanwhile: see `publish`
         return None
@@ -117,7 +124,7 @@ def _number_in(tracker: AnyPath, data: bytes) -> int | None:
     if text == RELEASE:
         return None
     if not (text.isascii() and text.isdecimal()):
-        raise _illegible(tracker, repr(text[:_SHOWN]), quotes=True)
+        raise _illegible(tracker, repr(text[:_SHOWN]))
     if len(text) > _MAX_DIGITS:
         raise _illegible(tracker, f"a number of {len(text)} digits")
     return int(text)
@@ -132,15 +139,15 @@ def _step_of(tracker: AnyPath, data: bytes) -> int:
         if not exact or int(step) < 0:
             raise ValueError("its step is no iteration's number")
     except Exception as error:  # a pickle stream can raise anything
-        raise _illegible(tracker, f"no train state of Bridge's: {brief(error)}", quotes=True) from error
+        raise _illegible(tracker, f"no train state of Bridge's: {brief(error)}") from error
     return int(step)
 
 
-def _illegible(tracker: AnyPath, found: str, *, quotes: bool = False) -> NotACheckpointError:
-    """The error for a tracker that names nothing; of what a link leads to, it quotes nothing."""
+def _illegible(tracker: AnyPath, found: str) -> NotACheckpointError:
+    """The error for a tracker that names nothing."""
     local = store_of(tracker).local
     if local is not None and local.is_symlink():
-        found = f"a link to {local.readlink()}, {'which names no checkpoint' if quotes else found}"
+        found = f"a link to {local.readlink()}, {found}"
     return NotACheckpointError(
         expected=f"{tracker.name} to be a small file that names an iteration",
         found=found,

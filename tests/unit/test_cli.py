@@ -180,19 +180,14 @@ def test_families_of_a_checkpoint_are_the_parameters_that_each_split(root: Path,
         assert any(line.split() == [family, parameter, *components] for line in shown.splitlines()), shown
 
 
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [("11", "found '11'"), ("../elsewhere", "found '../elsewhere'"), ("", "found ''"), ("release", "found 'release'")],
-)
 @pytest.mark.parametrize("subcommand", ["families", "inspect", "verify"])
-def test_a_tracker_that_names_nothing_is_an_error_of_one_line(
-    root: Path, content: str, says: str, subcommand: str
-) -> None:
-    (root / "latest_checkpointed_iteration.txt").write_text(content)
+def test_a_tracker_that_names_nothing_is_an_error_of_one_line(root: Path, subcommand: str) -> None:
+    """All that a tracker may say is in test_trackers.py."""
+    (root / "latest_checkpointed_iteration.txt").write_text("11")
     found = call(subcommand, root)
     assert (found.exit_code, found.stdout) == (1, "")
     assert found.stderr.startswith("NotACheckpointError: ")
-    assert says in found.stderr
+    assert "expected iter_0000011, which latest_checkpointed_iteration.txt names; found iter_0000010." in found.stderr
     assert len(found.stderr.splitlines()) == 1
 
 

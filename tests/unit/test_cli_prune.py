@@ -109,8 +109,8 @@ def test_what_either_of_two_trackers_names_stays(root: Path) -> None:
     assert left(root) == [10, 20, 40]
 
 
-def test_what_a_tracker_names_by_a_link_stays(root: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    elsewhere = tmp_path_factory.mktemp("elsewhere") / "latest"
+def test_what_a_tracker_names_by_a_link_stays(root: Path) -> None:
+    elsewhere = root / "latest"
     elsewhere.write_text("10")
     (root / "latest_checkpointed_iteration.txt").unlink()
     (root / "latest_checkpointed_iteration.txt").symlink_to(elsewhere)

@@ -11,9 +11,11 @@ others while the run went back to an older iteration.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from mbridge_fsdp_ckpt.storage import trackers
 from mbridge_fsdp_ckpt.storage.commit import methods, removal
@@ -147,7 +149,7 @@ def reading(directory: AnyPath, *, enabled: bool = True) -> Iterator[Callable[[]
     reads without protection.
     """
     local = store_of(directory).local
-    directory = directory if local is None else local.resolve()
+    directory = directory if local is None else Path(os.path.realpath(local))
     lease = directory.parent / beside(READING, directory.name)
     try:
         if enabled and (directory.exists() or directory.name in methods.put_aside(directory.parent)):

@@ -217,7 +217,7 @@ def refusal(run: Callable[[], Any]) -> str:
 
 def test_who_reads_whose_checkpoint(jobs: Jobs) -> None:
     begin, outcomes = time.monotonic(), list[tuple[str, str]]()
-    for writer, reader in sampling.drawn("progress", list(itertools.product(HOSTS, HOSTS)), share=4):
+    for writer, reader in sampling.drawn("progress", list(itertools.product(HOSTS, HOSTS)), share=9):
         for kind in (STOCK, SAFE):
             saved = jobs.written(writer, kind)
             place = placed(saved, reader, jobs.root / f"{writer}, {kind}, by {reader}")

@@ -29,7 +29,7 @@ def refuse_second_version(model: Any) -> None:
         raise ConfigurationError(
             expected="a model under Megatron-FSDP v1",
             found=f"one under Megatron-FSDP v2 ({_SECOND_VERSION})",
-            remedy="Version 2 is not supported yet. Train with version 1 (ddp.megatron_fsdp_version=1).",
+            remedy="Version 2 is not supported yet. Train with version 1.",
         )
 
 

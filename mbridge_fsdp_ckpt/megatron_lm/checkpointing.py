@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from megatron.core.num_microbatches_calculator import update_num_microbatches
@@ -64,7 +65,7 @@ def save_checkpoint(
     directory = as_path(stock.get_checkpoint_name(str(root), iteration, release=release, return_base_dir=True))
     print_rank_0(f"saving checkpoint at iteration {iteration:7d} to {root} in fsdp_dtensor_safe format")
     stock.maybe_save_dataloader_state(train_data_iterator, iteration, getattr(args, "dataloader_save", None))
-    interval, chosen_step = args.save_retain_interval, args.ckpt_step
+    interval, step = args.save_retain_interval, args.ckpt_step
     with trainer().old_error_last():
         saving = checkpoint.save(
             directory,
@@ -72,9 +73,7 @@ def save_checkpoint(
             optimizer=None if args.no_save_optim else optimizer,
             values=_values(args, iteration, opt_param_scheduler, num_floating_point_operations_so_far),
             rank_values=_rank_values(args),
-            after_commit=lambda: following.publish(
-                root, iteration, release=release, interval=interval, chosen=chosen_step
-            ),
+            after_commit=partial(following.publish, root, iteration, release=release, interval=interval, chosen=step),
             settings=_settings_of(args),
             background=args.async_save,
         )

@@ -133,7 +133,7 @@ def test_the_classes_themselves_cannot_be_changed(directory: Path, victim: str, 
             del holder.poisoned
 
 
-@pytest.mark.parametrize("record", ["iteration", "rng_state", "optimizer", "args"])
+@pytest.mark.parametrize("record", ["iteration", "rng_state", "optimizer"])
 def test_code_in_a_byte_object_does_not_run(tmp_path: Path, proof: Path, record: str) -> None:
     state: dict[str, Any] = {"model": {"weight": torch.ones(6)}, "iteration": 10}
     evil: Any = Creates(proof)
@@ -141,13 +141,18 @@ def test_code_in_a_byte_object_does_not_run(tmp_path: Path, proof: Path, record:
         "iteration": {"iteration": evil},
         "rng_state": {"rng_state": {"(0, 0)": [evil]}},
         "optimizer": {"optimizer": {"param_to_group_meta": {"weight": {"lr": evil}}}},
-        "args": {"args": evil},
     }[record]
     directory = write(tmp_path / "iter_0000010", state)
     with pytest.raises(DamagedCheckpointError) as caught:
         read_all(directory)
     assert caught.value.key
     assert Path(caught.value.key).suffix == ".distcp"
+    assert not proof.exists()
+
+
+def test_what_is_no_namespace_of_arguments_says_nothing_and_does_not_run(tmp_path: Path, proof: Path) -> None:
+    directory = write(tmp_path / "iter_0000010", {"model": {"weight": torch.ones(6)}, "args": Creates(proof)})
+    assert open_checkpoint(directory).head.values == {"args": {}}
     assert not proof.exists()
 
 

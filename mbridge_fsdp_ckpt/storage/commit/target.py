@@ -35,7 +35,6 @@ from mbridge_fsdp_ckpt.storage.format.names import (
     iteration_of,
     target_of,
 )
-from mbridge_fsdp_ckpt.storage.opening import kind_of
 from mbridge_fsdp_ckpt.storage.store import AnyPath, is_local, store_of
 
 _HEAD_BYTES = 1 << 12  # the manifest names its format in its first line
@@ -158,6 +157,8 @@ def _is_of_another(directory: AnyPath, names: set[str]) -> bool:
     """Whether `.metadata` is that of another checkpoint of torch's; of one that cannot be read nothing tells."""
     if DCP_METADATA not in names or MANIFEST_NAME in names:
         return False
+    from mbridge_fsdp_ckpt.storage.opening import kind_of  # it imports DCP, which a checkpoint process does without
+
     try:
         return kind_of(directory) is not DirectoryKind.STOCK
     except CheckpointError:

@@ -208,14 +208,17 @@ class _ArgumentsUnpickler(pickle.Unpickler):
 
 
 def load_arguments(data: Bytes) -> dict[str, bool | int | float | str | None]:
-    """Megatron-LM's arguments as `torch.save` wrote them: those that are numbers and text.  It can raise anything."""
+    """Megatron-LM's arguments as `torch.save` wrote them: those that are numbers and text.  It can raise anything.
+
+    Where it is no namespace, it is something of somebody else's that has the name, and says nothing here.
+    """
     with _record(data) as record:
         (name,) = [name for name in record.namelist() if name.endswith("/data.pkl")]
         pickled = record.read(name)
     _check_claims(pickled)
     found = _ArgumentsUnpickler(io.BytesIO(pickled)).load()
     if not isinstance(found, _Namespace):
-        raise TypeError("no namespace")
+        return {}
     plain = (bool, int, float, str, type(None))
     return {name: value for name, value in vars(found).items() if type(name) is str and type(value) in plain}
 

@@ -10,7 +10,7 @@ from megatron.bridge.training.utils import checkpoint_utils as names
 from mbridge_fsdp_ckpt.bridge import differences
 from mbridge_fsdp_ckpt.errors import NotACheckpointError
 from mbridge_fsdp_ckpt.hosts.root import chosen, existing
-from mbridge_fsdp_ckpt.storage import trackers
+from mbridge_fsdp_ckpt.storage.commit import trackers
 from mbridge_fsdp_ckpt.storage.files import what_is_there
 from mbridge_fsdp_ckpt.storage.format.head import has_head
 from mbridge_fsdp_ckpt.storage.format.names import iteration_of

@@ -19,7 +19,7 @@ from megatron.training.config.container import ConfigContainerBase
 
 from mbridge_fsdp_ckpt.agree.outcome import Outcome
 from mbridge_fsdp_ckpt.errors import CheckpointError
-from mbridge_fsdp_ckpt.storage import trackers
+from mbridge_fsdp_ckpt.storage.commit import trackers
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 _yaml: Any = import_module("yaml")  # it brings no types

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mbridge_fsdp_ckpt.care.size_and_age import bytes_in
-from mbridge_fsdp_ckpt.storage import trackers
+from mbridge_fsdp_ckpt.storage.commit import trackers
 from mbridge_fsdp_ckpt.storage.commit.retention import (
     Iteration,
     iterations,

@@ -22,8 +22,7 @@ from mbridge_fsdp_ckpt.bridge.names import MAX_TRAIN_STATE_BYTES, TRAIN_STATE
 from mbridge_fsdp_ckpt.care.audit import Audit
 from mbridge_fsdp_ckpt.care.size_and_age import bytes_in, is_young
 from mbridge_fsdp_ckpt.errors import CheckpointError, NotACheckpointError
-from mbridge_fsdp_ckpt.storage import trackers
-from mbridge_fsdp_ckpt.storage.commit import methods
+from mbridge_fsdp_ckpt.storage.commit import methods, trackers
 from mbridge_fsdp_ckpt.storage.commit.retention import iterations
 from mbridge_fsdp_ckpt.storage.files import check_content, entries, is_plain_file, read_bounded, replace_file
 from mbridge_fsdp_ckpt.storage.format.head import has_head

@@ -7,7 +7,7 @@ from typing import Any
 
 from mbridge_fsdp_ckpt.bridge.names import MAX_TRAIN_STATE_BYTES, TRAIN_STATE
 from mbridge_fsdp_ckpt.errors import ConfigurationError, NotACheckpointError
-from mbridge_fsdp_ckpt.storage import trackers
+from mbridge_fsdp_ckpt.storage.commit import trackers
 from mbridge_fsdp_ckpt.storage.commit.methods import put_aside
 from mbridge_fsdp_ckpt.storage.commit.target import check_replaceable
 from mbridge_fsdp_ckpt.storage.files import is_plain_file, read_bounded

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mbridge_fsdp_ckpt.errors import NotACheckpointError
-from mbridge_fsdp_ckpt.storage import trackers
+from mbridge_fsdp_ckpt.storage.commit import trackers
 from mbridge_fsdp_ckpt.storage.commit.methods import recover
 from mbridge_fsdp_ckpt.storage.files import entries, what_is_there
 from mbridge_fsdp_ckpt.storage.format.head import has_head
@@ -20,7 +20,7 @@ def find_checkpoint(path: AnyPath) -> AnyPath:
         The path itself also where there is no tracker.
 
     Raises:
-        NotACheckpointError: What a tracker names is not there, or it is not legible: see `storage.trackers`.
+        NotACheckpointError: What a tracker names is not there, or it is not legible: see `storage.commit.trackers`.
     """
     if has_head(path):
         return path

@@ -15,8 +15,7 @@ from megatron.training import one_logger_utils, wandb_utils
 from megatron.training.utils import append_to_progress_log, is_last_rank, print_rank_0
 
 from mbridge_fsdp_ckpt.errors import NotACheckpointError
-from mbridge_fsdp_ckpt.storage import trackers
-from mbridge_fsdp_ckpt.storage.commit import removal
+from mbridge_fsdp_ckpt.storage.commit import removal, trackers
 from mbridge_fsdp_ckpt.storage.commit.retention import remove_unless_kept
 from mbridge_fsdp_ckpt.storage.format.names import TRACKER
 from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path

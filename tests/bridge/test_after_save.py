@@ -132,7 +132,7 @@ def test_a_tracker_that_cannot_be_written_is_the_same_error_on_all_ranks(
 ) -> None:
     run = Run(str(tmp_path), iterations=4)
     with pytest.raises(RankFailed) as caught:
-        bridge_ranks.run(train_where, run, "storage.trackers:replace_file", ranks=2)
+        bridge_ranks.run(train_where, run, "storage.commit.trackers:replace_file", ranks=2)
     assert sorted(caught.value.tracebacks) == [0, 1]
     for text in caught.value.tracebacks.values():
         assert "StorageError: [rank 0 on " in text

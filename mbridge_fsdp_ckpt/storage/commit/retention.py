@@ -17,8 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from mbridge_fsdp_ckpt.storage import trackers
-from mbridge_fsdp_ckpt.storage.commit import methods, removal
+from mbridge_fsdp_ckpt.storage.commit import methods, removal, trackers
 from mbridge_fsdp_ckpt.storage.commit.lease import is_stale, renewing
 from mbridge_fsdp_ckpt.storage.commit.target import obstacle
 from mbridge_fsdp_ckpt.storage.files import entries

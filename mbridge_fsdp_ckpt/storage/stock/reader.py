@@ -109,8 +109,14 @@ class DcpSource:
             format=str(self.kind),
             sections=("model", "optimizer") if has_optimizer else ("model",),
             keys=self._keys,
-            values=self.read_values(*_VALUES) | self.read_train_state() if self.kind is DirectoryKind.STOCK else {},
+            values=self._values(),
         )
+
+    def _values(self) -> dict[str, Any]:
+        """Non-parameter state that loads need, as far as it is known where it lies."""
+        if self.kind is DirectoryKind.TORCH_DIST:
+            return self.read_train_state()
+        return self.read_values(*_VALUES) | self.read_train_state() if self.kind is DirectoryKind.STOCK else {}
 
     def _kind_of(self, directory: AnyPath) -> DirectoryKind:
         """Whose it is: Megatron has files beside `torch_dist` checkpoints that tell them, or keys that do."""

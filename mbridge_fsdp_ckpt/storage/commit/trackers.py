@@ -5,6 +5,7 @@
 
 Bridge's counts where it is there, as in Bridge: a job that died between the two leaves it the newer one.  Where it is
 the older one, another loop has gone on in the root, or somebody edited the other: nobody can tell which is meant.
+Of two checkpoints of which one is gone, the other one is meant: somebody has deleted what came after it.
 
 A tracker may be a link to a file in the root.  One that leads out is refused: whoever made the checkpoint may have made
 it, too, and no file outside is opened for them (docs/soak.md, "Forged checkpoints").
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mbridge_fsdp_ckpt.errors import NotACheckpointError, brief
+from mbridge_fsdp_ckpt.storage.commit.methods import recover
 from mbridge_fsdp_ckpt.storage.files import opened, replace_file, size_of
 from mbridge_fsdp_ckpt.storage.format.names import RELEASE, STATE_TRACKER, TRACKER, iteration_name
 from mbridge_fsdp_ckpt.storage.store import AnyPath, store_of
@@ -54,6 +56,9 @@ def meant(root: AnyPath) -> Named | None:
     by_bridge, by_megatron = read(root / STATE_TRACKER), read(root / TRACKER)
     if by_bridge is None or by_megatron is None or by_bridge.number == by_megatron.number:
         return by_bridge or by_megatron
+    there = [named for named in (by_bridge, by_megatron) if _is_there(root / named.name)]
+    if len(there) == 1:
+        return there[0]
     if by_bridge.number is None or by_megatron.number is None or by_bridge.number < by_megatron.number:
         raise NotACheckpointError(
             expected=f"{STATE_TRACKER} to name what {TRACKER} names, or a newer iteration",
@@ -63,6 +68,12 @@ def meant(root: AnyPath) -> Named | None:
             key=str(by_bridge.tracker),
         )
     return by_bridge
+
+
+def _is_there(directory: AnyPath) -> bool:
+    """Whether a checkpoint is there, or can be moved back to where it was."""
+    recover(directory)
+    return directory.is_dir()
 
 
 def every_named(root: AnyPath) -> dict[int | None, str]:

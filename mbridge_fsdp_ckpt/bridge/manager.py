@@ -20,7 +20,7 @@ from mbridge_fsdp_ckpt import checkpoint
 from mbridge_fsdp_ckpt.bridge import after_save, differences
 from mbridge_fsdp_ckpt.bridge.after_save import Announcement
 from mbridge_fsdp_ckpt.bridge.choice import check_settings, presented_as_stock, settings_of
-from mbridge_fsdp_ckpt.bridge.locate import check_may_be_missing, locate
+from mbridge_fsdp_ckpt.bridge.locate import Located, check_may_be_missing, locate
 from mbridge_fsdp_ckpt.bridge.names import PROGRESS
 from mbridge_fsdp_ckpt.bridge.restoration import Parts, restoration
 from mbridge_fsdp_ckpt.bridge.run_config import RunConfig
@@ -252,7 +252,7 @@ def load_from_path(
         return 0, 0
     print_rank_0(f" loading fsdp_dtensor_safe checkpoint from {found.directory}")
     model, pg_collection = _unwrapped(model, pg_collection)
-    wanted = _wanted(cfg.checkpoint, optimizer, found.directory)
+    wanted = _wanted(cfg.checkpoint, optimizer, found)
     load = checkpoint.load if wanted.optimizer else checkpoint.load_weights_only
     loaded = load(
         found.directory,
@@ -276,13 +276,15 @@ def _tell(loaded: checkpoint.Loaded, state: Any) -> None:
         print_rank_0(f"WARNING: {text}")
 
 
-def _wanted(checkpoint_config: Any, optimizer: Any, directory: AnyPath) -> Parts:
+def _wanted(checkpoint_config: Any, optimizer: Any, found: Located) -> Parts:
+    """Which parts the run asks for; of a release weights alone, as in Bridge."""
     resumes = not checkpoint_config.finetune
-    with_state = resumes and checkpoint_config.load_optim and not _starts_with_fresh_optimizer(directory)
+    goes_on = resumes and not found.release
+    with_state = goes_on and checkpoint_config.load_optim and not _starts_with_fresh_optimizer(found.directory)
     return Parts(
         optimizer=with_state and optimizer is not None,
         schedule=with_state,
-        random=resumes and checkpoint_config.load_rng,
+        random=goes_on and checkpoint_config.load_rng,
         progress=resumes,
     )
 

@@ -131,7 +131,7 @@ def _routed(stock: Callable[..., Any], safe: Callable[..., Any]) -> Callable[...
         check_format(state.cfg.checkpoint.ckpt_format)
         if not is_ours(state.cfg.checkpoint.ckpt_format):
             return stock(*args, **kwargs)
-        check_settings(state.cfg)  # for a loop of one's own, which need not validate
+        options.tell(check_settings(state.cfg))  # for a loop of one's own, which need not validate
         return safe(*args, **kwargs)
 
     return routed

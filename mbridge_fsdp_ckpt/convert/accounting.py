@@ -20,10 +20,9 @@ from mbridge_fsdp_ckpt.loading.match import listed
 
 _MADE_ANEW = "rotary_emb.inv_freq"
 """Tensors that some files have and every model computes."""
-_OUTPUT, _EMBEDDINGS = (
-    "lm_head.weight",
-    ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embeddings.weight"),
-)
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embeddings.weight")
+_OUTPUTS = ("lm_head.weight", "shared_head.head.weight")
+"""Both may be there more than once: an output layer that is the embeddings, and those of multi-token prediction."""
 
 
 def check_files(bridge: Any) -> None:
@@ -138,15 +137,15 @@ def _without_place(source: Any, read: Collection[str]) -> list[str]:
     """Tensors that nobody read, but for those that say nothing new."""
     known = list(source.get_all_keys())
     unread = [key for key in known if key not in read and not key.endswith(_MADE_ANEW)]
-    tied = [key for key in unread if key.endswith(_OUTPUT) and _repeats(source, key, known)]
-    return sorted(set(unread) - set(tied))
+    copies = [key for key in unread if key.endswith(_OUTPUTS + _EMBEDDINGS) and _repeats(source, key, known)]
+    return sorted(set(unread) - set(copies))
 
 
 def _repeats(source: Any, key: str, known: Iterable[str]) -> bool:
-    """Whether an output layer is the embeddings once more."""
-    others = [other for other in known if other.endswith(_EMBEDDINGS)]
-    found = source.load_tensors([key, *others])
-    return any(torch.equal(found[key], found[other]) for other in others)
+    """Whether it is another one's embeddings or output layer once more."""
+    others = [other for other in known if other.endswith(_OUTPUTS + _EMBEDDINGS) and other != key]
+    (own,) = source.load_tensors([key]).values()
+    return any(torch.equal(own, *source.load_tensors([other]).values()) for other in others)
 
 
 def _on_all_ranks(names: Iterable[str]) -> set[str]:

@@ -169,21 +169,23 @@ def _errors_named(doing: str, place: str) -> Iterator[None]:
 
 @contextmanager
 def appearing(target: Path) -> Iterator[Path]:
-    """A directory beside the target, which takes its place when all ranks are done; nothing is left of what failed.
+    """A directory that takes the target's place when all ranks are done; nothing is left of what failed.
 
-    All ranks enter and leave; the target is new, or empty.
+    It is beside the target; in it where that is there, for that may be a file system of its own.  All ranks enter and
+    leave; the target is new, or empty.
     """
-    name = [beside(STAGING, target.name)]
-    dist.broadcast_object_list(name)
-    place = target.with_name(name[0])
+    name = beside(STAGING, target.name)
+    places = [target / name if target.is_dir() else target.with_name(name)]
+    dist.broadcast_object_list(places)
+    [place] = places
     try:
         yield place
         dist.barrier()
+        if dist.get_rank() == 0:
+            _move(place, target)
     except BaseException:
         shutil.rmtree(place, ignore_errors=True)
         raise
-    if dist.get_rank() == 0:
-        _move(place, target)
     dist.barrier()
 
 

@@ -30,6 +30,7 @@ from mbridge_fsdp_ckpt.megatron_lm.choice import check_arguments, settings_in_us
 from mbridge_fsdp_ckpt.remedies import Door, entrance
 from mbridge_fsdp_ckpt.saving.beside.trainer import trainer
 from mbridge_fsdp_ckpt.settings import Settings
+from mbridge_fsdp_ckpt.storage.commit import trackers
 from mbridge_fsdp_ckpt.storage.format.head import has_head
 from mbridge_fsdp_ckpt.storage.format.names import ARGUMENTS, ITERATION, KEPT_ARGUMENTS, RELEASE, STOCK_FORMAT
 from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path
@@ -180,7 +181,7 @@ def _locate(args: Any, load: str | None) -> AnyPath | None:
         NotACheckpointError: What --ckpt-step chooses, or what a tracker names, is not there, or nothing is in either.
     """
     pretrained = args.pretrained_checkpoint
-    if pretrained is None or (load is not None and _meant(load) is not None):
+    if pretrained is None or (load is not None and _has_one(load)):
         return None if load is None else _meant(load, args.ckpt_step)
     found = _meant(pretrained, args.ckpt_step)
     if found is None:
@@ -191,6 +192,12 @@ def _locate(args: Any, load: str | None) -> AnyPath | None:
         )
     args.finetune = True
     return found
+
+
+def _has_one(place: str) -> bool:
+    """Whether a checkpoint is there, whichever is meant."""
+    root = as_path(place)
+    return has_head(root) or root.name.startswith(ITERATION) or bool(trackers.there(root))
 
 
 def _meant(place: str, step: int | None = None) -> AnyPath | None:

@@ -96,7 +96,14 @@ def of_imports(folder: str) -> dict[str, Any]:
     for what, model in models.items():
         found[what] = said("import", "--hf-model", model, "--megatron-path", f"{folder}/new")
         assert not (root / "new").exists() or not any((root / "new").iterdir()), what
-    large = changed(source, root / "large", lambda tensors: tensors["model.norm.weight"].fill_(1e5))
+
+    def enlarge(tensors: Tensors) -> None:
+        """And repeat what heads for multi-token prediction share, as published models do."""
+        tensors["model.norm.weight"].fill_(1e5)
+        tensors["model.layers.9.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["model.layers.9.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+
+    large = changed(source, root / "large", enlarge)
     line = ("import", "--hf-model", large, "--megatron-path", f"{folder}/new", "--torch-dtype")
     found["an overflow"] = said(*line, "float16")
     found["no overflow"] = said(*line, "bfloat16")

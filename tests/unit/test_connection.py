@@ -30,7 +30,8 @@ print(store.port, flush=True)
 time.sleep(1000)
 """
 ASK = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 from mbridge_fsdp_ckpt.agree.incarnation import connection
 store = connection("127.0.0.1", int(sys.argv[1]), 1000.0).within(1000.0)
 store.set("asked", "")

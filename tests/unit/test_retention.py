@@ -174,13 +174,46 @@ def test_what_a_save_puts_in_its_place_meanwhile_stays(root: Path, monkeypatch: 
     assert not list(root.glob(".deleted-*"))
 
 
+@pytest.mark.parametrize("meanwhile", ["a reader", "a tracker that names it", "a tracker that is illegible"])
+def test_what_speaks_for_it_after_the_last_look_brings_it_back(
+    meanwhile: str, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, tracker = retention.keeps, root / "latest_checkpointed_iteration.txt"
+
+    def keeps(directory: Path) -> str:
+        said = asked(directory)
+        if directory.name == "iter_0000020":
+            if meanwhile == "a reader":
+                (root / ".reading-iter_0000020-0123456789ab").touch()
+            elif meanwhile == "a tracker that names it":
+                tracker.write_text("20")
+            else:
+                tracker.symlink_to("gone")
+        return said
+
+    monkeypatch.setattr(retention, "keeps", keeps)
+    if meanwhile == "a tracker that is illegible":
+        with pytest.raises(NotACheckpointError):
+            prune(root, 1)
+    else:
+        assert numbers(prune(root, 1)) == [10, 40]
+    assert (root / "iter_0000020" / "manifest.json").is_file()
+    assert not [path for mark in (".deleted-*", ".replaced-*") for path in root.glob(mark)]
+
+
+def test_what_a_tracker_names_through_a_link_stays(root: Path) -> None:
+    (root / "release").symlink_to("iter_0000010")
+    (root / "latest_checkpointed_iteration.txt").write_text("release")
+    assert numbers(prune(root, 1)) == [20, 40]
+
+
 def test_objects_of_a_save_that_goes_on_in_a_removed_iteration_stay(tmp_path: Path) -> None:
     """Without a rename a save writes where the checkpoint is that it will replace."""
     root = UPath(f"memory://{uuid.uuid4().hex}")
     for number in (1, 2):
         for path in handmade.make(tmp_path / f"iter_{number:07d}").iterdir():
             (root / f"iter_{number:07d}" / path.name).write_bytes(path.read_bytes())
-    new = ["__0_0-0123456789ab.distcp", "rank_00000-0123456789ab.index"]
+    new = ["__0_0-0123456789ab.distcp", "rank_00000-0123456789ab.index", "run_config.yaml"]
     for name in new:
         (root / "iter_0000001" / name).write_bytes(b"x")
     assert numbers(prune(root, 1)) == [1]

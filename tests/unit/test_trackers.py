@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,10 @@ import pytest
 
 from mbridge_fsdp_ckpt.errors import NotACheckpointError
 from mbridge_fsdp_ckpt.hosts.root import find_checkpoint
-from tests.trackers import CASES, SECRET, TRACKER
+from mbridge_fsdp_ckpt.storage.commit import trackers
+from mbridge_fsdp_ckpt.storage.file_system import FileSystem
+from mbridge_fsdp_ckpt.storage.files import replace_file
+from tests.trackers import CASES, SECRET, STATE, TRACKER, state
 from tests.unit import handmade
 from tests.unit.test_cli import call
 
@@ -62,6 +67,42 @@ TOOLS = {
     "convert reshard": read(lambda root: ("convert", "reshard", str(root), str(root.parent / "out"), "--ranks", "1")),
     "convert to-stock": read(lambda root: ("convert", "to-stock", str(root), str(root.parent / "stock"))),
 }
+
+
+@pytest.mark.parametrize("dies_at", range(4))
+@pytest.mark.parametrize("by_bridge", [True, False])
+@pytest.mark.parametrize("before", [(40, 40), (40, None), (None, 40), (5, 5)])
+def test_a_death_between_trackers_leaves_what_was_meant_or_the_new_one(
+    before: tuple[int | None, int | None],
+    by_bridge: bool,
+    dies_at: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A run that went back to iteration 10 saves 15; 40 is what was saved last before."""
+    for number in (5, 10, 15, 40):
+        handmade.make(tmp_path / f"iter_{number:07d}")
+    for name, named in zip((STATE, TRACKER), before, strict=True):
+        if named is not None:
+            (tmp_path / name).write_bytes(state(named) if name == STATE else str(named).encode())
+    steps = itertools.count()
+
+    def mortal(function: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any) -> Any:
+            if next(steps) == dies_at:
+                raise KeyboardInterrupt
+            return function(*args)
+
+        return called
+
+    monkeypatch.setattr(trackers, "replace_file", mortal(replace_file))
+    monkeypatch.setattr(FileSystem, "remove", mortal(FileSystem.remove))
+    with suppress(KeyboardInterrupt):
+        trackers.publish(tmp_path, 15, state(15) if by_bridge else None)
+    meant = find_checkpoint(tmp_path).name
+    assert meant in (f"iter_{max(filter(None, before)):07d}", "iter_0000015")
+    if next(steps) <= dies_at:
+        assert meant == "iter_0000015"
 
 
 def test_every_reader_takes_the_trackers_to_mean_the_same(case: tuple[Path, str]) -> None:

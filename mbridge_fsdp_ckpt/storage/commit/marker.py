@@ -126,12 +126,16 @@ def condemned(target: AnyPath) -> list[AnyPath]:
 def remove(directory: AnyPath) -> None:
     """Delete a checkpoint: first what makes it one, for stock and for us; last what tells what the rest was.
 
-    Payload and index files of another save stay: a run that went back may be writing the same iteration anew.
+    Payload and index files of another save stay, and then files whose names are the same in each save, too: a run that
+    went back may be writing the same iteration anew.
     """
     own = _suffix_in(directory)
     for name in (DCP_METADATA, MANIFEST_NAME):
         store_of(directory / name).remove()
-    rest = [path for path in everything_in(directory) if own is None or suffix_of(path.name) in ("", own)]
+    rest = [*everything_in(directory)]
+    if own is not None:
+        shared = all(suffix_of(path.name) in ("", own) for path in rest)
+        rest = [path for path in rest if shared or (is_part(path.name) and suffix_of(path.name) == own)]
     for path in sorted(rest, key=lambda path: is_part(path.name)):
         if path.is_file():
             store_of(path).remove()

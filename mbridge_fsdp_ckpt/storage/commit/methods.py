@@ -6,6 +6,8 @@ these functions on a checkpoint.
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable
 
 from mbridge_fsdp_ckpt.settings import CommitMethod
@@ -58,7 +60,10 @@ def identity(directory: AnyPath) -> tuple[float, ...]:
     if store_of(directory).local is not None:
         found = directory.stat()
         return found.st_dev, found.st_ino
-    found = next(path for name in HEADS if (path := directory / name).exists()).stat()
+    head = next((path for name in HEADS if (path := directory / name).exists()), None)
+    if head is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(directory))
+    found = head.stat()
     return found.st_size, found.st_mtime
 
 

@@ -226,23 +226,22 @@ def condemn_leftovers(target: Path) -> list[AnyPath]:
 
 
 def remove(directory: Path, may_go: Callable[[Path], bool]) -> bool:
-    """Delete a checkpoint, renamed first: no half of it can be taken for one.  See `methods.remove`."""
-    condemned = _beside(directory, DELETED)
-    directory.rename(condemned)
-    if not may_go(condemned) and _put_back(condemned, directory):
+    """Delete a checkpoint, renamed first: no half of it can be taken for one.  See `methods.remove`.
+
+    Until it may go it lies aside as in an overwriting commit: whoever looks for it after a death moves it back.
+    """
+    aside, goes = _beside(directory, REPLACED), False
+    directory.rename(aside)
+    try:
+        goes = may_go(aside)
+    finally:
+        if not goes:
+            recover(directory)
+    if not goes and not (aside.is_dir() and has_head(directory)):  # else a save has put another one in its place
         return False
+    condemned = _condemned(aside)
     sync_directory(directory.parent)
     shutil.rmtree(condemned)
-    return True
-
-
-def _put_back(condemned: Path, directory: Path) -> bool:
-    try:
-        condemned.rename(directory)
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
-        return False  # a save has put another one in its place
     return True
 
 

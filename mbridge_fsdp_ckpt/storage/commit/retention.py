@@ -22,7 +22,15 @@ from mbridge_fsdp_ckpt.storage.commit.lease import is_stale, renewing
 from mbridge_fsdp_ckpt.storage.commit.target import obstacle
 from mbridge_fsdp_ckpt.storage.files import entries
 from mbridge_fsdp_ckpt.storage.format.head import has_readable_head
-from mbridge_fsdp_ckpt.storage.format.names import READING, RELEASE, TRACKER, beside, is_reading, iteration_of
+from mbridge_fsdp_ckpt.storage.format.names import (
+    READING,
+    RELEASE,
+    TRACKER,
+    beside,
+    is_reading,
+    iteration_name,
+    iteration_of,
+)
 from mbridge_fsdp_ckpt.storage.store import AnyPath, store_of
 
 _log = logging.getLogger(__name__)
@@ -81,9 +89,17 @@ def named_by(directory: AnyPath) -> str:
         NotACheckpointError: A tracker is not legible.
     """
     number = iteration_of(directory.name)
-    if number is None and directory.name != RELEASE:
-        return ""
-    return trackers.every_named(directory.parent).get(number, "")
+    for named, tracker in trackers.every_named(directory.parent).items():
+        is_named = directory.name == RELEASE if named is None else named == number
+        if is_named or _is_link_to(directory, RELEASE if named is None else iteration_name(named)):
+            return tracker
+    return ""
+
+
+def _is_link_to(directory: AnyPath, name: str) -> bool:
+    """Whether the name beside a directory is a link to it."""
+    local = store_of(directory).local
+    return local is not None and os.path.realpath(local.with_name(name)) == os.path.realpath(local)
 
 
 def prune(root: AnyPath, keep: int, also_keep: int | None = None) -> list[Iteration]:
@@ -137,7 +153,14 @@ def remove_unless_kept(directory: AnyPath) -> bool:
     seen = methods.identity(directory)
     if keeps(directory):
         return False
-    return methods.remove(directory, lambda now: methods.identity(now) == seen and not named_by(directory))
+
+    def may_go(now: AnyPath) -> bool:
+        return methods.identity(now) == seen and not named_by(directory) and not being_read(directory)
+
+    try:
+        return methods.remove(directory, may_go)
+    except FileNotFoundError:  # another one was faster
+        return not has_readable_head(directory)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """The files in a run's root that say which checkpoint is meant: read and written here and nowhere else.
 
-    latest_train_state.pt                 Bridge's: the newest checkpoint's train state.  Written first
-    latest_checkpointed_iteration.txt     Megatron's: an iteration's number, or `release`.  Written last
+    latest_train_state.pt                 Bridge's: the newest checkpoint's train state.  Bridge writes it first
+    latest_checkpointed_iteration.txt     Megatron's: an iteration's number, or `release`.  Bridge writes it last
 
 Bridge's counts where it is there, as in Bridge: a job that died between the two leaves it the newer one.  Where it is
 the older one, another loop has gone on in the root, or somebody edited the other: nobody can tell which is meant.
@@ -13,14 +13,16 @@ it, too, and no file outside is opened for them (docs/soak.md, "Forged checkpoin
 
 from __future__ import annotations
 
-import io
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from mbridge_fsdp_ckpt.errors import NotACheckpointError, brief
-from mbridge_fsdp_ckpt.storage.commit.methods import recover
+from mbridge_fsdp_ckpt.storage.commit.methods import put_aside
 from mbridge_fsdp_ckpt.storage.files import opened, replace_file, size_of
+from mbridge_fsdp_ckpt.storage.format.head import has_head
 from mbridge_fsdp_ckpt.storage.format.names import RELEASE, STATE_TRACKER, TRACKER, iteration_name
 from mbridge_fsdp_ckpt.storage.store import AnyPath, store_of
 
@@ -71,9 +73,13 @@ def meant(root: AnyPath) -> Named | None:
 
 
 def _is_there(directory: AnyPath) -> bool:
-    """Whether a checkpoint is there, or can be moved back to where it was."""
-    recover(directory)
-    return directory.is_dir()
+    """Whether a checkpoint is there, or lies aside and will be moved back."""
+    return has_head(directory) or directory.name in put_aside(directory.parent)
+
+
+def there(root: AnyPath) -> list[AnyPath]:
+    """The trackers that a root has, legible or not."""
+    return [path for path in (root / STATE_TRACKER, root / TRACKER) if path.exists() or store_of(path).is_link()]
 
 
 def every_named(root: AnyPath) -> dict[int | None, str]:
@@ -89,17 +95,38 @@ def every_named(root: AnyPath) -> dict[int | None, str]:
 def publish(root: AnyPath, number: int | None, train_state: bytes | None = None) -> None:
     """Let the trackers of a root name a checkpoint, each in one step.
 
+    At each moment the two mean what was meant before, or the new one: one that would contradict the other goes first.
+
     Args:
         root: The root of a run's checkpoints.
         number: The iteration; None for a release.
         train_state: What Bridge's tracker holds; None where it is not known.  Then one that is there goes, for it
             belongs to another checkpoint.
     """
-    if train_state is not None:
-        replace_file(root / STATE_TRACKER, train_state)
-    replace_file(root / TRACKER, (RELEASE if number is None else str(number)).encode())
+    text, state = root / TRACKER, root / STATE_TRACKER
+    named = (RELEASE if number is None else str(number)).encode()
     if train_state is None:
-        store_of(root / STATE_TRACKER).remove()
+        if text.is_file():
+            store_of(state).remove()
+        replace_file(text, named)
+        store_of(state).remove()
+    elif not state.is_file():
+        replace_file(text, named)
+        replace_file(state, train_state)
+    else:
+        if not _is_at_most(text, number):
+            store_of(text).remove()
+        replace_file(state, train_state)
+        replace_file(text, named)
+
+
+def _is_at_most(text: AnyPath, number: int | None) -> bool:
+    """Whether Megatron's tracker may stand beside Bridge's of this number: see `meant`."""
+    try:
+        named = read(text)
+    except NotACheckpointError:
+        return False
+    return named is None or (named.number is not None and number is not None and named.number <= number)
 
 
 def read(tracker: AnyPath) -> Named | None:
@@ -142,10 +169,10 @@ def _number_in(tracker: AnyPath, data: bytes) -> int | None:
 
 
 def _step_of(tracker: AnyPath, data: bytes) -> int:
-    import torch
+    from mbridge_fsdp_ckpt.storage.stock.unpickler import load_record  # DCP, which a checkpoint process does without
 
     try:
-        step = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)["step"]
+        step = load_record(np.frombuffer(data, dtype=np.uint8))["step"]
         exact = isinstance(step, int) or not (step.is_floating_point() or step.is_complex())
         if not exact or int(step) < 0:
             raise ValueError("its step is no iteration's number")

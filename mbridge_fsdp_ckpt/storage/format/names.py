@@ -43,6 +43,7 @@ KEPT_ARGUMENTS: Final = (
     *("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples"),
     *("num_layers", "hidden_size", "num_attention_heads", "add_position_embedding", "max_position_embeddings"),
     *("data_parallel_random_init", "make_vocab_size_divisible_by", "tokenizer_type", "global_batch_size"),
+    *("hybrid_layer_pattern", "hybrid_override_pattern"),  # by which stock tells a hybrid's checkpoint from a GPT's
 )
 """Which of them: Megatron-LM has a thousand."""
 

@@ -8,7 +8,6 @@ Progress is among the values wherever stock keeps it: Bridge in a file beside th
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -16,6 +15,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint import metadata
 
@@ -272,7 +272,7 @@ class DcpSource:
             return {}
         data = read_bounded(path, MAX_TRAIN_STATE_BYTES)
         try:
-            return {PROGRESS: torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)}
+            return {PROGRESS: load_record(np.frombuffer(data, dtype=np.uint8))}
         except Exception as error:  # a pickle stream can raise anything
             raise DamagedCheckpointError(
                 expected="the train state as Bridge saves it", found=brief(error), remedy=REMEDY, key=str(path)
@@ -307,7 +307,11 @@ class DcpSource:
             path = (self._metadata.planner_data or {}).get(key, ())
             if not path or path[0] not in roots:
                 continue
-            _set(nested, path, self._read_arguments() if key == ARGUMENTS else self._read_value(key))
+            _set(
+                nested,
+                path,
+                self._read_arguments() if key == ARGUMENTS and key in self._bytes else self._read_value(key),
+            )
         return nested
 
     def read_rest(self, *left_out: str) -> tuple[dict[str, Any], list[str]]:

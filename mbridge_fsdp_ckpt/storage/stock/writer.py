@@ -62,7 +62,8 @@ def write_dcp_view(
         if isinstance(states, Mapping):  # by place, as stock has it; a caller of `save` may have another
             merged["rng_state"] = {**states, **merged.get("rng_state", {})}
         progress()
-    if _CONSUMED in (arguments := merged.get(ARGUMENTS) or {}):
+    arguments = merged.get(ARGUMENTS)
+    if isinstance(arguments, Mapping) and _CONSUMED in arguments and all(isinstance(name, str) for name in arguments):
         merged[ARGUMENTS] = Namespace(**arguments)  # as Megatron-LM, which looks for its own, wants them
     groups = list(_hyperparameters(source))
     if groups:

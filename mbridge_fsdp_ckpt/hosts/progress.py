@@ -43,14 +43,15 @@ class Progress:
             remedy: How a user begins anew.
 
         Raises:
-            KeyMismatchError: They do not say how far the data were read, or another of the numbers.
+            KeyMismatchError: They do not say how far the data were read, or another of the numbers; or say two things.
             ManifestError: What they say is no number.
         """
+        arguments = dict(values.get(ARGUMENTS, {}))
         if PROGRESS in values:
+            _check_one_loop(values[PROGRESS], arguments, remedy)
             found = dict(values[PROGRESS])
             numbers = {**found, "iteration": found.get("step"), "operations": found.get(_OF_BRIDGE)}
         else:
-            arguments = dict(values.get(ARGUMENTS, {}))
             if "consumed_train_samples" in arguments:
                 arguments.setdefault("skipped_train_samples", 0)  # of a release that knew of none, as stock reads it
             numbers = {**arguments, "iteration": values.get("iteration"), "operations": values.get(_OPERATIONS)}
@@ -69,3 +70,15 @@ class Progress:
             raise ManifestError(
                 expected="numbers of iterations, samples and operations", found=str(error)[:200], remedy=remedy
             ) from error
+
+
+def _check_one_loop(of_bridge: Mapping[str, Any], arguments: Mapping[str, Any], remedy: str) -> None:
+    """Megatron-LM leaves Bridge's file of progress where it saves into a directory of Bridge's."""
+    name = SAMPLES[0]
+    if name in of_bridge and name in arguments and of_bridge[name] != arguments[name]:
+        raise KeyMismatchError(
+            expected="one number of consumed samples",
+            found=f"{int(of_bridge[name])} from Bridge, {arguments[name]} from Megatron-LM: one saved over the other",
+            remedy=f"Take another checkpoint. {remedy}",
+            key=name,
+        )

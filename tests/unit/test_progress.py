@@ -32,7 +32,12 @@ def without(values: dict[str, Any], name: str) -> dict[str, Any]:
         ({"iteration": 3, "train_state": OF_BRIDGE}, 3, (12, 4, 2), 1e20),
         (OF_MEGATRON_LM, 3, (16, 4, 2), 7.0),
         (OF_MEGATRON_LM | {"args": without(ARGUMENTS, "skipped_train_samples")}, 3, (16, 0, 2), 7.0),
-        ({"train_state": OF_BRIDGE, **OF_MEGATRON_LM}, 3, (12, 4, 2), 1e20),
+        (
+            {"train_state": OF_BRIDGE, **OF_MEGATRON_LM, "args": ARGUMENTS | {"consumed_train_samples": 12}},
+            3,
+            (12, 4, 2),
+            1e20,
+        ),
     ],
     ids=["Bridge", "Megatron-LM", "Megatron-LM before it skipped samples", "both"],
 )
@@ -52,6 +57,7 @@ def test_what_each_loop_says(
         (without(OF_MEGATRON_LM, "num_floating_point_operations_so_far"), "none of operations"),
         ({"train_state": without(OF_BRIDGE, "consumed_valid_samples")}, "none of consumed_valid_samples"),
         (OF_MEGATRON_LM | {"iteration": "three"}, "three"),
+        ({"train_state": OF_BRIDGE, **OF_MEGATRON_LM}, "12 from Bridge, 16 from Megatron-LM"),
         ({"train_state": OF_BRIDGE | {"step": torch.ones(2)}}, "numbers of iterations"),
     ],
 )

@@ -16,7 +16,7 @@ from pathlib import Path
 from packaging.version import Version
 
 from mbridge_fsdp_ckpt.bridge import options as bridge
-from mbridge_fsdp_ckpt.hosts.options import Fate, Option
+from mbridge_fsdp_ckpt.hosts.options import Handling, Option
 from mbridge_fsdp_ckpt.megatron_lm import options as megatron_lm
 from mbridge_fsdp_ckpt.verl import options as verl
 
@@ -52,7 +52,7 @@ INTRODUCTIONS = {
     "`mbridge_fsdp_ckpt.megatron_lm.register`.",
     "VeRL": "Fields of a role's `checkpoint`, checked when its checkpoint manager is built.",
 }
-ORDER = (Fate.OBEYED, Fate.IN_PART, Fate.REFUSED, Fate.NO_EFFECT)
+ORDER = (Handling.OBEYED, Handling.IN_PART, Handling.REFUSED, Handling.NO_EFFECT)
 
 
 def page() -> str:
@@ -64,13 +64,13 @@ def page() -> str:
 
 
 def _rows(table: Iterable[Option]) -> list[str]:
-    """Options of the same fate and text share a row."""
-    rows: dict[tuple[Fate, str], list[str]] = {}
+    """Options of the same handling and text share a row."""
+    rows: dict[tuple[Handling, str], list[str]] = {}
     for option in table:
-        text = f"{option.text} {option.remedy}" if option.fate is Fate.REFUSED else option.text
-        rows.setdefault((option.fate, text), []).append(f"`{option.written}`{_releases(option)}")
+        text = f"{option.text} {option.remedy}" if option.handling is Handling.REFUSED else option.text
+        rows.setdefault((option.handling, text), []).append(f"`{option.written}`{_releases(option)}")
     found = sorted(rows.items(), key=lambda row: ORDER.index(row[0][0]))
-    return [f"| {', '.join(names)} | {fate} | {text} |" for (fate, text), names in found]
+    return [f"| {', '.join(names)} | {handling} | {text} |" for (handling, text), names in found]
 
 
 def _releases(option: Option) -> str:

@@ -25,12 +25,12 @@ class Located:
 
     Args:
         directory: The directory.
-        beside: Where the data loader's position was saved: the root of persistent checkpoints.
+        persistent_root: Where the data loader's position was saved: the root of persistent checkpoints.
         release: Whether a tracker says that it holds weights without training progress.
     """
 
     directory: AnyPath
-    beside: AnyPath
+    persistent_root: AnyPath
     release: bool = False
 
 
@@ -66,7 +66,7 @@ def locate(load_dir: str | None, checkpoint_config: Any, step: int | None) -> Lo
         return None
     named, root = max(found, key=lambda one: -1 if one[0].number is None else one[0].number)  # as Bridge: the first
     directory = existing(root, named.name, named.tracker.name, f"Choose one that is there with {_OPTION}.")
-    return Located(directory, _beside(root, load_dir, checkpoint_config), release=named.number is None)
+    return Located(directory, _persistent_root(root, load_dir, checkpoint_config), release=named.number is None)
 
 
 def _check_named_so(directory: AnyPath, step: int | None) -> None:
@@ -80,7 +80,7 @@ def _check_named_so(directory: AnyPath, step: int | None) -> None:
         )
 
 
-def _beside(root: AnyPath, load_dir: str | None, checkpoint_config: Any) -> AnyPath:
+def _persistent_root(root: AnyPath, load_dir: str | None, checkpoint_config: Any) -> AnyPath:
     """The root of persistent checkpoints that a root, maybe one of recovery checkpoints, belongs to."""
     if load_dir is not None and as_path(load_dir) in (root, root.parent):
         return as_path(load_dir)

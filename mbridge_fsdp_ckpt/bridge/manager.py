@@ -21,7 +21,6 @@ from mbridge_fsdp_ckpt.bridge import after_save, differences
 from mbridge_fsdp_ckpt.bridge.after_save import Announcement
 from mbridge_fsdp_ckpt.bridge.choice import check_settings, presented_as_stock, settings_of
 from mbridge_fsdp_ckpt.bridge.locate import Located, check_may_be_missing, locate
-from mbridge_fsdp_ckpt.bridge.names import PROGRESS
 from mbridge_fsdp_ckpt.bridge.restoration import Parts, restoration
 from mbridge_fsdp_ckpt.bridge.run_config import RunConfig
 from mbridge_fsdp_ckpt.bridge.run_files import run_files, write_trackers
@@ -32,7 +31,7 @@ from mbridge_fsdp_ckpt.hosts.options import tell_of_rerun
 from mbridge_fsdp_ckpt.hosts.pending import Pending
 from mbridge_fsdp_ckpt.remedies import Door, entrance
 from mbridge_fsdp_ckpt.saving.beside.trainer import trainer
-from mbridge_fsdp_ckpt.storage.format.names import STOCK_FORMAT
+from mbridge_fsdp_ckpt.storage.format.names import PROGRESS, STOCK_FORMAT
 from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path
 
 
@@ -263,7 +262,7 @@ def load_from_path(
         settings=settings_of(cfg),
     )
     _tell(loaded, state)
-    differences.record_dataloader_directory(checkpointing_context, str(found.beside))
+    differences.record_dataloader_directory(checkpointing_context, str(found.persistent_root))
     print_rank_0(f"  successfully loaded checkpoint from {found.directory} at iteration {state.train_state.step}")
     if state.train_state.step > 0:
         fault_tolerance.on_checkpoint_loaded(is_local_chkpt=False, global_state=state)

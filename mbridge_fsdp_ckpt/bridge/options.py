@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mbridge_fsdp_ckpt.hosts import without_effect as why
-from mbridge_fsdp_ckpt.hosts.options import RERUN, Fate, Given, Option, given_by
+from mbridge_fsdp_ckpt.hosts.options import RERUN, Given, Handling, Option, given_by
 
 MANAGER = "mbridge_fsdp_ckpt.bridge.manager.SafeCheckpointManager"
 """What `checkpoint.custom_manager_class` is set to."""
@@ -17,11 +17,11 @@ _V1 = "Train with version 1: ddp.megatron_fsdp_version=1."
 
 
 def _obeyed(text: str, *names: str, since: str = "") -> tuple[Option, ...]:
-    return tuple(Option(f"checkpoint.{name}", Fate.OBEYED, text, since=since) for name in names)
+    return tuple(Option(f"checkpoint.{name}", Handling.OBEYED, text, since=since) for name in names)
 
 
 def _no_effect(text: str, *names: str, since: str = "", until: str = "") -> tuple[Option, ...]:
-    return tuple(Option(f"checkpoint.{name}", Fate.NO_EFFECT, text, since=since, until=until) for name in names)
+    return tuple(Option(f"checkpoint.{name}", Handling.NO_EFFECT, text, since=since, until=until) for name in names)
 
 
 def _is_without_type(cfg: Any) -> bool:
@@ -52,7 +52,7 @@ OPTIONS = (
     ),
     Option(
         "checkpoint.most_recent_k",
-        Fate.OBEYED,
+        Handling.OBEYED,
         "Older checkpoints are removed after the commit; -1 keeps all.",
         when=lambda cfg: cfg.checkpoint.most_recent_k is None,
         remedy="Set checkpoint.most_recent_k=-1.",
@@ -66,14 +66,14 @@ OPTIONS = (
     ),
     Option(
         "checkpoint.non_persistent_save_interval",
-        Fate.OBEYED,
+        Handling.OBEYED,
         _LOOP + " Refused without a type: such a checkpoint would not be found again.",
         when=_is_without_type,
         remedy="Set checkpoint.non_persistent_ckpt_type='global'.",
     ),
     Option(
         "checkpoint.non_persistent_ckpt_type",
-        Fate.OBEYED,
+        Handling.OBEYED,
         "'global' alone; 'local' and 'in_memory' are refused.",
         when=lambda cfg: cfg.checkpoint.non_persistent_ckpt_type not in (None, "global"),
         remedy="Use 'global', or another ckpt_format.",
@@ -81,14 +81,14 @@ OPTIONS = (
     *_obeyed("Where non-persistent checkpoints go.", "non_persistent_global_ckpt_dir"),
     Option(
         "checkpoint.custom_manager_class",
-        Fate.REFUSED,
+        Handling.REFUSED,
         "It is how this package is plugged in.",
         when=lambda cfg: cfg.checkpoint.custom_manager_class not in (None, MANAGER),
         remedy="Remove that setting, or use another ckpt_format.",
     ),
     Option(
         "checkpoint.also_save_hf_checkpoint",
-        Fate.REFUSED,
+        Handling.REFUSED,
         "Bridge exports under Megatron-FSDP in no format.",
         remedy="Export checkpoints with `mbridge_fsdp_ckpt convert export`.",
         since="megatron-bridge 0.6",
@@ -111,13 +111,13 @@ OPTIONS = (
     *_no_effect(why.FULLY_PARALLEL_LOAD, "fully_parallel_load"),
     Option(
         "checkpoint.async_strategy",
-        Fate.NO_EFFECT,
+        Handling.NO_EFFECT,
         f"{why.PROCESS} There is no warning, because Bridge changes it by itself.",
         when=lambda cfg: False,
     ),
     Option(
         "checkpoint.strict_fsdp_dtensor_load",
-        Fate.NO_EFFECT,
+        Handling.NO_EFFECT,
         f"{why.STRICT} There is no warning: `True` is what happens, and `False` is Bridge's default.",
         when=lambda cfg: False,
     ),
@@ -126,10 +126,10 @@ OPTIONS = (
     *(option for name, text in why.WITHOUT_EFFECT.items() for option in _no_effect(text, name)),
     *_no_effect(why.STREAMED, "stream_ckpt_dequant", since=why.STREAMED_SINCE, until=why.STREAMED_UNTIL),
     *(option for name, text in why.COMING.items() for option in _no_effect(text, name, since=why.COMING_SINCE)),
-    Option("rerun_state_machine.rerun_mode", Fate.IN_PART, RERUN),
+    Option("rerun_state_machine.rerun_mode", Handling.IN_PART, RERUN),
     Option(
         "ddp.megatron_fsdp_version",
-        Fate.REFUSED,
+        Handling.REFUSED,
         "Megatron-FSDP v2 is not supported yet.",
         when=lambda cfg: cfg.ddp.megatron_fsdp_version == 2,
         remedy=_V1,
@@ -137,7 +137,7 @@ OPTIONS = (
     ),
     Option(
         "ddp.data_parallel_sharding_strategy_experts",
-        Fate.OBEYED,
+        Handling.OBEYED,
         "What a rank holds is read from each parameter.",
         since="megatron-core 0.20",
     ),

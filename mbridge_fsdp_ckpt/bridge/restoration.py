@@ -12,10 +12,9 @@ from megatron.bridge.training.state import TrainState
 from megatron.core.num_microbatches_calculator import update_num_microbatches
 
 from mbridge_fsdp_ckpt.bridge.locate import Located
-from mbridge_fsdp_ckpt.bridge.names import PROGRESS
 from mbridge_fsdp_ckpt.hosts.progress import Progress
 from mbridge_fsdp_ckpt.hosts.restoration import generators, saved_schedule, schedule
-from mbridge_fsdp_ckpt.storage.format.names import ARGUMENTS
+from mbridge_fsdp_ckpt.storage.format.names import ARGUMENTS, PROGRESS
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,11 +17,11 @@ from mbridge_fsdp_ckpt.care.compare import (
     unlike,
 )
 from mbridge_fsdp_ckpt.convert.torch_dist.common import read_common_file
-from mbridge_fsdp_ckpt.convert.torch_dist.reader import COMMON
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.storage.commit.retention import reading
 from mbridge_fsdp_ckpt.storage.files import is_plain_file
+from mbridge_fsdp_ckpt.storage.format.kinds import TORCH_DIST_COMMON
 from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
 from mbridge_fsdp_ckpt.storage.opening import open_any
 from mbridge_fsdp_ckpt.storage.progress import Progress
@@ -118,8 +118,8 @@ class _Opened:
         found, self.unread = source.read_rest("rng_state")
         self.values |= found
         directory = source.head.directory
-        if is_plain_file(directory / COMMON):
-            self.values[COMMON] = read_common_file(directory)
+        if is_plain_file(directory / TORCH_DIST_COMMON):
+            self.values[TORCH_DIST_COMMON] = read_common_file(directory)
         self.values |= source.read_train_state()
 
 

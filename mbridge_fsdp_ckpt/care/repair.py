@@ -18,7 +18,6 @@ from functools import partial
 
 from rich.filesize import decimal
 
-from mbridge_fsdp_ckpt.bridge.names import MAX_TRAIN_STATE_BYTES, TRAIN_STATE
 from mbridge_fsdp_ckpt.care.audit import Audit
 from mbridge_fsdp_ckpt.care.size_and_age import bytes_in, is_young
 from mbridge_fsdp_ckpt.errors import CheckpointError, NotACheckpointError
@@ -29,11 +28,13 @@ from mbridge_fsdp_ckpt.storage.format.head import has_head
 from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
 from mbridge_fsdp_ckpt.storage.format.names import (
     MANIFEST_NAME,
+    MAX_TRAIN_STATE_BYTES,
     READING,
     RELEASE,
     REPLACED,
     STATE_TRACKER,
     TRACKER,
+    TRAIN_STATE,
     is_reading,
     iteration_name,
     iteration_of,
@@ -200,9 +201,7 @@ def _plan_naming(root: AnyPath, plan: Plan, name: str, place: AnyPath, trouble: 
         why = f"{trouble[STATE_TRACKER]}, and {directory.name} has no {TRAIN_STATE}"
         plan.steps.append(Step("delete", copy, why, partial(_delete, copy)))
     why = trouble.get(TRACKER) or f"{STATE_TRACKER} {trouble[STATE_TRACKER]}"
-    number = iteration_of(name)
-    content = (RELEASE if number is None else str(number)).encode()
-    take = partial(replace_file, root / TRACKER, content)
+    take = partial(replace_file, root / TRACKER, trackers.content(iteration_of(name)))
     plan.steps.append(Step("write", root / TRACKER, f"{why}; {since}", take))
 
 

@@ -31,7 +31,7 @@ class Survey:
 
     Args:
         directory: Where it is.
-        format: `fsdp_dtensor_safe`, stock's `fsdp_dtensor`, or another of torch's; see `Kind`.
+        format: `fsdp_dtensor_safe`, stock's `fsdp_dtensor`, or another of torch's; see `DirectoryKind`.
         version: Of the format; empty for stock.
         writer: Package versions of the job that saved.
         topology: Its sizes.

@@ -9,7 +9,7 @@ from mbridge_fsdp_ckpt.care.audit import Audit
 from mbridge_fsdp_ckpt.care.findings import Finding, dcp_findings
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, ManifestError
 from mbridge_fsdp_ckpt.storage.commit.retention import reading
-from mbridge_fsdp_ckpt.storage.format.kinds import SAID, DirectoryKind
+from mbridge_fsdp_ckpt.storage.format.kinds import DESCRIPTIONS, DirectoryKind
 from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, FORMAT_NAME, MANIFEST_NAME, STOCK_FORMAT
 from mbridge_fsdp_ckpt.storage.opening import open_any
 from mbridge_fsdp_ckpt.storage.progress import Progress
@@ -102,7 +102,7 @@ def _stock(directory: AnyPath, report: Report) -> Iterator[Finding]:
     source = open_any(directory)
     assert isinstance(source, DcpSource)
     report.format = source.head.format
-    report.notes.append(STOCK_NOTE if source.kind is DirectoryKind.STOCK else _NOTE.format(SAID[source.kind]))
+    report.notes.append(STOCK_NOTE if source.kind is DirectoryKind.STOCK else _NOTE.format(DESCRIPTIONS[source.kind]))
     report.checked = {"keys": len(source.tensors), "values": len(source.entries) - len(source.tensors)}
     if not source.entries:
         yield Finding("keys", DCP_METADATA, "tensors or values", "none: nothing was checked")

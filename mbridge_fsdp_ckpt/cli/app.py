@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import typer
+
+
+def application() -> typer.Typer:
+    """The Typer application, with every subcommand registered."""
+    from mbridge_fsdp_ckpt.cli import (  # noqa: F401
+        convert,
+        diff,
+        families,
+        inspect,
+        prune,
+        rehearse,
+        repair,
+        run,
+        timeline,
+        verify,
+    )
+    from mbridge_fsdp_ckpt.cli.console import app
+
+    return app
 
 
 def main() -> None:
     """Run the command."""
     try:
-        from mbridge_fsdp_ckpt.cli import (  # noqa: F401
-            convert,
-            diff,
-            families,
-            inspect,
-            prune,
-            rehearse,
-            repair,
-            run,
-            timeline,
-            verify,
-        )
-        from mbridge_fsdp_ckpt.cli.console import app
-
-        app()
+        application()()
     except KeyboardInterrupt:  # during the imports; afterwards Typer's own handling comes first
         sys.exit(130)

@@ -14,7 +14,7 @@ from mbridge_fsdp_ckpt.convert.description import Description
 from mbridge_fsdp_ckpt.convert.destination import Published, check_free, open_destination, publish
 from mbridge_fsdp_ckpt.convert.other_files import carry_over, other_files
 from mbridge_fsdp_ckpt.convert.rewrite import Chunks, Rewriting, Shares, rewrite
-from mbridge_fsdp_ckpt.convert.torch_dist.reader import COMMON, METADATA, TORCH_DIST
+from mbridge_fsdp_ckpt.convert.torch_dist.reader import TORCH_DIST
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.hosts.root import find_checkpoint
 from mbridge_fsdp_ckpt.remedies import remedy
@@ -24,13 +24,14 @@ from mbridge_fsdp_ckpt.storage.commit.content import Commit
 from mbridge_fsdp_ckpt.storage.commit.lease import renewing
 from mbridge_fsdp_ckpt.storage.commit.retention import reading
 from mbridge_fsdp_ckpt.storage.files import what_is_there
-from mbridge_fsdp_ckpt.storage.format.kinds import SAID, DirectoryKind
-from mbridge_fsdp_ckpt.storage.opening import INSTEAD, kind_of
+from mbridge_fsdp_ckpt.storage.format.kinds import DESCRIPTIONS, TORCH_DIST_COMMON, DirectoryKind
+from mbridge_fsdp_ckpt.storage.format.names import TORCH_DIST_METADATA
+from mbridge_fsdp_ckpt.storage.opening import REMEDIES, kind_of
 from mbridge_fsdp_ckpt.storage.progress import Progress
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource, batches
 from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path, is_local
 
-_INSTEAD = {
+_REMEDIES_HERE = {
     DirectoryKind.SAFE: ("It needs no conversion; reshard and to-stock read it.",),
     DirectoryKind.STOCK: ("Use from-stock.",),
 }
@@ -126,8 +127,8 @@ def _check_is_torch_dist(directory: AnyPath) -> None:
     if kind is not DirectoryKind.TORCH_DIST:
         raise ConfigurationError(
             expected=f"a checkpoint in the format {TORCH_DIST}",
-            found=SAID.get(kind) or what_is_there(directory),
-            remedy=remedy(*_INSTEAD.get(kind, INSTEAD.get(kind, ()))),
+            found=DESCRIPTIONS.get(kind) or what_is_there(directory),
+            remedy=remedy(*_REMEDIES_HERE.get(kind, REMEDIES.get(kind, ()))),
             key=str(directory),
         )
 
@@ -209,7 +210,7 @@ def added_files(job: AnyJob) -> Callable[[Path], None]:
     directory = job.source.head.directory
     names = other_files(directory)
     if job.report.read == TORCH_DIST:  # Bridge takes a directory that has them for one in that format
-        names = [name for name in names if name not in (METADATA, COMMON)]
+        names = [name for name in names if name not in (TORCH_DIST_METADATA, TORCH_DIST_COMMON)]
     listed = {entry.name: entry for entry in job.source.head.files}
     unlisted = [name for name in names if name not in listed]
     if listed and unlisted:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mbridge_fsdp_ckpt.bridge.names import PROGRESS, TRAIN_STATE
 from mbridge_fsdp_ckpt.convert.description import covering
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.storage.checksums import as_text
@@ -20,6 +19,7 @@ from mbridge_fsdp_ckpt.storage.commit.rename import put_in_place
 from mbridge_fsdp_ckpt.storage.entries import FileEntry
 from mbridge_fsdp_ckpt.storage.file_system import sync_directory
 from mbridge_fsdp_ckpt.storage.files import check_file, copy_file, walk
+from mbridge_fsdp_ckpt.storage.format.names import PROGRESS, TRAIN_STATE
 from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
 from mbridge_fsdp_ckpt.storage.stock.writer import write_dcp_view
 

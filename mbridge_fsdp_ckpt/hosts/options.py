@@ -17,7 +17,7 @@ from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME
 
 
-class Fate(StrEnum):
+class Handling(StrEnum):
     """What becomes of an option."""
 
     OBEYED = "obeyed"
@@ -32,7 +32,7 @@ class Option:
 
     Args:
         name: As in the host's configuration; dotted below its root.
-        fate: What becomes of it.
+        handling: What becomes of it.
         text: One sentence or two: who obeys it, why it is refused, or what happens instead.
         when: For which configurations it is refused or warned of. None: an obeyed one for none, another one wherever
             its value is not the host's default.
@@ -43,7 +43,7 @@ class Option:
     """
 
     name: str
-    fate: Fate
+    handling: Handling
     text: str
     when: Callable[[Any], bool] | None = None
     remedy: str = ""
@@ -94,7 +94,7 @@ def check(
         for name, found in given.items()
         if name in rows and _counts(rows[name], config, found)
     ]
-    refused = [(option, value) for option, value in counted if option.fate in (Fate.OBEYED, Fate.REFUSED)]
+    refused = [(option, value) for option, value in counted if option.handling in (Handling.OBEYED, Handling.REFUSED)]
     if refused:
         raise ConfigurationError(
             expected=f"options that {FORMAT_NAME} supports",
@@ -114,11 +114,11 @@ def check(
 def _counts(option: Option, config: Any, given: Given) -> bool:
     if option.when is not None:
         return option.when(config)
-    return option.fate is not Fate.OBEYED and bool(given.value != given.default)
+    return option.handling is not Handling.OBEYED and bool(given.value != given.default)
 
 
 def _warning(option: Option, setting: str) -> str:
-    if option.fate is Fate.IN_PART:
+    if option.handling is Handling.IN_PART:
         return f"{setting} with {FORMAT_NAME}: {option.text}"
     return f"{setting} has no effect with {FORMAT_NAME}: {option.text}"
 
@@ -127,11 +127,17 @@ _told: set[str] = set()
 
 
 def tell(texts: Iterable[str]) -> None:
-    """Print each text once in a process, on rank 0: Bridge and Megatron-LM drop log records of the level WARNING."""
+    """Warn of each text once in a process."""
     for text in texts:
-        if text not in _told and _rank() == 0:
-            print(f"WARNING: {text}", flush=True)
+        if text not in _told:
+            warn(text)
         _told.add(text)
+
+
+def warn(text: str) -> None:
+    """Print on rank 0, as the hosts print their warnings: both drop log records of the level WARNING by default."""
+    if _rank() == 0:
+        print(f"WARNING: {text}", flush=True)
 
 
 def forget() -> None:

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core import tensor_parallel
 
 from mbridge_fsdp_ckpt.errors import ConfigurationError, KeyMismatchError, ManifestError
+from mbridge_fsdp_ckpt.hosts.options import warn
 from mbridge_fsdp_ckpt.live.optimizer.adapters import adapters_for
 from mbridge_fsdp_ckpt.live.optimizer.base import STEP, restored
 
@@ -119,7 +119,7 @@ def _tell_what_differs(configured: list[dict[str, Any]], in_force: list[dict[str
         if _shown(own[name]) != _shown(now[name])
     }
     if differ:
-        _warn(f"the checkpoint's numbers are in force, not the configuration's: {', '.join(sorted(differ))}")
+        warn(f"the checkpoint's numbers are in force, not the configuration's: {', '.join(sorted(differ))}")
 
 
 def _shown(value: Any) -> str:
@@ -155,7 +155,7 @@ def generators(loaded: Any, groups: Any, *, one_a_data_rank: bool, remedy: str) 
     if saved is None:
         return _say_that_none_fits
     if one_a_data_rank and groups.dp.size() > len(saved):
-        _warn(f"RNG states of {len(saved)} data-parallel ranks were saved: generators of the others stay as seeded")
+        warn(f"RNG states of {len(saved)} data-parallel ranks were saved: generators of the others stay as seeded")
     place = groups.dp.rank() if one_a_data_rank else 0
     if place >= len(saved):
         return _nothing
@@ -191,13 +191,7 @@ def _nothing() -> None:
 
 
 def _say_that_none_fits() -> None:
-    _warn("no saved RNG state fits this layout: generators stay as seeded")
-
-
-def _warn(text: str) -> None:
-    """Print, as Bridge and Megatron-LM print theirs: by default both drop log records of the level WARNING."""
-    if dist.get_rank() == 0:
-        print(f"WARNING: {text}", flush=True)
+    warn("no saved RNG state fits this layout: generators stay as seeded")
 
 
 def _check_like(saved: torch.Tensor, live: torch.Tensor) -> None:

@@ -197,7 +197,7 @@ def _locate(args: Any, load: str | None) -> AnyPath | None:
 def _has_one(place: str) -> bool:
     """Whether a checkpoint is there, whichever is meant."""
     root = as_path(place)
-    return has_head(root) or root.name.startswith(ITERATION) or bool(trackers.there(root))
+    return has_head(root) or root.name.startswith(ITERATION) or bool(trackers.present(root))
 
 
 def _meant(place: str, step: int | None = None) -> AnyPath | None:

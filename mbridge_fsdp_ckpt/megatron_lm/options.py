@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from mbridge_fsdp_ckpt.hosts import without_effect as why
-from mbridge_fsdp_ckpt.hosts.options import RERUN, Fate, Given, Option
+from mbridge_fsdp_ckpt.hosts.options import RERUN, Given, Handling, Option
 
 GROUP = "checkpointing"
 """The title of the group that holds them, in `megatron.training.arguments`."""
@@ -27,21 +27,21 @@ _FLAGS = {
 """Those that are not written as their names are."""
 
 
-def _option(name: str, fate: Fate, text: str, **more: Any) -> Option:
-    return Option(name, fate, text, shown=_FLAGS.get(name, "--" + name.replace("_", "-")), **more)
+def _option(name: str, handling: Handling, text: str, **more: Any) -> Option:
+    return Option(name, handling, text, shown=_FLAGS.get(name, "--" + name.replace("_", "-")), **more)
 
 
 def _obeyed(text: str, *names: str) -> tuple[Option, ...]:
-    return tuple(_option(name, Fate.OBEYED, text) for name in names)
+    return tuple(_option(name, Handling.OBEYED, text) for name in names)
 
 
 def _refused(text: str, name: str, remedy: str = _REMOVE, **more: Any) -> Option:
     more.setdefault("when", lambda args: getattr(args, name) not in (None, False))
-    return _option(name, Fate.REFUSED, text, remedy=remedy, **more)
+    return _option(name, Handling.REFUSED, text, remedy=remedy, **more)
 
 
 def _no_effect(text: str, *names: str, **more: Any) -> tuple[Option, ...]:
-    return tuple(_option(name, Fate.NO_EFFECT, text, **more) for name in names)
+    return tuple(_option(name, Handling.NO_EFFECT, text, **more) for name in names)
 
 
 OPTIONS = (
@@ -106,7 +106,7 @@ ELSEWHERE = (
         since="megatron-core 0.19",
     ),
     _option(
-        "rerun_mode", Fate.IN_PART, RERUN, when=lambda args: args.rerun_mode not in ("disabled", "validate_results")
+        "rerun_mode", Handling.IN_PART, RERUN, when=lambda args: args.rerun_mode not in ("disabled", "validate_results")
     ),
     _refused(
         "Megatron-FSDP v2 is not supported yet.",
@@ -117,7 +117,7 @@ ELSEWHERE = (
     ),
     _option(
         "data_parallel_sharding_strategy_experts",
-        Fate.OBEYED,
+        Handling.OBEYED,
         "What a rank holds is read from each parameter.",
         since="megatron-core 0.20",
     ),

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from mbridge_fsdp_ckpt.errors import ConfigurationError, DamagedCheckpointError, NotACheckpointError
 from mbridge_fsdp_ckpt.remedies import remedy
 from mbridge_fsdp_ckpt.storage.files import check_content, check_file, entries, hold, what_is_there
-from mbridge_fsdp_ckpt.storage.format.kinds import SAID, DirectoryKind, kind_by_names
+from mbridge_fsdp_ckpt.storage.format.kinds import DESCRIPTIONS, DirectoryKind, kind_by_names
 from mbridge_fsdp_ckpt.storage.format.names import (
     DCP_METADATA,
     FORMAT_NAME,
@@ -22,7 +22,7 @@ from mbridge_fsdp_ckpt.storage.source import CheckpointSource, Head
 from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
-INSTEAD: dict[DirectoryKind, tuple[str, ...]] = {
+REMEDIES: dict[DirectoryKind, tuple[str, ...]] = {
     DirectoryKind.TORCH_DIST: (
         "Convert it: mbridge_fsdp_ckpt convert from-torch-dist SOURCE DESTINATION.",
         "Or load it as what it is, with {torch_dist}.",
@@ -136,8 +136,8 @@ def _not_loaded(directory: AnyPath, kind: DirectoryKind) -> NotACheckpointError:
     there, others = what_is_there(directory), _other_iterations(directory)
     return NotACheckpointError(
         expected=f"a checkpoint in the format {FORMAT_NAME} or {STOCK_FORMAT}",
-        found=f"{SAID[kind]}: {there}" if kind in SAID else there,
-        remedy=f"Beside it are {others}." if others else remedy(*INSTEAD[kind]),
+        found=f"{DESCRIPTIONS[kind]}: {there}" if kind in DESCRIPTIONS else there,
+        remedy=f"Beside it are {others}." if others else remedy(*REMEDIES[kind]),
         key=str(directory),
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mbridge_fsdp_ckpt.hosts.options import Fate, Given, Option, given_by
+from mbridge_fsdp_ckpt.hosts.options import Given, Handling, Option, given_by
 
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
 """What VeRL saves and loads."""
@@ -20,18 +20,18 @@ def _has_strangers(config: Any, name: str) -> bool:
 
 
 OPTIONS = (
-    Option("save_contents", Fate.OBEYED, _NAMES, lambda config: _has_strangers(config, "save_contents"), _REMEDY),
-    Option("load_contents", Fate.OBEYED, _NAMES, lambda config: _has_strangers(config, "load_contents"), _REMEDY),
+    Option("save_contents", Handling.OBEYED, _NAMES, lambda config: _has_strangers(config, "save_contents"), _REMEDY),
+    Option("load_contents", Handling.OBEYED, _NAMES, lambda config: _has_strangers(config, "load_contents"), _REMEDY),
     Option(
         "async_save",
-        Fate.OBEYED,
+        Handling.OBEYED,
         "An actor's saves go on beside the training; all others stay synchronous, and say so.",
     ),
-    Option("strict", Fate.OBEYED, "VeRL's own export reads it."),
-    Option("save_lora_only", Fate.NO_EFFECT, "VeRL's manager for Megatron reads it nowhere, in no format."),
+    Option("strict", Handling.OBEYED, "VeRL's own export reads it."),
+    Option("save_lora_only", Handling.NO_EFFECT, "VeRL's manager for Megatron reads it nowhere, in no format."),
     Option(
         "mbridge_config",
-        Fate.OBEYED,
+        Handling.OBEYED,
         "`ckpt_format` names the format. `fsdp_dtensor_safe` holds arguments of `Settings`; "
         "one that it has not is refused. All others go to VeRL's own export.",
     ),

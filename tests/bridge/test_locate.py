@@ -94,7 +94,7 @@ def located(place: str, manifest_alone: str) -> dict[str, Any]:
     def found(load: str | None, pretrained: str | None = None, **changes: Any) -> Any:
         config = CheckpointConfig(load=load, save=f"{place}/out", non_persistent_ckpt_type="global", **changes)
         there = locate(pretrained or load, config, config.ckpt_step)
-        return there and (str(there.directory.relative_to(place)), str(there.beside.relative_to(place)))
+        return there and (str(there.directory.relative_to(place)), str(there.persistent_root.relative_to(place)))
 
     mbridge_fsdp_ckpt.register()
     arguments = Namespace(pretrained_checkpoint=None, ckpt_step=None)

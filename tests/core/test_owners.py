@@ -15,7 +15,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 BETAS = "betas (0.9, 0.75) (configured: (0.9, 0.5))"
 BOUNDS = "max_lr 1.0 (configured: 0.125), max_lr 2.0 (configured: 0.25)"
 DECAY = "end_wd 0.25 (configured: 0.0625)", "start_wd 0.25 (configured: 0.0625)"
-SAID = "WARNING: the checkpoint's numbers are in force, not the configuration's: "
+DESCRIPTIONS = "WARNING: the checkpoint's numbers are in force, not the configuration's: "
 
 
 def test_what_the_configuration_owns_is_put_back_where_it_was(megatron_ranks: RankPool) -> None:
@@ -24,7 +24,7 @@ def test_what_the_configuration_owns_is_put_back_where_it_was(megatron_ranks: Ra
     assert found["groups"] == [(0.0625, 0.0625, 0.75), (0.125, 0.0625, 0.75)]
     assert found["wd_mult"] == [None, None]
     assert found["stayed"]
-    assert found["said"] == [SAID + BETAS]
+    assert found["said"] == [DESCRIPTIONS + BETAS]
 
 
 def test_what_the_checkpoint_owns_is_in_force_at_once_and_said(megatron_ranks: RankPool) -> None:
@@ -32,7 +32,7 @@ def test_what_the_checkpoint_owns_is_in_force_at_once_and_said(megatron_ranks: R
     assert found["groups"] == [(0.5, 0.75, 0.75), (1.0, 0.75, 0.75)]  # weight decay 0.25 times 3
     assert found["wd_mult"] == [3.0, 3.0]
     assert found["stayed"]
-    assert found["said"] == [SAID + ", ".join([BETAS, DECAY[0], BOUNDS, DECAY[1]])]
+    assert found["said"] == [DESCRIPTIONS + ", ".join([BETAS, DECAY[0], BOUNDS, DECAY[1]])]
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ KEYS = {
     for shape in ((), (12,), (12, 3), (12, 2, 5))
     for number, dtype in enumerate(("float32", "bfloat16", "int8"))
 } | {f"optimizer.state.{n}.step": KeyEntry(dtype="float32", shape=(), kind="tensor") for n in range(5)}
-SAID = [f"module.{n}" for n in range(6)]
+DESCRIPTIONS = [f"module.{n}" for n in range(6)]
 
 
 def drawn(random: Random, ranks: int, copies: int = 0) -> tuple[list[RankIndex], list[list[Row]]]:
@@ -77,7 +77,7 @@ def drawn(random: Random, ranks: int, copies: int = 0) -> tuple[list[RankIndex],
         has = any(isinstance(row, Chunk) for row in rows[rank])
         payload = FileEntry(name="x", size=1 << 21, checksum=f"xxh3_64:{random.getrandbits(64):016x}") if has else None
         axes = {axis: random.randrange(4) for axis in ("tensor", "data", "expert") if random.random() < 0.7}
-        names = [random.sample(SAID, k=random.randrange(len(SAID))) for _ in range(3)]
+        names = [random.sample(DESCRIPTIONS, k=random.randrange(len(DESCRIPTIONS))) for _ in range(3)]
         keys = {row.key: KEYS[row.key] for row in rows[rank]}
         parameters = {name: random.getrandbits(64) for name in names[0]}
         groups = {f"{random.getrandbits(64):016x}": random.getrandbits(64) for _ in range(copies)}

@@ -14,7 +14,7 @@ import pytest
 
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.hosts import options
-from mbridge_fsdp_ckpt.hosts.options import Fate, Option, check, given_by, tell
+from mbridge_fsdp_ckpt.hosts.options import Handling, Option, check, given_by, tell
 from mbridge_fsdp_ckpt.versions import TESTED
 from tests.options import ENUMERATED, PAGE, TABLES, differing, page
 
@@ -26,7 +26,7 @@ def test_the_table_has_the_options_of_the_installed_release() -> None:
     has: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
     assert len(has) > 50
     assert differing("Megatron-LM", has) == []
-    assert differing("Megatron-LM", [*has, "new"], Option("gone", Fate.OBEYED, "It is.")) == ["gone", "new"]
+    assert differing("Megatron-LM", [*has, "new"], Option("gone", Handling.OBEYED, "It is.")) == ["gone", "new"]
     flags = {option.name: option.written for option in ENUMERATED["Megatron-LM"]}
     assert [name for name, written in has.items() if flags[name] not in written] == []
 
@@ -41,7 +41,7 @@ def test_no_row_is_of_a_release_before_the_window_or_said_twice() -> None:
                 assert tuple(map(int, number.split("."))) > tuple(map(int, first.split("."))), option.name
             assert option.text.endswith(".")
             assert bool(option.remedy) == (
-                option.fate is Fate.REFUSED or bool(option.fate is Fate.OBEYED and option.when)
+                option.handling is Handling.REFUSED or bool(option.handling is Handling.OBEYED and option.when)
             )
 
 
@@ -62,11 +62,11 @@ class Host:
 
 
 TABLE = (
-    Option("kept", Fate.OBEYED, "It is.", when=lambda host: host.kept < 0, remedy="Raise it."),
-    Option("barred", Fate.REFUSED, "It cannot be.", remedy="Leave it."),
-    Option("idle", Fate.NO_EFFECT, "Nobody reads it.", shown="--idle"),
-    Option("halved", Fate.IN_PART, "Half of it works."),
-    Option("absent", Fate.REFUSED, "Not here.", remedy="None."),
+    Option("kept", Handling.OBEYED, "It is.", when=lambda host: host.kept < 0, remedy="Raise it."),
+    Option("barred", Handling.REFUSED, "It cannot be.", remedy="Leave it."),
+    Option("idle", Handling.NO_EFFECT, "Nobody reads it.", shown="--idle"),
+    Option("halved", Handling.IN_PART, "Half of it works."),
+    Option("absent", Handling.REFUSED, "Not here.", remedy="None."),
 )
 
 

@@ -20,24 +20,12 @@ from typer.main import get_command
 
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt import checkpoint
-from mbridge_fsdp_ckpt.cli import (  # noqa: F401
-    convert,
-    diff,
-    families,
-    prune,
-    rehearse,
-    repair,
-    run,
-    timeline,
-    verify,
-)
-from mbridge_fsdp_ckpt.cli import inspect as _inspect  # noqa: F401
-from mbridge_fsdp_ckpt.cli.console import app
+from mbridge_fsdp_ckpt.cli.app import application
 from mbridge_fsdp_ckpt.loading.match import _REMEDY
 from mbridge_fsdp_ckpt.remedies import NAMES, VARIABLE, Door, door, entrance, inside, names_in, remedy, through
 from mbridge_fsdp_ckpt.saving.beside.handle import Saving
 from mbridge_fsdp_ckpt.settings import Settings
-from mbridge_fsdp_ckpt.storage.opening import INSTEAD
+from mbridge_fsdp_ckpt.storage.opening import REMEDIES
 
 PACKAGE = Path(mbridge_fsdp_ckpt.__file__).parent
 HERE = {"bridge": Door.BRIDGE, "megatron_lm": Door.MEGATRON_LM, "verl": Door.VERL, "cli": Door.COMMAND}
@@ -87,7 +75,7 @@ def test_a_name_of_one_door_stands_in_the_table_alone() -> None:
 
 def test_every_name_in_braces_is_in_the_table() -> None:
     said = [text for _, _, node in remedies() if is_by_door(node) for text in texts(node)]
-    said += [*_REMEDY, *(text for sentences in INSTEAD.values() for text in sentences)]
+    said += [*_REMEDY, *(text for sentences in REMEDIES.values() for text in sentences)]
     assert len(said) > 40
     unknown = {name for text in said for name in names_in(text)} - NAMES.keys()
     assert unknown == set()
@@ -101,14 +89,14 @@ def test_something_is_said_at_every_door(here: Door) -> None:
         said = remedy(*texts(node), at=here)
         assert said, texts(node)
         assert "{" not in said
-    for sentences in INSTEAD.values():
+    for sentences in REMEDIES.values():
         assert remedy(*sentences, at=here)
 
 
 def options() -> set[str]:
     """Of every command."""
     found: set[str] = set()
-    waiting = [get_command(app)]
+    waiting = [get_command(application())]
     while waiting:
         command = waiting.pop()
         waiting += getattr(command, "commands", {}).values()
@@ -117,7 +105,7 @@ def options() -> set[str]:
 
 
 def commands() -> set[str]:
-    top = get_command(app).commands  # type: ignore[attr-defined]
+    top = get_command(application()).commands  # type: ignore[attr-defined]
     return {*top, *(f"convert {name}" for name in top["convert"].commands)}
 
 
@@ -125,7 +113,7 @@ def test_commands_and_their_options_exist() -> None:
     known = options()
     said = [(path, text) for path, _, node in remedies() if path.parts[0] in OF_COMMANDS for text in texts(node)]
     said += [(Path("remedies"), names[at]) for names in NAMES.values() for at in names if at in EXPORT]
-    said += [(Path("opening"), text) for sentences in INSTEAD.values() for text in sentences]
+    said += [(Path("opening"), text) for sentences in REMEDIES.values() for text in sentences]
     known |= {"--nproc-per-node", "--nnodes", "--node-rank", "--master-addr"}  # torchrun's
     known |= set(re.findall(r'add_argument\("(--[a-z-]+)', (PACKAGE / "recipes" / "__main__.py").read_text()))
     named = {(str(path), option) for path, text in said for option in re.findall(r"--[a-z][\w-]+", text)}

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from mbridge_fsdp_ckpt.convert.description import Record
-from mbridge_fsdp_ckpt.convert.torch_dist.reader import COMMON, TORCH_DIST
+from mbridge_fsdp_ckpt.convert.torch_dist.reader import TORCH_DIST
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, UnsupportedStateError, brief
 from mbridge_fsdp_ckpt.storage.files import is_plain_file, read_bounded
+from mbridge_fsdp_ckpt.storage.format.kinds import TORCH_DIST_COMMON
 from mbridge_fsdp_ckpt.storage.format.names import PROGRESS
 from mbridge_fsdp_ckpt.storage.format.schema import RankOwn
 from mbridge_fsdp_ckpt.storage.format.values import encode
@@ -76,7 +77,7 @@ def read_common(source: DcpSource) -> Common:
     Raises:
         DamagedCheckpointError: It is no data, or not there.
     """
-    path = source.head.directory / COMMON
+    path = source.head.directory / TORCH_DIST_COMMON
     found = read_common_file(source.head.directory) if is_plain_file(path) else source.read_object(_COMMON_KEY)
     state = found[0] if isinstance(found, list) and found else found
     if not isinstance(state, dict):
@@ -109,7 +110,7 @@ def read_common_file(directory: AnyPath) -> Any:
     Raises:
         DamagedCheckpointError: It is no data.
     """
-    path = directory / COMMON
+    path = directory / TORCH_DIST_COMMON
     try:
         return load_record(np.frombuffer(read_bounded(path, _MAX_COMMON_BYTES), dtype=np.uint8))
     except Exception as error:  # a pickle stream can raise anything

@@ -14,14 +14,12 @@ import torch
 
 from mbridge_fsdp_ckpt.convert.torch_dist.links import Link
 from mbridge_fsdp_ckpt.plan.boxes import Box, Shape
-from mbridge_fsdp_ckpt.storage.format.kinds import TORCH_DIST_COMMON, DirectoryKind
-from mbridge_fsdp_ckpt.storage.format.names import TORCH_DIST_METADATA
+from mbridge_fsdp_ckpt.storage.format.kinds import DirectoryKind
 from mbridge_fsdp_ckpt.storage.source import StoredChunk
 from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
 
 _NOWHERE = Box((), ())
 TORCH_DIST = str(DirectoryKind.TORCH_DIST)
-METADATA, COMMON = TORCH_DIST_METADATA, TORCH_DIST_COMMON
 """Files that only `torch_dist` has; older releases kept non-tensor state in the second."""
 
 

@@ -28,7 +28,6 @@ from mbridge_fsdp_ckpt.storage.format.names import (
     TRACKER,
     beside,
     is_reading,
-    iteration_name,
     iteration_of,
 )
 from mbridge_fsdp_ckpt.storage.store import AnyPath, store_of
@@ -91,7 +90,7 @@ def named_by(directory: AnyPath) -> str:
     number = iteration_of(directory.name)
     for named, tracker in trackers.every_named(directory.parent).items():
         is_named = directory.name == RELEASE if named is None else named == number
-        if is_named or _is_link_to(directory, RELEASE if named is None else iteration_name(named)):
+        if is_named or _is_link_to(directory, trackers.directory_name(named)):
             return tracker
     return ""
 

@@ -18,7 +18,7 @@ from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError
 from mbridge_fsdp_ckpt.storage.commit.lease import is_stale
 from mbridge_fsdp_ckpt.storage.file_system import TEMPORARY
 from mbridge_fsdp_ckpt.storage.files import entries, everything_in, is_plain_file
-from mbridge_fsdp_ckpt.storage.format.kinds import DirectoryKind, is_torch_dist
+from mbridge_fsdp_ckpt.storage.format.kinds import DirectoryKind, is_hugging_face, is_torch_dist
 from mbridge_fsdp_ckpt.storage.format.names import (
     DCP_METADATA,
     DELETED,
@@ -187,11 +187,11 @@ def _counts_for_nothing(path: AnyPath) -> bool:
 
 
 def _kind(names: set[str]) -> str:
-    if DCP_METADATA in names and not is_torch_dist(names):
-        return f"a checkpoint of torch.distributed.checkpoint, not of stock, with {_listed(names)}"
     if is_torch_dist(names):
         return f"a checkpoint in another format (torch_dist), with {_listed(names)}"
-    if "config.json" in names or any(name.endswith(".safetensors") for name in names):
+    if DCP_METADATA in names:
+        return f"a checkpoint of torch.distributed.checkpoint, not of stock, with {_listed(names)}"
+    if is_hugging_face(names):
         return f"a Hugging Face model, with {_listed(names)}"
     return f"a directory that is no checkpoint, with {_listed(names)}"
 

@@ -46,7 +46,17 @@ class Named:
     @property
     def name(self) -> str:
         """What the checkpoint's directory is called."""
-        return RELEASE if self.number is None else iteration_name(self.number)
+        return directory_name(self.number)
+
+
+def directory_name(number: int | None) -> str:
+    """What the directory of an iteration is called, or that of a release (None)."""
+    return RELEASE if number is None else iteration_name(number)
+
+
+def content(number: int | None) -> bytes:
+    """What Megatron's tracker holds where it names an iteration, or a release (None)."""
+    return (RELEASE if number is None else str(number)).encode()
 
 
 def meant(root: AnyPath) -> Named | None:
@@ -77,7 +87,7 @@ def _is_there(directory: AnyPath) -> bool:
     return has_head(directory) or directory.name in put_aside(directory.parent)
 
 
-def there(root: AnyPath) -> list[AnyPath]:
+def present(root: AnyPath) -> list[AnyPath]:
     """The trackers that a root has, legible or not."""
     return [path for path in (root / STATE_TRACKER, root / TRACKER) if path.exists() or store_of(path).is_link()]
 
@@ -104,7 +114,7 @@ def publish(root: AnyPath, number: int | None, train_state: bytes | None = None)
             belongs to another checkpoint.
     """
     text, state = root / TRACKER, root / STATE_TRACKER
-    named = (RELEASE if number is None else str(number)).encode()
+    named = content(number)
     if train_state is None:
         if text.is_file():
             store_of(state).remove()

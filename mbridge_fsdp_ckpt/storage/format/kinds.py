@@ -39,7 +39,7 @@ class DirectoryKind(StrEnum):
     OTHER = "another"
 
 
-SAID = {
+DESCRIPTIONS = {
     DirectoryKind.SAFE: f"a checkpoint in the format {FORMAT_NAME}",
     DirectoryKind.STOCK: f"a checkpoint of stock {STOCK_FORMAT}",
     DirectoryKind.TORCH_DIST: "a checkpoint in Megatron's format torch_dist",
@@ -78,6 +78,11 @@ def is_torch_dist(names: Collection[str]) -> bool:
     return TORCH_DIST_METADATA in names and MANIFEST_NAME not in names
 
 
+def is_hugging_face(names: Collection[str]) -> bool:
+    """Whether the files of a directory are those of a Hugging Face model."""
+    return "config.json" in names or any(name.endswith(".safetensors") for name in names)
+
+
 def kind_by_names(names: Collection[str]) -> DirectoryKind:
     """What a directory without a head holds, by the names of its entries."""
     if is_torch_dist(names) or (TORCH_DIST_COMMON in names and DCP_METADATA not in names):
@@ -90,6 +95,6 @@ def kind_by_names(names: Collection[str]) -> DirectoryKind:
         return DirectoryKind.LEGACY
     if TRACKER in names or any(iteration_of(name) is not None or _STEP.fullmatch(name) for name in names):
         return DirectoryKind.ROOT
-    if "config.json" in names or any(name.endswith(".safetensors") for name in names):
+    if is_hugging_face(names):
         return DirectoryKind.HUGGING_FACE
     return DirectoryKind.OTHER

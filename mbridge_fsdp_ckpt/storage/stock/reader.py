@@ -252,13 +252,19 @@ class DcpSource:
             DamagedCheckpointError: It is no data, or not there.
             ManifestError: The metadata does not know it.
         """
-        chunk = self._place(key, Box((), ()), (key, None))
-        return self._load(chunk, self._files.read(chunk.path, *chunk.record))
+        return self._load(*self._read_object(key))
+
+    def _object(self, key: str) -> StoredChunk:
+        """Where a value lies that is no tensor."""
+        return self._place(key, Box((), ()), (key, None))
+
+    def _read_object(self, key: str) -> tuple[StoredChunk, Bytes]:
+        chunk = self._object(key)
+        return chunk, self._files.read(chunk.path, *chunk.record)
 
     def _read_arguments(self) -> dict[str, Any]:
         """Of Megatron-LM's arguments, which are one pickle, those that are kept."""
-        chunk = self._place(ARGUMENTS, Box((), ()), (ARGUMENTS, None))
-        found = self._load(chunk, self._files.read(chunk.path, *chunk.record), load_arguments)
+        found = self._load(*self._read_object(ARGUMENTS), load_arguments)
         return {name: found[name] for name in KEPT_ARGUMENTS if name in found}
 
     def read_train_state(self) -> dict[str, Any]:
@@ -307,11 +313,8 @@ class DcpSource:
             path = (self._metadata.planner_data or {}).get(key, ())
             if not path or path[0] not in roots:
                 continue
-            _set(
-                nested,
-                path,
-                self._read_arguments() if key == ARGUMENTS and key in self._bytes else self._read_value(key),
-            )
+            is_arguments = key == ARGUMENTS and key in self._bytes
+            _set(nested, path, self._read_arguments() if is_arguments else self._read_value(key))
         return nested
 
     def read_rest(self, *left_out: str) -> tuple[dict[str, Any], list[str]]:
@@ -333,10 +336,16 @@ class DcpSource:
                     continue
                 if re.split(r"[./]", key)[0] in left_out:
                     continue
-                if key in self._tensors or self._is_data(key):
+                if key in self._tensors:
                     _set(nested, place, self._read_value(key))
-                else:
+                    continue
+                _, data = self._read_object(key)
+                try:
+                    value = load_record(data)
+                except Exception:  # a pickle stream can raise anything
                     unread.append(key)
+                else:
+                    _set(nested, place, value)
         return nested, unread
 
     def look_at(self, key: str) -> list[StoredChunk]:
@@ -347,17 +356,7 @@ class DcpSource:
             ManifestError: The metadata contradicts itself.
         """
         with _contradictions_named(self._directory):
-            return self.chunks([key])[key] if key in self._tensors else [self._place(key, Box((), ()), (key, None))]
-
-    def _is_data(self, key: str) -> bool:
-        """Whether a value is there, and can be read without running code."""
-        [chunk] = self.look_at(key)
-        data = self._files.read(chunk.path, *chunk.record)
-        try:
-            load_record(data)
-        except Exception:  # a pickle stream can raise anything
-            return False
-        return True
+            return self.chunks([key])[key] if key in self._tensors else [self._object(key)]
 
     def _read_value(self, key: str) -> Any:
         """A value, which stock saves as a tensor where it is one."""

@@ -30,6 +30,11 @@ def use(settings: Settings | None = None, *, takeover: bool | None = None) -> No
     _takeover = _takeover if takeover is None else takeover
 
 
+def settings_in_use() -> Settings:
+    """The registered settings."""
+    return _settings
+
+
 def is_ours(ckpt_format: Any) -> bool:
     """Whether a run that says this format is saved and loaded here."""
     return ckpt_format == FORMAT_NAME or (_takeover and ckpt_format == STOCK_FORMAT)

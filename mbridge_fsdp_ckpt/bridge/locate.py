@@ -9,7 +9,8 @@ from megatron.bridge.training.utils import checkpoint_utils as names
 
 from mbridge_fsdp_ckpt.bridge import differences
 from mbridge_fsdp_ckpt.errors import NotACheckpointError
-from mbridge_fsdp_ckpt.hosts.root import chosen, existing
+from mbridge_fsdp_ckpt.hosts.root import chosen, existing, same_on_all_ranks
+from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.commit import trackers
 from mbridge_fsdp_ckpt.storage.files import what_is_there
 from mbridge_fsdp_ckpt.storage.format.head import has_head
@@ -87,34 +88,64 @@ def _persistent_root(root: AnyPath, load_dir: str | None, checkpoint_config: Any
     return root if checkpoint_config.save is None else as_path(checkpoint_config.save)
 
 
-def check_there(checkpoint_config: Any) -> None:
+def check_there(checkpoint_config: Any, settings: Settings, *, adapters: bool = False) -> None:
     """Check, before a model is built, that a run does not begin anew where it was told to resume.
 
     Bridge's set-up asks for no load where it sees no tracker, and then trains from random weights, whatever
     `exit_on_missing_checkpoint` and `ckpt_step` say.
 
+    Args:
+        checkpoint_config: Bridge's checkpoint configuration.
+        settings: Their limits count.
+        adapters: Whether adapters are trained: those in `load` alone are resumed from, not their pretrained base.
+
     Raises:
-        NotACheckpointError: There is nothing to resume from, or it cannot be told what, or set-up would not see it.
+        NotACheckpointError: There is nothing to resume from, or it cannot be told what, or set-up would not see it, or
+            ranks see different things.  The same on every rank.
     """
     load, pretrained = checkpoint_config.load, checkpoint_config.pretrained_checkpoint
-    if load is None and pretrained is None:
+    if load is None and pretrained is None and checkpoint_config.non_persistent_ckpt_type is None:
         return
+    same_on_all_ranks(lambda: _check_seen(checkpoint_config, adapters=adapters), str, settings)
+
+
+def _check_seen(checkpoint_config: Any, *, adapters: bool) -> str:
+    """See `check_there`, for one rank; what it sees, in words."""
+    load, pretrained = checkpoint_config.load, checkpoint_config.pretrained_checkpoint
     found = None
-    if load is not None and not differences.is_hugging_face(load):
-        found = locate(load, checkpoint_config, _step_in(load, pretrained, checkpoint_config.ckpt_step))
+    if load is None or not differences.is_hugging_face(load):
+        base = None if adapters else pretrained
+        found = locate(load, checkpoint_config, _step_in(load, base, checkpoint_config.ckpt_step))
     if found is None:
-        if not _is_checkpoint(load) and not _is_checkpoint(pretrained):
-            check_may_be_missing(load, checkpoint_config)
-    elif not (names.checkpoint_exists(load) or differences.has_recovery_checkpoint(load, checkpoint_config)):
+        if load is not None or (pretrained is not None and not adapters):
+            _check_begins_with_one(checkpoint_config, adapters=adapters)
+    elif load is not None and not (
+        names.checkpoint_exists(load) or differences.has_recovery_checkpoint(load, checkpoint_config)
+    ):
         raise NotACheckpointError(
             expected="a tracker in checkpoint.load, without which Bridge's set-up would begin with random weights",
             found=what_is_there(as_path(load)),
             remedy=f"Set checkpoint.load={found.directory}.",
             key=load,
         )
+    there = [place for place in (load, pretrained) if _is_checkpoint(place)]
+    return f"{describe(found, load)}, and something to load in {', '.join(there) or 'neither place'}"
 
 
-def _step_in(load: str, pretrained: str | None, step: int | None) -> int | None:
+def _check_begins_with_one(checkpoint_config: Any, *, adapters: bool) -> None:
+    load, pretrained = checkpoint_config.load, checkpoint_config.pretrained_checkpoint
+    if not _is_checkpoint(load) and (adapters or not _is_checkpoint(pretrained)):
+        check_may_be_missing(load, checkpoint_config, adapters=adapters)
+
+
+def describe(found: Located | None, load: str | None) -> str:
+    """What a rank found, in words."""
+    if found is not None:
+        return str(found.directory)
+    return "no checkpoint" if load is None else f"no checkpoint in {load} ({what_is_there(as_path(load))})"
+
+
+def _step_in(load: str | None, pretrained: str | None, step: int | None) -> int | None:
     """The chosen step, unless Bridge's load will look for it in the pretrained checkpoint's root."""
     if step is None or pretrained is None or names.checkpoint_exists(load):
         return step
@@ -125,18 +156,26 @@ def _is_checkpoint(place: str | None) -> bool:
     return place is not None and (names.checkpoint_exists(place) or differences.is_hugging_face(place))
 
 
-def check_may_be_missing(load: str | None, checkpoint_config: Any) -> None:
+def check_may_be_missing(load: str | None, checkpoint_config: Any, *, adapters: bool = False) -> None:
     """Refuse to go on without a checkpoint where the configuration says so.
+
+    Args:
+        load: Where one was looked for.
+        checkpoint_config: Bridge's checkpoint configuration.
+        adapters: Whether it would have to be one of adapters.
 
     Raises:
         NotACheckpointError: It does.
     """
     if not checkpoint_config.exit_on_missing_checkpoint:
         return
-    places = {"checkpoint.load": load, "checkpoint.pretrained_checkpoint": checkpoint_config.pretrained_checkpoint}
+    base = None if adapters else checkpoint_config.pretrained_checkpoint
+    places = {"checkpoint.load": load, "checkpoint.pretrained_checkpoint": base}
     given = {name: place for name, place in places.items() if place is not None}
+    wanted = f"a checkpoint{' of adapters' if adapters else ''} in {' or '.join(given or places)}"
     raise NotACheckpointError(
-        expected=f"a checkpoint in {' or '.join(given or places)}, since checkpoint.exit_on_missing_checkpoint is set",
+        expected=f"{wanted}, since checkpoint.exit_on_missing_checkpoint is set",
         found="; ".join(f"{place}: {what_is_there(as_path(place))}" for place in given.values()) or "neither is set",
-        remedy="Check the path, or set exit_on_missing_checkpoint=False to begin with random weights.",
+        remedy="Check the path, or set exit_on_missing_checkpoint=False to begin with "
+        f"{'fresh adapters' if adapters else 'random weights'}.",
     )

@@ -19,8 +19,8 @@ from megatron.core.utils import unwrap_model
 from mbridge_fsdp_ckpt import checkpoint
 from mbridge_fsdp_ckpt.bridge import after_save, differences
 from mbridge_fsdp_ckpt.bridge.after_save import Announcement
-from mbridge_fsdp_ckpt.bridge.choice import check_settings, presented_as_stock, settings_of
-from mbridge_fsdp_ckpt.bridge.locate import Located, check_may_be_missing, locate
+from mbridge_fsdp_ckpt.bridge.choice import check_settings, presented_as_stock, settings_in_use, settings_of
+from mbridge_fsdp_ckpt.bridge.locate import Located, check_may_be_missing, check_there, describe, locate
 from mbridge_fsdp_ckpt.bridge.restoration import Parts, restoration
 from mbridge_fsdp_ckpt.bridge.run_config import RunConfig
 from mbridge_fsdp_ckpt.bridge.run_files import run_files, write_trackers
@@ -29,6 +29,7 @@ from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.hosts import pending
 from mbridge_fsdp_ckpt.hosts.options import tell_of_rerun
 from mbridge_fsdp_ckpt.hosts.pending import Pending
+from mbridge_fsdp_ckpt.hosts.root import same_on_all_ranks
 from mbridge_fsdp_ckpt.remedies import Door, entrance
 from mbridge_fsdp_ckpt.saving.beside.trainer import trainer
 from mbridge_fsdp_ckpt.storage.format.names import PROGRESS, STOCK_FORMAT
@@ -241,10 +242,15 @@ def load_from_path(
         CheckpointError: The same on every rank; nothing was changed unless it is a `LoadInterruptedError`.
     """
     cfg = state.cfg
+    if ignore_ckpt_step and cfg.peft is not None:  # the base of adapters that are about to be made
+        check_there(cfg.checkpoint, settings_in_use(), adapters=True)
     if differences.is_hugging_face(load_dir):
         with presented_as_stock(cfg.checkpoint):
             return _stock_load(load_dir, state, model, optimizer, opt_param_scheduler, skip_load_to_model_and_opt)
-    found = locate(load_dir, cfg.checkpoint, None if ignore_ckpt_step else cfg.checkpoint.ckpt_step)
+    step = None if ignore_ckpt_step else cfg.checkpoint.ckpt_step
+    found = same_on_all_ranks(
+        lambda: locate(load_dir, cfg.checkpoint, step), lambda one: describe(one, load_dir), settings_in_use()
+    )
     if found is None:
         check_may_be_missing(load_dir, cfg.checkpoint)
         print_rank_0(f"WARNING: could not find a checkpoint in {load_dir}: will start from random")

@@ -26,6 +26,7 @@ from mbridge_fsdp_ckpt.bridge.choice import (
     check_settings,
     is_ours,
     presented_as_stock,
+    settings_in_use,
     takeover_by_environment,
     use,
 )
@@ -179,7 +180,7 @@ def _create(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(stock)
     def create_checkpoint_manager(checkpoint_config: Any) -> Any:
         if is_ours(checkpoint_config.ckpt_format):
-            check_there(checkpoint_config)
+            check_there(checkpoint_config, settings_in_use())
         return stock(checkpoint_config)
 
     return create_checkpoint_manager

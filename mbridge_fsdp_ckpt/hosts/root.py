@@ -1,8 +1,13 @@
-"""The root of a run's checkpoints: the iteration directory that is meant, and that is there."""
+"""The root of a run's checkpoints: the iteration directory that is meant, and that is there, for all ranks alike."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from mbridge_fsdp_ckpt.agree.agreement import next_agreement
+from mbridge_fsdp_ckpt.agree.outcome import Outcome
 from mbridge_fsdp_ckpt.errors import NotACheckpointError
+from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.commit import trackers
 from mbridge_fsdp_ckpt.storage.commit.methods import recover
 from mbridge_fsdp_ckpt.storage.files import entries, what_is_there
@@ -11,6 +16,49 @@ from mbridge_fsdp_ckpt.storage.format.names import ITERATION, iteration_name
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 _LISTED = 8  # iterations that an error names: the newest
+_VIEWS = 4  # different things that ranks see, of which an error tells
+
+
+def same_on_all_ranks[T](look: Callable[[], T], describe: Callable[[T], str], settings: Settings) -> T:
+    """What a rank finds where checkpoints lie, if all ranks find the same.
+
+    Each host looks for itself, and one whose file system shows an older state would begin at random weights while the
+    others wait for it to load.
+
+    Args:
+        look: What each rank does.
+        describe: What it found, in words that are the same on ranks that found the same.
+        settings: Their limits count.
+
+    Raises:
+        NotACheckpointError: Ranks find different things; the same on every rank.
+        CheckpointError: What `look` raised on some rank; the same on every rank.
+    """
+    agreement = next_agreement("finding the checkpoint to load", settings.time_limit, settings.storage_limit)
+    with agreement.at_work():
+        seen = Outcome.of(look, agreement.rank, "looking for the checkpoint to load")
+    message = seen.message(lambda found: [(describe(found), agreement.rank)])
+    agreement.meet("finding the checkpoint to load", message, _check_alike, _one_of_each)
+    agreement.end()
+    return seen.value
+
+
+def _one_of_each(views: list[list[tuple[str, int]]]) -> list[tuple[str, int]]:
+    """Each view with the first rank that has it."""
+    first: dict[str, int] = {}
+    for view, rank in (each for found in views for each in found):
+        first[view] = min(rank, first.get(view, rank))
+    return sorted(first.items(), key=lambda each: each[1])[:_VIEWS]
+
+
+def _check_alike(views: list[tuple[str, int]]) -> None:
+    if len(views) > 1:
+        raise NotACheckpointError(
+            expected="all ranks to find the same checkpoint to load",
+            found="; ".join(f"on rank {rank} {view}" for view, rank in views),
+            remedy="Check that the path leads to the same shared directory on every host, and start again once each "
+            "host's file system shows its present state.",
+        )
 
 
 def find_checkpoint(path: AnyPath) -> AnyPath:

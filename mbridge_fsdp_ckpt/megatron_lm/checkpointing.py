@@ -24,7 +24,7 @@ from mbridge_fsdp_ckpt.hosts import pending, restoration
 from mbridge_fsdp_ckpt.hosts.options import tell_of_rerun
 from mbridge_fsdp_ckpt.hosts.pending import Pending
 from mbridge_fsdp_ckpt.hosts.progress import SAMPLES, Progress
-from mbridge_fsdp_ckpt.hosts.root import chosen, find_checkpoint
+from mbridge_fsdp_ckpt.hosts.root import chosen, find_checkpoint, same_on_all_ranks
 from mbridge_fsdp_ckpt.megatron_lm import following
 from mbridge_fsdp_ckpt.megatron_lm.choice import check_arguments, settings_in_use
 from mbridge_fsdp_ckpt.remedies import Door, entrance
@@ -32,7 +32,15 @@ from mbridge_fsdp_ckpt.saving.beside.trainer import trainer
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.commit import trackers
 from mbridge_fsdp_ckpt.storage.format.head import has_head
-from mbridge_fsdp_ckpt.storage.format.names import ARGUMENTS, ITERATION, KEPT_ARGUMENTS, RELEASE, STOCK_FORMAT
+from mbridge_fsdp_ckpt.storage.format.names import (
+    ARGUMENTS,
+    ITERATION,
+    KEPT_ARGUMENTS,
+    RELEASE,
+    STATE_TRACKER,
+    STOCK_FORMAT,
+    TRACKER,
+)
 from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path
 
 _BEGIN_ANEW = "Load with --finetune, which takes weights alone and begins at 0."
@@ -142,15 +150,20 @@ def load_checkpoint(
         CheckpointError: The same on every rank; nothing was changed unless it is a `LoadInterruptedError`.
     """
     args = get_args()
-    directory = _locate(args, getattr(args, load_arg))
+    load = getattr(args, load_arg)
+
+    def describe(found: AnyPath | None) -> str:
+        return f"no checkpoint in {load}" if found is None else str(found)
+
+    directory = same_on_all_ranks(lambda: _locate(args, load), describe, settings_in_use())
     if directory is None:
         if args.exit_on_missing_checkpoint:
             raise NotACheckpointError(
                 expected=f"a checkpoint in --{load_arg}",
-                found=str(getattr(args, load_arg)),
+                found=f"none in {load}",
                 remedy="Check the path, or leave out --exit-on-missing-checkpoint.",
             )
-        print_rank_0(f"WARNING: could not find a checkpoint in {getattr(args, load_arg)}: will start from random")
+        print_rank_0(f"WARNING: could not find a checkpoint in {load}: will start from random")
         return 0, 0.0
     print_rank_0(f" loading fsdp_dtensor_safe checkpoint from {directory}")
     model = unwrap_model(ddp_model)
@@ -208,7 +221,20 @@ def _meant(place: str, step: int | None = None) -> AnyPath | None:
     if has_head(root):
         return root
     found = find_checkpoint(root)
-    return found if found != root or root.name.startswith(ITERATION) else None
+    if found == root:
+        return root if root.name.startswith(ITERATION) else None
+    _tell_if_not_its_own(root, found)
+    return found
+
+
+def _tell_if_not_its_own(root: AnyPath, found: AnyPath) -> None:
+    """Megatron-LM itself reads one tracker; where Bridge has left a newer one, that counts for every reader here."""
+    own = trackers.read(root / TRACKER)
+    if own is not None and own.name != found.name and (root / own.name).is_dir():
+        print_rank_0(
+            f"WARNING: loading {found.name}, which {STATE_TRACKER} of Megatron-Bridge names, and not {own.name}, which "
+            f"{TRACKER} names. To go on from that, give --ckpt-step {own.number}, or delete {STATE_TRACKER}."
+        )
 
 
 def _restoration(

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from mbridge_fsdp_ckpt import checkpoint
 from mbridge_fsdp_ckpt.bridge.choice import tokens_of
 from mbridge_fsdp_ckpt.errors import NotACheckpointError
+from mbridge_fsdp_ckpt.hosts.root import same_on_all_ranks
 from mbridge_fsdp_ckpt.live.holdings import optimizer_parts
 from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module
 from mbridge_fsdp_ckpt.live.optimizer.adapters import grouped
@@ -111,7 +112,7 @@ def load(manager: Any, directory: str, export: Export, settings: Settings) -> No
     model = manager.should_load_model
     from_export = manager.should_load_hf_model and not model
     if from_export:
-        _check_export(export)
+        same_on_all_ranks(lambda: _check_export(export), lambda _: export.directory, settings)
     wanted = Parts(optimizer=manager.should_load_optimizer, random=manager.should_load_extra)
     if model or wanted.optimizer or wanted.random:
         read: Callable[..., checkpoint.Loaded] = checkpoint.load_weights_only

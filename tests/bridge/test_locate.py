@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from argparse import Namespace
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +16,7 @@ import pytest
 
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.errors import CheckpointError
+from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.testing.ranks import RankPool, no_process_group
 from tests.bridge.training import Run, configuration, train
 from tests.trackers import CASES, STATE, TRACKER
@@ -48,8 +52,13 @@ def meant(roots: list[str]) -> dict[str, list[str]]:
 
     mbridge_fsdp_ckpt.register()
     with patch.object(model_load_save, "load_megatron_model", lambda path, **_: path):
-        readers = (by_bridge, by_auto_bridge, by_megatron_lm)
-        return {reader.__name__: [_said(reader, root) for root in roots] for reader in readers}
+        found = {reader.__name__: [_said(reader, root) for root in roots] for reader in (by_bridge, by_auto_bridge)}
+        lines = []
+        for root in roots:
+            with redirect_stdout(StringIO()) as out:
+                found.setdefault("by_megatron_lm", []).append(_said(by_megatron_lm, root))
+            lines.append(out.getvalue())
+    return found | {"lines of Megatron-LM": lines}
 
 
 def _said(reader: Any, root: str) -> str:
@@ -72,6 +81,10 @@ def test_every_run_takes_the_trackers_to_mean_the_same(bridge_ranks: RankPool, t
         make(root)
         roots.append(str(root))
     [said] = bridge_ranks.run(meant, roots, ranks=1)
+    told = {case: line for case, line in zip(CASES, said.pop("lines of Megatron-LM"), strict=True) if line}
+    assert list(told) == ["both, Bridge's newer"], "where Megatron-LM itself would take another one"
+    assert "loading iter_0000020, which latest_train_state.pt" in told["both, Bridge's newer"]
+    assert "give --ckpt-step 10, or delete latest_train_state.pt" in told["both, Bridge's newer"]
     said["by_auto_bridge"][0] = ""  # without a tracker it takes the newest
     wrong = [
         (case, reader, found[place])
@@ -167,6 +180,11 @@ def test_a_run_that_is_told_to_resume_never_begins_anew(bridge_ranks: RankPool, 
     root.mkdir()
     empty.mkdir()
     handmade.make(root / "iter_0000002")
+    base = tmp_path / "base"
+    base.mkdir()
+    handmade.make(base / "iter_0000007")
+    (base / TRACKER).write_text("7")
+    over_base = {"checkpoint.load": str(empty), "checkpoint.pretrained_checkpoint": str(base)}
     run = Run(str(tmp_path / "out"))
     must = {"checkpoint.exit_on_missing_checkpoint": True}
     refused: dict[tuple[str, bool], tuple[dict[str, Any], str]] = {
@@ -196,10 +214,61 @@ def test_a_run_that_is_told_to_resume_never_begins_anew(bridge_ranks: RankPool, 
             "iteration 7, which checkpoint.ckpt_step names",
         ),
     }
+    refused["adapters, empty", False] = (over_base | must, "a checkpoint of adapters in checkpoint.load, since")
+    refused["adapters, chosen", False] = (over_base | {"checkpoint.ckpt_step": 7}, "an empty directory")
     for (name, own_loop), (config, says) in refused.items():
-        for text in bridge_ranks.run(refusal, run.on(config=config), own_loop=own_loop, ranks=2):
+        told = run.on(config=config, adapters=name.startswith("adapters"))
+        for text in bridge_ranks.run(refusal, told, own_loop=own_loop, ranks=2):
             assert text.startswith("NotACheckpointError: "), (name, own_loop, text)
             assert says in text, (name, own_loop, text)
     free = run.on(config={"checkpoint.load": str(empty)})
     assert bridge_ranks.run(refusal, free, own_loop=True, ranks=2) == ["(0, 0)"] * 2
     assert not list(tmp_path.glob("out/iter_*")), "nothing was trained"
+
+
+@no_process_group
+def refusal_of_view(run: Run, loads: list[str]) -> list[str]:
+    """What a run says where the last rank's file system shows another state."""
+    mbridge_fsdp_ckpt.register(Settings(time_limit=60))
+    return [refusal(_seen_here(run, loads))]
+
+
+def refusals_of_loops(run: Run, loads: list[str]) -> list[str]:
+    """The same of loops of one's own, of both hosts."""
+    mbridge_fsdp_ckpt.register(Settings(time_limit=60))
+    here = _seen_here(run, loads)
+    return [refusal(here, own_loop=True), _refusal_of_megatron_lm(here.config["checkpoint.load"])]
+
+
+def _seen_here(run: Run, loads: list[str]) -> Run:
+    return run.on(config=run.config | {"checkpoint.load": loads[int(os.environ["RANK"])]})
+
+
+def _refusal_of_megatron_lm(load: str) -> str:
+    from mbridge_fsdp_ckpt.megatron_lm import checkpointing
+
+    args = Namespace(load=load, pretrained_checkpoint=None, ckpt_step=None, exit_on_missing_checkpoint=False)
+    with patch.object(checkpointing, "get_args", lambda: args):
+        try:
+            return str(checkpointing.load_checkpoint([], None, None))
+        except CheckpointError as error:
+            return f"{type(error).__name__}: {error}"
+
+
+def test_where_ranks_see_different_things_none_begins(bridge_ranks: RankPool, tmp_path: Path) -> None:
+    """As where one host's NFS client still shows the directory of before the last save."""
+    root, stale = tmp_path / "root", tmp_path / "stale"
+    stale.mkdir()
+    root.mkdir()
+    handmade.make(root / "iter_0000002")
+    (root / TRACKER).write_text("2")
+    loads = [str(root), str(stale)]
+    by_run, by_loops = (
+        bridge_ranks.run(case, Run(str(tmp_path / "out")), loads, ranks=2)
+        for case in (refusal_of_view, refusals_of_loops)
+    )
+    assert (by_run[0], by_loops[0]) == (by_run[1], by_loops[1])
+    for text in (*by_run[0], *by_loops[0]):
+        assert text.startswith("NotACheckpointError: expected all ranks to find the same checkpoint to load"), text
+        assert f"on rank 0 {root}/iter_0000002" in text
+        assert f"on rank 1 no checkpoint in {stale}" in text

@@ -30,6 +30,7 @@ class Run:
         directory: Checkpoints, to load from and to save to.
         iterations: Last iteration.
         optimizer: "fused" (Transformer Engine) or "torch".
+        adapters: Whether Bridge's LoRA is trained, over `checkpoint.pretrained_checkpoint`.
         config: More settings, by dotted name in Bridge's config.
     """
 
@@ -43,6 +44,7 @@ class Run:
     tensor: int = 1
     expert: int = 1
     experts: int = 4
+    adapters: bool = False
     config: dict[str, Any] = field(default_factory=dict)
 
     def on(self, **changes: Any) -> Run:
@@ -219,6 +221,10 @@ def configuration(run: Run) -> Any:
     config.checkpoint = CheckpointConfig(
         save=run.directory, load=run.directory, save_interval=run.save_every, ckpt_format=run.format
     )
+    if run.adapters:
+        from megatron.bridge.peft.lora import LoRA
+
+        config.peft = LoRA()
     config.logger.tensorboard_dir, config.logger.log_interval = None, 1
     for name, value in run.config.items():
         section, _, attribute = name.rpartition(".")

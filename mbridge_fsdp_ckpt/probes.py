@@ -22,6 +22,7 @@ Need = Literal[
     "torch_dist",
     "Megatron-LM",
     "Megatron-LM's arguments",
+    "Megatron-LM's arguments in YAML",
     "megatron.training",
     "VeRL",
 ]
@@ -218,6 +219,7 @@ _TOUCHED: dict[Need, dict[str, dict[str, str]]] = {
         },
     },
     "Megatron-LM's arguments": {"megatron_lm/plugin.py": {f"{_LM}.arguments": "add_megatron_arguments validate_args"}},
+    "Megatron-LM's arguments in YAML": {"megatron_lm/plugin.py": {f"{_LM}.yaml_arguments": "validate_yaml"}},
     "megatron.training": {
         "megatron_lm/checkpointing.py": {
             f"{_LM}.checkpointing": (

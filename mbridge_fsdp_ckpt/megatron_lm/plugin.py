@@ -10,6 +10,7 @@ module is imported, and only act for our format name:
     arguments.add_megatron_arguments                  knows the format names by heart
     arguments.validate_args                           wants fsdp_dtensor for Megatron-FSDP, and a process of stock's for
                                                       --async-save
+    yaml_arguments.validate_yaml                      called in its place with --yaml-cfg
 
 megatron-core itself is corrected in `hosts.corrections`.
 """
@@ -55,6 +56,7 @@ def register(settings: Settings | None = None) -> None:
             {
                 "megatron.training.checkpointing": _patch_checkpointing,
                 "megatron.training.arguments": _patch_arguments,
+                "megatron.training.yaml_arguments": _patch_yaml,
             }
         )
         hook.install()
@@ -89,6 +91,11 @@ def _patch_arguments(module: ModuleType) -> None:
     rebind_everywhere(_patches, [(add, _widened(add)), (validate, _validating(validate))])
 
 
+def _patch_yaml(module: ModuleType) -> None:
+    require("Megatron-LM's arguments in YAML")
+    rebind_everywhere(_patches, [(module.validate_yaml, _validating_yaml(module.validate_yaml))])
+
+
 def _routed(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Call ours of the same name for our format, Megatron-LM's otherwise."""
 
@@ -110,7 +117,7 @@ def _not_borrowing(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(stock)
     def load_args_from_checkpoint(args: argparse.Namespace, *others: Any, **named: Any) -> Any:
-        if args.ckpt_format != FORMAT_NAME:
+        if getattr(args, "ckpt_format", None) != FORMAT_NAME:
             return stock(args, *others, **named)
         check_arguments(argparse.Namespace(**vars(args) | {"use_checkpoint_args": True}))  # which raises
         return args
@@ -148,3 +155,16 @@ def _validating(stock: Callable[..., Any]) -> Callable[..., Any]:
             args.use_persistent_ckpt_worker = False  # that process, which nothing would be given to
 
     return validate_args
+
+
+def _validating_yaml(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Stock compares no format name there, and drops nothing."""
+
+    @functools.wraps(stock)
+    def validate_yaml(args: Any, *others: Any, **named: Any) -> Any:
+        if getattr(args, "ckpt_format", None) == FORMAT_NAME:
+            tell(check_arguments(args))
+            args.verify_integrity = args.use_persistent_ckpt_worker = False
+        return stock(args, *others, **named)
+
+    return validate_yaml

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,21 @@ def test_the_first_step_after_a_resume_obeys_the_owner(
     assert [(float(f"{rate:.9e}"), *others) for rate, *others in result["applied"][0]] == applied
     warned = "max_lr 0.001 (configured: 5e-05)" in result["out"]
     assert warned == (more == OF_ITS_OWN)
+
+
+def test_arguments_from_yaml_are_checked_as_those_of_the_command_line(training_ranks: RankPool, tmp_path: Path) -> None:
+    """Up to where stock wants those of a model, of which none are given here."""
+    of_parsing = dict.fromkeys(("use_checkpoint_args", "disable_msc_deprecated", "enable_msc", "data_path"), False)
+    cases = {
+        "found --non-persistent-ckpt-type global. Non-persistent": {"non_persistent_ckpt_type": "global"},
+        "WARNING: --dist-ckpt-strictness log_all has no effect": {"dist_ckpt_strictness": "log_all"},
+    }
+    for says, arguments in cases.items():
+        path = tmp_path / "arguments.yaml"
+        path.write_text(json.dumps(of_parsing | {"ckpt_format": SAFE} | arguments))  # JSON is YAML, too
+        (result,) = resume(training_ranks, SAFE, str(tmp_path), 2, "--yaml-cfg", str(path), ranks=1)
+        assert result["code"] == 1
+        assert says in result["out"]
 
 
 def test_a_misspelt_format_is_refused_by_the_scripts_own_parser(training_ranks: RankPool, tmp_path: Path) -> None:

@@ -28,7 +28,11 @@ else
 	for stack in verl newest-torch; do $(MAKE) test-portable STACK=$$stack; done
 endif
 
+# Hosts that no check installs on a stack lie beside it as files, to be read.
 test-portable: dev ## Tests that need no Transformer Engine, on another STACK: two minutes
+	$(RUN) pins=requirements/stacks/$$STACK; [[ ! -f $$pins/full.txt ]] || \
+	  grep -hE '^(megatron-bridge|verl)==' "$$pins"/{full,no-deps}.txt | uv pip install --quiet --no-deps \
+	    --target "$$(python -c 'import sys; print(sys.prefix)')/sources" --requirements -
 	$(RUN) python -m pytest $(PORTABLE)
 
 test-window: ## A part of the tests on every stack that has no run of its own; writes docs/stacks/ (half an hour)

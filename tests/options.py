@@ -6,11 +6,12 @@ With `--megatron-lm` it prints, as JSON, which options `megatron.training` has: 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import sys
 from collections.abc import Iterable
 from dataclasses import fields
-from importlib.metadata import version
+from importlib.metadata import distributions
 from pathlib import Path
 
 from packaging.version import Version
@@ -33,11 +34,16 @@ ENUMERATED: dict[str, tuple[Option, ...]] = {
 }
 """The part that is compared with what a host has, name by name."""
 
+SOURCES = Path(sys.prefix) / "sources"
+"""Where tools/setup.sh puts frameworks that a level of a stack does not install."""
+
+_OF_MEGATRON = ("megatron/training/config/training_config.py", "CheckpointConfig")
+
 HEAD = """# Options of the frameworks
 
 Written by `python -m tests.options` from the tables that the package checks a run's configuration against. A test
-compares them with the options that the installed frameworks have
-(`test_the_table_has_the_options_of_the_installed_release`).
+compares them with the options that the frameworks have (`tests/unit/test_options.py`): on the stacks `current` and
+`verl`, of which the second is checked without Megatron-Bridge and VeRL installed; their files are read.
 
 - **obeyed**: means what it means in stock. Where the text names values that are refused, the others are obeyed.
 - **in part**: works, but for what the text says; a warning says so where it is set.
@@ -101,8 +107,55 @@ def of_megatron_lm() -> dict[str, list[str]]:
     return {action.dest: list(action.option_strings) for group in groups for action in group._group_actions}
 
 
+PLACES = (str(SOURCES), *sys.path)
+"""Where hosts lie: a stack that cannot install one has its files alone, which nothing imports."""
+
+DECLARED = {
+    "Megatron-Bridge": (("megatron/bridge/training/config.py", "CheckpointConfig"), _OF_MEGATRON),
+    "VeRL": (
+        ("verl/workers/config/checkpoint.py", "McoreCheckpointConfig"),
+        ("verl/trainer/config/config.py", "CheckpointConfig"),
+    ),
+}
+"""The class that says a host's options, and the one that it inherits; see `declared`."""
+
+
+def is_there(host: str) -> bool:
+    """Whether the files of a host lie somewhere."""
+    return all(_source(file) is not None for file, _ in DECLARED[host])
+
+
+def declared(host: str) -> list[str]:
+    """The options of a host, as its files declare them: nothing is imported.
+
+    Raises:
+        AssertionError: A class inherits another one than `DECLARED` says.
+    """
+    found, (first, *inherited) = list[str](), DECLARED[host]
+    for (file, name), (_, base) in zip((first, *inherited), (*inherited, ("", "")), strict=True):
+        source = _source(file)
+        assert source is not None
+        tree = ast.parse(source.read_text())
+        [kind] = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
+        bases = [ast.unparse(each) for each in kind.bases]
+        assert not base or [each.removeprefix("MTrain") for each in bases] == [base], bases
+        fields_of = [ast.unparse(node.target) for node in kind.body if isinstance(node, ast.AnnAssign)]
+        found += [each for each in fields_of if not each.startswith("_")]
+    prefix = "checkpoint." if host == "Megatron-Bridge" else ""
+    return [prefix + each for each in dict.fromkeys(found)]
+
+
+def _source(file: str) -> Path | None:
+    return next((path for place in PLACES if (path := Path(place, file)).is_file()), None)
+
+
+def _version(package: str) -> str:
+    [found, *_] = distributions(name=package, path=list(PLACES))
+    return found.version
+
+
 def differing(host: str, has: Iterable[str], *more: Option) -> list[str]:
-    """Options that either a host or its table lacks, for the releases that are installed."""
+    """Options that either a host or its table lacks, for the releases that are there."""
     table = {option.name for option in (*ENUMERATED[host], *more) if _is_in(option)}
     return sorted(table ^ set(has))
 
@@ -110,7 +163,7 @@ def differing(host: str, has: Iterable[str], *more: Option) -> list[str]:
 def _is_in(option: Option) -> bool:
     def reached(release: str) -> bool:
         package, _, number = release.partition(" ")
-        return Version(version(package)) >= Version(number)
+        return Version(_version(package)) >= Version(number)
 
     return (not option.since or reached(option.since)) and not (option.until and reached(option.until))
 

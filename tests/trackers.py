@@ -6,6 +6,7 @@ Each root has iterations 10 and 20, and a release.
 from __future__ import annotations
 
 import os
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +25,17 @@ def state(step: int) -> bytes:
 
     buffer = io.BytesIO()
     torch.save({"step": torch.tensor(step, dtype=torch.int32), "skipped_train_samples": torch.tensor(0)}, buffer)
+    return buffer.getvalue()
+
+
+def compressed(record: bytes) -> bytes:
+    """The same archive with its parts compressed, as `torch.save` writes none: it could be larger than memory."""
+    import io
+
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(record)) as source, zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as target:
+        for name in source.namelist():
+            target.writestr(name, source.read(name))
     return buffer.getvalue()
 
 
@@ -87,6 +99,10 @@ CASES: dict[str, Case] = {
     "Bridge's alone": (_state(state(10)), "iter_0000010"),
     "Bridge's alone, gone": (_state(state(30)), "!iter_0000010, iter_0000020"),
     "Bridge's alone, damaged": (_state(b"PK\3\4 nothing"), "!no train state"),
+    "Bridge's alone, compressed": (
+        _state(compressed(state(10))),
+        "!no train state of Bridge's: ValueError: a compressed",
+    ),
     "Bridge's alone, of another kind": (_state(state(10).replace(b"step", b"pets")), "!no train state"),
     "Bridge's alone, a link": (_link(STATE, state(10)), "iter_0000010"),
     "Bridge's alone, a dangling link": (lambda root: (root / STATE).symlink_to("gone"), "!a link to "),

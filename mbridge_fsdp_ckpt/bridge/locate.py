@@ -14,7 +14,7 @@ from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.commit import trackers
 from mbridge_fsdp_ckpt.storage.files import what_is_there
 from mbridge_fsdp_ckpt.storage.format.head import has_head
-from mbridge_fsdp_ckpt.storage.format.names import iteration_of
+from mbridge_fsdp_ckpt.storage.format.names import RELEASE, iteration_of
 from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path
 
 _OPTION = "checkpoint.ckpt_step"
@@ -27,7 +27,7 @@ class Located:
     Args:
         directory: The directory.
         persistent_root: Where the data loader's position was saved: the root of persistent checkpoints.
-        release: Whether a tracker says that it holds weights without training progress.
+        release: Whether its name says that it holds weights without training progress.
     """
 
     directory: AnyPath
@@ -55,7 +55,7 @@ def locate(load_dir: str | None, checkpoint_config: Any, step: int | None) -> Lo
         root = as_path(load_dir)
         if has_head(root) or names.is_checkpoint_iteration_directory(load_dir):
             _check_named_so(root, step)
-            return Located(root, root.parent)
+            return Located(root, root.parent, release=root.name == RELEASE)
         if step is not None:
             return Located(chosen(root, step, _OPTION), root)
     resumes = load_dir == checkpoint_config.load  # recovery checkpoints of a run are nothing to fine-tune from
@@ -68,6 +68,13 @@ def locate(load_dir: str | None, checkpoint_config: Any, step: int | None) -> Lo
     named, root = max(found, key=lambda one: -1 if one[0].number is None else one[0].number)  # as Bridge: the first
     directory = existing(root, named.name, named.tracker.name, f"Choose one that is there with {_OPTION}.")
     return Located(directory, _persistent_root(root, load_dir, checkpoint_config), release=named.number is None)
+
+
+def located(load_dir: str, checkpoint_config: Any, step: int | None, settings: Settings) -> Located | None:
+    """The same on all ranks; see `locate`, of whose errors each is raised on all, and `same_on_all_ranks`."""
+    return same_on_all_ranks(
+        lambda: locate(load_dir, checkpoint_config, step), lambda found: _described(found, load_dir), settings
+    )
 
 
 def _check_named_so(directory: AnyPath, step: int | None) -> None:
@@ -129,7 +136,7 @@ def _check_seen(checkpoint_config: Any, *, adapters: bool) -> str:
             key=load,
         )
     there = [place for place in (load, pretrained) if _is_checkpoint(place)]
-    return f"{describe(found, load)}, and something to load in {', '.join(there) or 'neither place'}"
+    return f"{_described(found, load)}, and something to load in {', '.join(there) or 'neither place'}"
 
 
 def _check_begins_with_one(checkpoint_config: Any, *, adapters: bool) -> None:
@@ -138,7 +145,7 @@ def _check_begins_with_one(checkpoint_config: Any, *, adapters: bool) -> None:
         check_may_be_missing(load, checkpoint_config, adapters=adapters)
 
 
-def describe(found: Located | None, load: str | None) -> str:
+def _described(found: Located | None, load: str | None) -> str:
     """What a rank found, in words."""
     if found is not None:
         return str(found.directory)

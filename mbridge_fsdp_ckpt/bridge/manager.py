@@ -20,7 +20,7 @@ from mbridge_fsdp_ckpt import checkpoint
 from mbridge_fsdp_ckpt.bridge import after_save, differences
 from mbridge_fsdp_ckpt.bridge.after_save import Announcement
 from mbridge_fsdp_ckpt.bridge.choice import check_settings, presented_as_stock, settings_in_use, settings_of
-from mbridge_fsdp_ckpt.bridge.locate import Located, check_may_be_missing, check_there, describe, locate
+from mbridge_fsdp_ckpt.bridge.locate import Located, check_may_be_missing, check_there, located
 from mbridge_fsdp_ckpt.bridge.restoration import Parts, restoration
 from mbridge_fsdp_ckpt.bridge.run_config import RunConfig
 from mbridge_fsdp_ckpt.bridge.run_files import run_files, write_trackers
@@ -29,7 +29,6 @@ from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.hosts import pending
 from mbridge_fsdp_ckpt.hosts.options import tell_of_rerun
 from mbridge_fsdp_ckpt.hosts.pending import Pending
-from mbridge_fsdp_ckpt.hosts.root import same_on_all_ranks
 from mbridge_fsdp_ckpt.remedies import Door, entrance
 from mbridge_fsdp_ckpt.saving.beside.trainer import trainer
 from mbridge_fsdp_ckpt.storage.format.names import PROGRESS, STOCK_FORMAT
@@ -247,14 +246,9 @@ def load_from_path(
     if differences.is_hugging_face(load_dir):
         with presented_as_stock(cfg.checkpoint):
             return _stock_load(load_dir, state, model, optimizer, opt_param_scheduler, skip_load_to_model_and_opt)
-    step = None if ignore_ckpt_step else cfg.checkpoint.ckpt_step
-    found = same_on_all_ranks(
-        lambda: locate(load_dir, cfg.checkpoint, step), lambda one: describe(one, load_dir), settings_in_use()
-    )
+    found = located(load_dir, cfg.checkpoint, None if ignore_ckpt_step else cfg.checkpoint.ckpt_step, settings_in_use())
     if found is None:
-        check_may_be_missing(load_dir, cfg.checkpoint)
-        print_rank_0(f"WARNING: could not find a checkpoint in {load_dir}: will start from random")
-        return 0, 0
+        return _nothing_to_load(load_dir, cfg)
     print_rank_0(f" loading fsdp_dtensor_safe checkpoint from {found.directory}")
     model, pg_collection = _unwrapped(model, pg_collection)
     wanted = _wanted(cfg.checkpoint, optimizer, found)
@@ -273,6 +267,12 @@ def load_from_path(
     if state.train_state.step > 0:
         fault_tolerance.on_checkpoint_loaded(is_local_chkpt=False, global_state=state)
     return state.train_state.step, state.train_state.floating_point_operations_so_far
+
+
+def _nothing_to_load(load_dir: str, cfg: Any) -> tuple[int, int]:
+    check_may_be_missing(load_dir, cfg.checkpoint)
+    print_rank_0(f"WARNING: could not find a checkpoint in {load_dir}: will start from random")
+    return 0, 0
 
 
 def _tell(loaded: checkpoint.Loaded, state: Any) -> None:

@@ -150,20 +150,8 @@ def load_checkpoint(
         CheckpointError: The same on every rank; nothing was changed unless it is a `LoadInterruptedError`.
     """
     args = get_args()
-    load = getattr(args, load_arg)
-
-    def describe(found: AnyPath | None) -> str:
-        return f"no checkpoint in {load}" if found is None else str(found)
-
-    directory = same_on_all_ranks(lambda: _locate(args, load), describe, settings_in_use())
+    directory = _located(args, load_arg)
     if directory is None:
-        if args.exit_on_missing_checkpoint:
-            raise NotACheckpointError(
-                expected=f"a checkpoint in --{load_arg}",
-                found=f"none in {load}",
-                remedy="Check the path, or leave out --exit-on-missing-checkpoint.",
-            )
-        print_rank_0(f"WARNING: could not find a checkpoint in {load}: will start from random")
         return 0, 0.0
     print_rank_0(f" loading fsdp_dtensor_safe checkpoint from {directory}")
     model = unwrap_model(ddp_model)
@@ -185,6 +173,28 @@ def load_checkpoint(
     if progress["iteration"] > 0:
         ft_integration.on_checkpoint_loaded(is_local_chkpt=False)
     return progress["iteration"], progress["operations"]
+
+
+def _located(args: Any, load_arg: str) -> AnyPath | None:
+    """The iteration directory, the same on all ranks; None where there is none, and need not be: that is said.
+
+    Raises:
+        NotACheckpointError: See `_locate`; or there has to be one; or ranks find different ones.
+    """
+    load = getattr(args, load_arg)
+    nothing = f"no checkpoint in {load}"
+    found = same_on_all_ranks(
+        lambda: _locate(args, load), lambda one: nothing if one is None else str(one), settings_in_use()
+    )
+    if found is None and args.exit_on_missing_checkpoint:
+        raise NotACheckpointError(
+            expected=f"a checkpoint in --{load_arg}",
+            found=nothing,
+            remedy="Check the path, or leave out --exit-on-missing-checkpoint.",
+        )
+    if found is None:
+        print_rank_0(f"WARNING: could not find a checkpoint in {load}: will start from random")
+    return found
 
 
 def _locate(args: Any, load: str | None) -> AnyPath | None:

@@ -157,6 +157,33 @@ def test_a_run_resumes_from_the_recovery_checkpoint_beside_its_saves(bridge_rank
 
 
 @no_process_group
+def train_without_progress(run: Run) -> dict[str, Any]:
+    """Save as a converter does: no training loop says how far it was."""
+    from mbridge_fsdp_ckpt.bridge import manager
+
+    with patch.object(manager, "_values", lambda *_: {}):
+        return train(run)
+
+
+def test_a_release_gives_weights_alone_and_training_begins_at_0(bridge_ranks: RankPool, tmp_path: Path) -> None:
+    """Named by a tracker, or by its directory: which holds neither optimizer, nor generators, nor progress."""
+    alone = {"checkpoint.save_optim": False, "checkpoint.save_rng": False}
+    run = Run(str(tmp_path), 2, config=alone)
+    [written] = bridge_ranks.run(train_without_progress, run, ranks=1)
+    (tmp_path / "iter_0000002").rename(tmp_path / "release")
+    (tmp_path / STATE).unlink()
+    (tmp_path / TRACKER).write_text("release\n")
+    weights = {key: value for key, value in written["end"].items() if key.startswith("model.")}
+    assert len(weights) > 20
+    for load in (tmp_path, tmp_path / "release"):
+        config = {"checkpoint.load": str(load), "checkpoint.save": str(tmp_path / "out")}
+        [found] = bridge_ranks.run(train, run.on(iterations=1, save_every=9, config=config), ranks=1)
+        assert {key: found["loaded"][key] for key in weights} == weights
+        assert (found["progress"]["step"], found["progress"]["consumed_train_samples"]) == (0, 0)
+        assert list(found["losses"]) == [1]
+
+
+@no_process_group
 def refusal(run: Run, *, own_loop: bool = False) -> str:
     """What a run that must not begin says."""
     try:

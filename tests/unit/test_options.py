@@ -1,14 +1,17 @@
-"""Tables of options: what is refused and what is said.
+"""Tables of options: whose they are, what is refused and what is said.
 
-That they are those of Bridge and VeRL is in tests/bridge and tests/verl, whose ranks have imported them.
+Fields of Bridge and VeRL are read from their files: a stack that cannot install them has these, too.  That reading them
+finds what the classes have is in tests/bridge and tests/verl, whose ranks have imported them.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -16,7 +19,9 @@ from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.hosts import options
 from mbridge_fsdp_ckpt.hosts.options import Handling, Option, check, given_by, tell
 from mbridge_fsdp_ckpt.versions import TESTED
-from tests.options import ENUMERATED, PAGE, TABLES, differing, page
+from tests.options import DECLARED, ENUMERATED, PAGE, SOURCES, TABLES, declared, differing, is_there, page
+
+STACKS = Path(__file__).parents[2] / "requirements" / "stacks"
 
 
 def test_the_table_has_the_options_of_the_installed_release() -> None:
@@ -29,6 +34,19 @@ def test_the_table_has_the_options_of_the_installed_release() -> None:
     assert differing("Megatron-LM", [*has, "new"], Option("gone", Handling.OBEYED, "It is.")) == ["gone", "new"]
     flags = {option.name: option.written for option in ENUMERATED["Megatron-LM"]}
     assert [name for name, written in has.items() if flags[name] not in written] == []
+
+
+@pytest.mark.parametrize("host", DECLARED)
+def test_the_table_has_the_fields_that_a_host_declares(host: str) -> None:
+    """On every stack for which there is such a host: what upstream adds there fails."""
+    if not is_there(host):
+        stack = os.environ.get("STACK", "")  # make says it
+        assert not (stack and (STACKS / stack / "full.txt").exists()), f"no files of {host} in {SOURCES}: make test"
+        pytest.skip(f"this stack has no {host}")
+    has = declared(host)
+    assert len(has) > 5
+    assert differing(host, has) == []
+    assert differing(host, [*has, "new"], Option("gone", Handling.OBEYED, "It is.")) == ["gone", "new"]
 
 
 def test_no_row_is_of_a_release_before_the_window_or_said_twice() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -11,7 +13,7 @@ import torch
 
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.hosts import corrections
-from mbridge_fsdp_ckpt.live.megatron_fsdp import local_shard
+from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module, local_shard
 from mbridge_fsdp_ckpt.plan import records
 from mbridge_fsdp_ckpt.storage.format.columns import PREAMBLE
 from mbridge_fsdp_ckpt.storage.ranges import Bytes, OpenFiles
@@ -42,6 +44,39 @@ def train_and_save(directory: str, recipe: Recipe, more_steps: int = 0) -> dict[
     saved = oracle.live(trainable)
     losses = [trainable.step(number) for number in range(2, 2 + more_steps)]
     return {"live": saved, "collectives": counted, "losses": losses, "end": oracle.live(trainable)}
+
+
+def slices(model: Any) -> dict[str, Any]:
+    """What of each parameter this rank has, as Megatron-FSDP says it."""
+    named = dict(find_fsdp_module(model).param_and_grad_buffer.optimizer_named_parameters)
+    return {name: getattr(each, "megatron_fsdp_slice", None) for name, each in named.items()}
+
+
+def save_with_whole_experts(directory: str, recipe: Recipe) -> list[str]:
+    """The same first steps and save, with experts marked as `no_shard` leaves parameters, and nothing else.
+
+    As with `data_parallel_sharding_strategy_experts`.  Each is whole here where experts have no data parallelism.
+    """
+    trainable = prepared(recipe, steps=2)
+    named = dict(find_fsdp_module(trainable.model).param_and_grad_buffer.optimizer_named_parameters)
+    experts = [name for name in named if ".local_experts." in name]
+    for name in experts:
+        del named[name].megatron_fsdp_slice
+    mbridge_fsdp_ckpt.save(directory, model=trainable.model, optimizer=trainable.optimizer, values={"iteration": 2})
+    return experts
+
+
+def load_and_save_cut_otherwise(directory: str, again: str, recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Load where Megatron-FSDP cuts groups of parameters at other rows, and save; what each rank has by both rules."""
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
+
+    before = slices(prepared(recipe).model)
+    names = vars(math) | {"lcm": lambda *sizes: 3 * math.lcm(*sizes)}
+    with patch.object(param_and_grad_buffer, "math", SimpleNamespace(**names)):
+        trainable = prepared(recipe, seed=999)
+    mbridge_fsdp_ckpt.load(directory, model=trainable.model, optimizer=trainable.optimizer)
+    mbridge_fsdp_ckpt.save(again, model=trainable.model, optimizer=trainable.optimizer, values={"iteration": 2})
+    return before, slices(trainable.model)
 
 
 def with_small_records[**P, R](largest: int, case: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -56,6 +56,21 @@ def test_a_checkpoint_loads_in_every_other_layout(saved_in: str, megatron_ranks:
         assert oracle.on_disk(again) == oracle.on_disk(first), name
 
 
+def test_shards_are_read_from_each_parameter_and_may_be_cut_by_another_rule(
+    megatron_ranks: RankPool, tmp_path: Path
+) -> None:
+    """As Megatron-Core 0.20 has them: experts sharded otherwise than the rest, groups split at other rows."""
+    first, whole, again = (tmp_path / name for name in ("first", "whole", "again"))
+    recipe = QWEN.on(expert=2)
+    megatron_ranks.run(cases.train_and_save, str(first), recipe, ranks=2)
+    experts = megatron_ranks.run(cases.save_with_whole_experts, str(whole), recipe, ranks=2)
+    assert len(experts[0]) > 10
+    assert oracle.on_disk(whole) == oracle.on_disk(first)
+    cut = megatron_ranks.run(cases.load_and_save_cut_otherwise, str(first), str(again), recipe, ranks=2)
+    assert all(before != after for before, after in cut)
+    assert oracle.on_disk(again) == oracle.on_disk(first)
+
+
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "torch Adam": {"optimizer": "torch"},
     "FusedAdam": {"optimizer": "auto"},

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import pytest
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.hosts import options
 from mbridge_fsdp_ckpt.hosts.options import Handling, Option, check, given_by, tell
+from mbridge_fsdp_ckpt.megatron_lm.choice import check_arguments
 from mbridge_fsdp_ckpt.versions import TESTED
 from tests.options import DECLARED, ENUMERATED, PAGE, SOURCES, TABLES, declared, differing, is_there, page
 
@@ -65,6 +67,14 @@ def test_no_row_is_of_a_release_before_the_window_or_said_twice() -> None:
 
 def test_the_page_is_that_of_the_tables() -> None:
     assert PAGE.read_text() == page(), "run: python -m tests.options"
+
+
+def test_megatron_lm_is_refused_the_second_version_by_name() -> None:
+    args = Namespace(megatron_fsdp_version=2, data_parallel_sharding_strategy_experts="no_shard")
+    with pytest.raises(ConfigurationError, match="--megatron-fsdp-version 2"):
+        check_arguments(args)
+    args.megatron_fsdp_version = 1
+    assert check_arguments(args) == []
 
 
 @dataclass

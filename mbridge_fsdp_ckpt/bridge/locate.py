@@ -53,6 +53,8 @@ def locate(load_dir: str | None, checkpoint_config: Any, step: int | None) -> Lo
     """
     if load_dir is not None:
         root = as_path(load_dir)
+        if iteration_of(root.name) is not None and not root.exists():
+            existing(root.parent, root.name, "the path", "Check the path.")
         if has_head(root) or names.is_checkpoint_iteration_directory(load_dir):
             _check_named_so(root, step)
             return Located(root, root.parent, release=root.name == RELEASE)

@@ -241,6 +241,7 @@ def test_a_run_that_is_told_to_resume_never_begins_anew(bridge_ranks: RankPool, 
             "iteration 7, which checkpoint.ckpt_step names",
         ),
     }
+    refused["gone", False] = ({"checkpoint.load": str(root / "iter_0000009")}, "found iter_0000002. Check the path")
     refused["adapters, empty", False] = (over_base | must, "a checkpoint of adapters in checkpoint.load, since")
     refused["adapters, chosen", False] = (over_base | {"checkpoint.ckpt_step": 7}, "an empty directory")
     for (name, own_loop), (config, says) in refused.items():

@@ -6,8 +6,10 @@ without a word.  Here parameters are NaN before an import, and reads of tensors 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -67,29 +69,17 @@ def fill(bridge: Any, model: Any, *, strict: bool) -> list[str]:
 
     Raises:
         KeyMismatchError: A parameter was not filled, or a tensor has no place.
-        ConfigurationError: A value does not fit the type.
+        DamagedCheckpointError: A tensor of the files has values that are no finite numbers.
+        ConfigurationError: A tensor has a shape that Bridge cannot take, or a value does not fit the type.
     """
     tensors = dict(_to_be_filled(bridge, model))
     with torch.no_grad():
         for tensor in tensors.values():
             tensor.fill_(torch.nan)
-    with _recorded(bridge.hf_pretrained.state.source) as read:
-        bridge.load_hf_weights([model])
-    absent = _on_all_ranks(name for name, tensor in tensors.items() if tensor.isnan().any())
-    if absent:
-        raise KeyMismatchError(
-            expected="a tensor of the Hugging Face model for every parameter",
-            found=f"{len(absent)} not filled, or not with numbers: {listed(sorted(absent))}",
-            remedy="Its files lack tensors, or have no numbers in them. Nothing was written.",
-        )
-    too_large = _on_all_ranks(name for name, tensor in tensors.items() if tensor.isinf().any())
-    if too_large:
-        raise ConfigurationError(
-            expected="values that fit --torch-dtype",
-            found=f"infinite ones in {len(too_large)} parameters: {listed(sorted(too_large))}",
-            remedy="Give --torch-dtype bfloat16 or float32. Nothing was written.",
-        )
-    unread = _without_place(bridge.hf_pretrained.state.source, _on_all_ranks(read))
+    with _recorded(bridge) as read:
+        _load(bridge, model, read)
+    _check_filled(bridge, model, tensors, read)
+    unread = _without_place(bridge.hf_pretrained.state.source, _on_all_ranks(read.names))
     if unread and strict:
         raise KeyMismatchError(
             expected="a place in the model for every tensor of the Hugging Face model",
@@ -97,6 +87,96 @@ def fill(bridge: Any, model: Any, *, strict: bool) -> list[str]:
             remedy="--not-strict leaves them out. Nothing was written.",
         )
     return unread
+
+
+@dataclass(slots=True)
+class _Read:
+    """Tensors that were read from the files.
+
+    Args:
+        names: All.
+        last: Those of the parameter that is being filled, with their shapes.
+        not_finite: Those with a NaN or an infinite value.
+        largest: Of the others, the largest magnitude of each.
+    """
+
+    names: set[str] = field(default_factory=set)
+    last: dict[str, list[int]] = field(default_factory=dict)
+    not_finite: set[str] = field(default_factory=set)
+    largest: dict[str, float] = field(default_factory=dict)
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Count a tensor."""
+        self.last[name] = list(tensor.shape)
+        if name in self.names:
+            return
+        self.names.add(name)
+        if tensor.is_floating_point() and tensor.itemsize > 1 and tensor.numel():
+            low, high = (float(value) for value in tensor.aminmax())  # NaN if there is one
+            if math.isfinite(low) and math.isfinite(high):
+                self.largest[name] = max(-low, high)
+            else:
+                self.not_finite.add(name)
+
+
+def _load(bridge: Any, model: Any, read: _Read) -> None:
+    try:
+        bridge.load_hf_weights([model])
+    except (AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        shapes = [f"{name} {shape}" for name, shape in read.last.items()]
+        raise ConfigurationError(
+            expected="tensors of the Hugging Face model in the shapes that its config.json asks for",
+            found=f"{brief(error)}, of {listed(shapes)}",
+            remedy="Are its files, and config.json, of one model? Nothing was written.",
+        ) from error
+
+
+def _check_filled(bridge: Any, model: Any, tensors: Mapping[str, torch.Tensor], read: _Read) -> None:
+    """Check that every parameter has finite numbers.
+
+    Raises:
+        DamagedCheckpointError: A tensor of the files has others.
+        KeyMismatchError: A parameter was not filled.
+        ConfigurationError: A value does not fit the type.
+    """
+    own = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
+    not_finite = _on_all_ranks(read.not_finite)
+    if _on_all_ranks(own) and not_finite:
+        raise DamagedCheckpointError(
+            expected="finite numbers in the Hugging Face model's files",
+            found=f"NaN or infinite values in {len(not_finite)} tensors: {listed(sorted(not_finite))}",
+            remedy="The model itself has them: download it again, or use another one. Nothing was written.",
+        )
+    empty = [name for name in own if tensors[name].isnan().any()]
+    absent = _on_all_ranks(empty)
+    lacking = _on_all_ranks(_lacking(bridge, model, empty))
+    if absent:
+        source = f"no {listed(sorted(lacking))}, for " if lacking else ""
+        raise KeyMismatchError(
+            expected="a tensor of the Hugging Face model for every parameter",
+            found=f"{source}{len(absent)} not filled: {listed(sorted(absent))}",
+            remedy="Its files lack tensors. Nothing was written.",
+        )
+    too_large = _on_all_ranks(own)
+    if too_large:
+        largest = torch.finfo(tensors[own[0]].dtype).max if own else math.inf
+        sources = _on_all_ranks(name for name, value in read.largest.items() if value > largest)
+        raise ConfigurationError(
+            expected="values that fit --torch-dtype",
+            found=f"too large ones in {listed(sorted(sources))}, for {listed(sorted(too_large))}",
+            remedy="Give --torch-dtype bfloat16 or float32. Nothing was written.",
+        )
+
+
+def _lacking(bridge: Any, model: Any, names: Iterable[str]) -> Iterator[str]:
+    """Tensors of the Hugging Face model that parameters are made from, and that its files lack."""
+    from megatron.bridge.models.conversion.model_bridge import _megatron_local_name_to_global as named_globally
+
+    registry, known = bridge._model_bridge.mapping_registry(), set(bridge.hf_pretrained.state.source.get_all_keys())
+    for name in names:
+        mapping = registry.megatron_to_hf_lookup(named_globally([model], model.config, name))
+        found: Any = getattr(mapping, "hf_param", None) or {}
+        yield from {found} - known if isinstance(found, str) else set(found.values()) - known
 
 
 def _to_be_filled(bridge: Any, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -119,17 +199,24 @@ def _unwrapped(name: str) -> str:
 
 
 @contextmanager
-def _recorded(source: Any) -> Iterator[set[str]]:
-    """The names of tensors that are read from the files meanwhile."""
-    read, stock = set[str](), source.load_tensors
+def _recorded(bridge: Any) -> Iterator[_Read]:
+    """What is read from the files meanwhile."""
+    source, kind, read = bridge.hf_pretrained.state.source, type(bridge._model_bridge), _Read()
+    stock, modify = source.load_tensors, kind.maybe_modify_loaded_hf_weight
 
     def load_tensors(keys: list[str]) -> Any:
         found = stock(keys)
-        read.update(found)
+        for name, tensor in found.items():
+            read.add(name, tensor)
         return found
+
+    def maybe_modify_loaded_hf_weight(*args: Any, **kwargs: Any) -> Any:
+        read.last.clear()  # the next parameter's begin
+        return modify(*args, **kwargs)
 
     with Patches() as patches:
         patches.set(source, "load_tensors", load_tensors)
+        patches.set(kind, "maybe_modify_loaded_hf_weight", maybe_modify_loaded_hf_weight)
         yield read
 
 

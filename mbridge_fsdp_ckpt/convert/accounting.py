@@ -7,6 +7,7 @@ without a word.  Here parameters are NaN before an import, and reads of tensors 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from mbridge_fsdp_ckpt.errors import ConfigurationError, DamagedCheckpointError,
 from mbridge_fsdp_ckpt.hosts.patching import Patches
 from mbridge_fsdp_ckpt.loading.match import listed
 
+_STACKED = re.compile(r"(?<!shared_)experts\.(gate|up|down)\w*$")
+"""Tensors that have all experts of a layer."""
 _MADE_ANEW = "rotary_emb.inv_freq"
 """Tensors that some files have and every model computes."""
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embeddings.weight")
@@ -76,9 +79,10 @@ def fill(bridge: Any, model: Any, *, strict: bool) -> list[str]:
     with torch.no_grad():
         for tensor in tensors.values():
             tensor.fill_(torch.nan)
-    with _recorded(bridge) as read:
+    with _recorded(bridge, getattr(model.config, "num_moe_experts", None)) as read:
         _load(bridge, model, read)
     _check_filled(bridge, model, tensors, read)
+    _check_columns(bridge, model, tensors, read)
     unread = _without_place(bridge.hf_pretrained.state.source, _on_all_ranks(read.names))
     if unread and strict:
         raise KeyMismatchError(
@@ -95,19 +99,21 @@ class _Read:
 
     Args:
         names: All.
+        shapes: Of all.
         last: Those of the parameter that is being filled, with their shapes.
         not_finite: Those with a NaN or an infinite value.
         largest: Of the others, the largest magnitude of each.
     """
 
     names: set[str] = field(default_factory=set)
+    shapes: dict[str, list[int]] = field(default_factory=dict)
     last: dict[str, list[int]] = field(default_factory=dict)
     not_finite: set[str] = field(default_factory=set)
     largest: dict[str, float] = field(default_factory=dict)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Count a tensor."""
-        self.last[name] = list(tensor.shape)
+        self.last[name] = self.shapes[name] = list(tensor.shape)
         if name in self.names:
             return
         self.names.add(name)
@@ -168,15 +174,45 @@ def _check_filled(bridge: Any, model: Any, tensors: Mapping[str, torch.Tensor], 
         )
 
 
+def _check_columns(bridge: Any, model: Any, tensors: Mapping[str, torch.Tensor], read: _Read) -> None:
+    """Check what queries, keys and values are made from: Bridge views it as heads, whatever its shape is.
+
+    Raises:
+        ConfigurationError: A tensor has another number of columns than its parameter.
+    """
+    matrices = [name for name, tensor in tensors.items() if tensor.dim() > 1]
+    unlike = [
+        f"{source} {read.shapes[source]}"
+        for name, sources in _sources(bridge, model, matrices)
+        if {"q", "k", "v"} <= sources.keys()
+        for source in sources.values()
+        if source in read.shapes and read.shapes[source][-1] != tensors[name].shape[-1]
+    ]
+    found = _on_all_ranks(unlike)
+    if found:
+        raise ConfigurationError(
+            expected="projections to queries, keys and values with as many columns as the model is wide",
+            found=listed(sorted(found)),
+            remedy="Are its files, and config.json, of one model? Nothing was written.",
+        )
+
+
 def _lacking(bridge: Any, model: Any, names: Iterable[str]) -> Iterator[str]:
     """Tensors of the Hugging Face model that parameters are made from, and that its files lack."""
+    known = set(bridge.hf_pretrained.state.source.get_all_keys())
+    for _, sources in _sources(bridge, model, names):
+        yield from set(sources.values()) - known
+
+
+def _sources(bridge: Any, model: Any, names: Iterable[str]) -> Iterator[tuple[str, dict[str, str]]]:
+    """For each parameter, the tensors of the Hugging Face model that it is made from, by their roles."""
     from megatron.bridge.models.conversion.model_bridge import _megatron_local_name_to_global as named_globally
 
-    registry, known = bridge._model_bridge.mapping_registry(), set(bridge.hf_pretrained.state.source.get_all_keys())
+    registry = bridge._model_bridge.mapping_registry()
     for name in names:
         mapping = registry.megatron_to_hf_lookup(named_globally([model], model.config, name))
         found: Any = getattr(mapping, "hf_param", None) or {}
-        yield from {found} - known if isinstance(found, str) else set(found.values()) - known
+        yield name, {"": found} if isinstance(found, str) else dict(found)
 
 
 def _to_be_filled(bridge: Any, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -198,8 +234,19 @@ def _unwrapped(name: str) -> str:
     return name
 
 
+def _check_experts(name: str, tensor: torch.Tensor, experts: int | None) -> None:
+    """Check a tensor that has all experts: Bridge takes the rows it wants, and leaves the others."""
+    if experts is None or not _STACKED.search(name) or tensor.shape[:1] == (experts,):
+        return
+    raise ConfigurationError(
+        expected=f"one row for each of {experts} experts, as config.json says",
+        found=f"{name} {list(tensor.shape)}",
+        remedy="Are its files, and config.json, of one model? Nothing was written.",
+    )
+
+
 @contextmanager
-def _recorded(bridge: Any) -> Iterator[_Read]:
+def _recorded(bridge: Any, experts: int | None) -> Iterator[_Read]:
     """What is read from the files meanwhile."""
     source, kind, read = bridge.hf_pretrained.state.source, type(bridge._model_bridge), _Read()
     stock, modify = source.load_tensors, kind.maybe_modify_loaded_hf_weight
@@ -208,6 +255,7 @@ def _recorded(bridge: Any) -> Iterator[_Read]:
         found = stock(keys)
         for name, tensor in found.items():
             read.add(name, tensor)
+            _check_experts(name, tensor, experts)
         return found
 
     def maybe_modify_loaded_hf_weight(*args: Any, **kwargs: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 from mbridge_fsdp_ckpt.bridge.run_config import RunConfig
 from mbridge_fsdp_ckpt.convert.description import Description, Parameters, Record
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, UnsupportedStateError
+from mbridge_fsdp_ckpt.storage.format.names import ARGUMENTS
 from mbridge_fsdp_ckpt.storage.format.schema import RankOwn
 from mbridge_fsdp_ckpt.storage.format.values import encode, encode_mapping
 from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
@@ -52,7 +53,7 @@ def describe_stock(source: DcpSource) -> Description:
         records=records,
         parameters=parameters,
         writer=writer_versions(training=False),
-        notes=_note(lost),
+        notes=(*_note(lost), *_note_of_arguments(values)),
     )
 
 
@@ -62,6 +63,14 @@ def _note(lost: list[str]) -> tuple[str, ...]:
     count = "1 entry is" if len(lost) == 1 else f"{len(lost)} entries are"
     names = ", ".join(lost[:5]) + (", ..." if len(lost) > 5 else "")
     return (f"{count} left out, being no plain data, or nothing that a load reads: {names}",)
+
+
+def _note_of_arguments(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """That of Megatron-LM's arguments, which are one pickle, only some come along."""
+    if ARGUMENTS not in values:
+        return ()
+    kept = ", ".join(values[ARGUMENTS]) or "none"
+    return (f"of Megatron-LM's arguments ({ARGUMENTS}) only what a load reads comes along: {kept}",)
 
 
 def _refuse_pickled_slots(source: DcpSource) -> None:

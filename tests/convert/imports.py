@@ -168,7 +168,8 @@ def _taken(case: Case, tensors: Tensors, right: Tensors, state: Tensors) -> str:
     if case.kind != "doubled":
         if any(mask.any() for mask in differs.values()):
             return "missed: taken, and wrong"
-        return "right" if case.kind in ("flattened", "to float32", "to float16") else "the same"
+        same = case.kind in ("transposed", "flattened", "to float32", "to float16")
+        return "right" if same else "missed: taken"
     before = torch.cat([right[name][mask].float() for name, mask in differs.items()])
     after = torch.cat([state[name][mask].float() for name, mask in differs.items()])
     own = tensors[case.tensor].float().flatten().sort().values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import pickle
@@ -208,6 +209,16 @@ def test_what_is_no_data_is_left_out_by_name(tmp_path: Path) -> None:
     assert "1 entry is left out" in note
     assert "rerun_state_machine" in note
     assert left(tmp_path) == ["new", "old"]
+
+
+def test_it_says_that_arguments_of_megatron_lm_are_left_out(tmp_path: Path) -> None:
+    """They were dropped without a word."""
+    given = argparse.Namespace(consumed_train_samples=8, lr=0.1, tokenizer_type="NullTokenizer")
+    made.save_stock(tmp_path / "old", args=given)
+    [note] = data("from-stock", tmp_path / "old", tmp_path / "new")["notes"]
+    assert note == (
+        "of Megatron-LM's arguments (args) only what a load reads comes along: consumed_train_samples, tokenizer_type"
+    )
 
 
 def test_without_run_files_it_can_be_converted_as_well(tmp_path: Path) -> None:

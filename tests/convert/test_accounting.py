@@ -130,6 +130,61 @@ def test_an_import_accounts_for_every_tensor(bridge_ranks: RankPool, tmp_path: P
     assert "1 left out, without a place in the model: model.layers.0.extra.weight." in found["not strict"][1]
 
 
+def of_wrong_inputs(folder: str) -> dict[str, Any]:
+    """What imports say of directories that are no whole model, by what is wrong; and what they left."""
+    root, source = Path(folder), Path(folder, "whole")
+    runs.write_model("Qwen3", str(source))
+    runs.write_model("Qwen3-MoE", str(root / "other"))
+
+    def truncate(place: Path) -> None:
+        file = place / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-1000])
+
+    def empty(place: Path) -> None:
+        (place / "model.safetensors").write_bytes(b"")
+
+    def name_absent_files(place: Path) -> None:
+        (place / "model.safetensors").unlink()
+        index = {"weight_map": dict.fromkeys(tensors_in(source), "model-1-of-1.safetensors")}
+        (place / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    def a_broken_index(place: Path) -> None:
+        (place / "model.safetensors").unlink()
+        (place / "model.safetensors.index.json").write_text("{")
+
+    changes: dict[str, Callable[[Path], Any]] = {
+        "truncated": truncate,
+        "empty file": empty,
+        "absent files": name_absent_files,
+        "broken index": a_broken_index,
+        "no files": lambda place: (place / "model.safetensors").unlink(),
+        "another model": lambda place: shutil.copy(root / "other" / "config.json", place),
+        "broken configuration": lambda place: (place / "config.json").write_text("{"),
+        "no configuration": lambda place: (place / "config.json").unlink(),
+    }
+    found: dict[str, Any] = {}
+    for what, change in changes.items():
+        place = root / what
+        shutil.copytree(source, place)
+        change(place)
+        found[what] = said("import", "--hf-model", str(place), "--megatron-path", f"{folder}/new")
+    found["a file"] = said("import", "--hf-model", str(source / "config.json"), "--megatron-path", f"{folder}/new")
+    below = str(source / "config.json" / "new")
+    found["below a file"] = said("import", "--hf-model", str(source), "--megatron-path", below)
+    assert not (root / "new").exists() or not any((root / "new").iterdir())
+    found["again"] = said("import", "--hf-model", str(source), "--megatron-path", f"{folder}/new")
+    return found
+
+
+def test_wrong_inputs_are_one_named_line_and_leave_nothing(bridge_ranks: RankPool, tmp_path: Path) -> None:
+    [found] = bridge_ranks.run(of_wrong_inputs, str(tmp_path), ranks=1)
+    assert found.pop("again")[0] == 0
+    for what, (code, _, error) in found.items():
+        assert code in (1, 2), (what, error)
+        assert len(error.splitlines()) == 1, (what, error)
+        assert re.match(r"\w+Error: ", error), (what, error)
+
+
 def of_exports(folder: str) -> dict[str, Any]:
     """Exports of a model that was trained without the head that its Hugging Face model has."""
     root, whole, bare = Path(folder), f"{folder}/whole", f"{folder}/bare"

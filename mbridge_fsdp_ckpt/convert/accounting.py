@@ -175,10 +175,10 @@ def _check_filled(bridge: Any, model: Any, tensors: Mapping[str, torch.Tensor], 
 
 
 def _check_columns(bridge: Any, model: Any, tensors: Mapping[str, torch.Tensor], read: _Read) -> None:
-    """Check what queries, keys and values are made from: Bridge views it as heads, whatever its shape is.
+    """Check what Bridge takes whatever its shape is: it views projections as heads, and cuts convolutions.
 
     Raises:
-        ConfigurationError: A tensor has another number of columns than its parameter.
+        ConfigurationError: A tensor has other columns than its parameter, or more rows.
     """
     matrices = [name for name, tensor in tensors.items() if tensor.dim() > 1]
     unlike = [
@@ -188,13 +188,25 @@ def _check_columns(bridge: Any, model: Any, tensors: Mapping[str, torch.Tensor],
         for source in sources.values()
         if source in read.shapes and read.shapes[source][-1] != tensors[name].shape[-1]
     ]
+    unlike += _longer_convolutions(bridge, model, tensors, read)
     found = _on_all_ranks(unlike)
     if found:
         raise ConfigurationError(
-            expected="projections to queries, keys and values with as many columns as the model is wide",
+            expected="tensors of the Hugging Face model in the shapes that its config.json asks for",
             found=listed(sorted(found)),
             remedy="Are its files, and config.json, of one model? Nothing was written.",
         )
+
+
+def _longer_convolutions(bridge: Any, model: Any, tensors: Mapping[str, torch.Tensor], read: _Read) -> Iterator[str]:
+    from megatron.core.parallel_state import get_tensor_model_parallel_world_size as tensor_size
+
+    convolutions = [name for name in tensors if ".conv1d." in name]
+    for name, sources in _sources(bridge, model, convolutions):
+        for source in sources.values():
+            rows = tensors[name].shape[0] * tensor_size()
+            if len(sources) == 1 and read.shapes.get(source, [rows])[0] != rows:
+                yield f"{source} {read.shapes[source]}"
 
 
 def _lacking(bridge: Any, model: Any, names: Iterable[str]) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ SHARE = 1 if sampling.FULL else 10
 
 
 def test_a_tensor_that_is_otherwise_is_refused_by_name_or_right(bridge_ranks: RankPool, tmp_path: Path) -> None:
-    began, found = time.monotonic(), []
+    found = []
     for name in FAMILIES:
         folder = str(tmp_path / name)
         [cases] = bridge_ranks.run(imports.of_family, name, folder, SHARE, str(sampling.seed()), ranks=1)
@@ -28,5 +27,3 @@ def test_a_tensor_that_is_otherwise_is_refused_by_name_or_right(bridge_ranks: Ra
     assert missed == [], sampling.how_to_repeat()
     assert found
     assert {outcome for _, kind, _, outcome in found if kind == "doubled"} <= {"right"}
-    outcomes = sampling.tally((f"{name}: {kind}", outcome) for name, kind, _, outcome in found)
-    sampling.record("imports", sampling.Result(time.monotonic() - began, outcomes))

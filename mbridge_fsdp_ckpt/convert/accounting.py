@@ -201,7 +201,7 @@ def _check_columns(bridge: Any, model: Any, tensors: Mapping[str, torch.Tensor],
 def _longer_convolutions(bridge: Any, model: Any, tensors: Mapping[str, torch.Tensor], read: _Read) -> Iterator[str]:
     from megatron.core.parallel_state import get_tensor_model_parallel_world_size as tensor_size
 
-    convolutions = [name for name in tensors if ".conv1d." in name]
+    convolutions = [name for name in tensors if "conv1d" in name]
     for name, sources in _sources(bridge, model, convolutions):
         for source in sources.values():
             rows = tensors[name].shape[0] * tensor_size()

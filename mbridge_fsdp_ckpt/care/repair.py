@@ -35,9 +35,10 @@ from mbridge_fsdp_ckpt.storage.format.names import (
     STATE_TRACKER,
     TRACKER,
     TRAIN_STATE,
-    is_reading,
     iteration_name,
     iteration_of,
+    read_of,
+    suffix_of,
 )
 from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
 from mbridge_fsdp_ckpt.storage.store import AnyPath, store_of
@@ -56,17 +57,25 @@ class Step:
 
     action: str
     path: AnyPath
-    why: str
-    take: Callable[[], object]
+    why: str = field(compare=False)
+    take: Callable[[], object] = field(compare=False)
 
 
 @dataclass(slots=True)
 class Plan:
-    """Steps in the order in which to take them, what is left alone and why, and what cannot be helped."""
+    """Steps in the order in which to take them, what is left alone and why, and what cannot be helped.
+
+    Args:
+        steps: Not taken yet.
+        left_alone: What, and why.
+        broken: What, and why.
+        look_again: Makes the plan anew.
+    """
 
     steps: list[Step] = field(default_factory=list)
     left_alone: list[tuple[AnyPath, str]] = field(default_factory=list)
     broken: list[tuple[AnyPath, str]] = field(default_factory=list)
+    look_again: Callable[[], Plan] | None = None
 
     @property
     def deletes(self) -> list[Step]:
@@ -74,10 +83,18 @@ class Plan:
         return [step for step in self.steps if step.action == "delete"]
 
     def carry_out(self) -> list[Step]:
-        """Take the steps, those that delete last; returns them in that order."""
-        taken = [step for step in self.steps if step.action != "delete"] + self.deletes
-        for step in taken:
-            step.take()
+        """Take the steps that are still to be taken, those that delete last; returns them in that order.
+
+        A question may have waited for its answer, and what is there has changed meanwhile.
+        """
+        taken: list[Step] = []
+        for shown in ([step for step in self.steps if step.action != "delete"], self.deletes):
+            now = self if self.look_again is None or not shown else self.look_again()
+            still = {step: step for step in now.steps}
+            due = [still[step] for step in shown if step in still]
+            for step in due:
+                step.take()
+            taken += due
         return taken
 
 
@@ -88,7 +105,7 @@ def plan_repair(root: AnyPath, *, force: bool) -> Plan:
         root: A run's root.
         force: Whether leftovers go that are young enough to belong to a save in progress.
     """
-    plan = Plan()
+    plan = Plan(look_again=partial(plan_repair, root, force=force))
     recovered = _plan_recovery(root, plan)
     _plan_tracker(root, plan, recovered)
     _plan_leftovers(root, plan, force=force)
@@ -117,6 +134,9 @@ def _plan_tracker(root: AnyPath, plan: Plan, recovered: dict[str, AnyPath]) -> N
     places |= {RELEASE: root / RELEASE} if has_head(root / RELEASE) else {}
     places |= {name: aside for name, aside in recovered.items() if has_head(aside)}
     named, trouble = {}, {}
+    if folders := [tracker for tracker in trackers.present(root) if tracker.is_dir()]:
+        plan.broken.extend((folder, "a directory, not a tracker: move it away") for folder in folders)
+        return
     for name in (STATE_TRACKER, TRACKER):
         try:
             found = trackers.read(root / name)
@@ -223,8 +243,8 @@ def _plan_leftovers(root: AnyPath, plan: Plan, *, force: bool) -> None:
             plan.left_alone.append((path, "touched within the last hour: a save may be in progress (--force)"))
         else:
             why = f"left by a save or a removal that died, {decimal(bytes_in(path))}"
-            plan.steps.append(Step("delete", path, why, partial(_delete, path)))
-    marks: list[AnyPath] = [mark for mark in entries(root, READING) if is_reading(mark.name)]
+            plan.steps.append(Step("delete", path, why, partial(_delete_leftover, path)))
+    marks: list[AnyPath] = [mark for mark in entries(root, READING) if read_of(mark.name)]
     for mark in sorted(marks, key=lambda path: path.name):
         if is_young(mark):
             plan.left_alone.append((mark, "somebody reads that checkpoint"))
@@ -233,10 +253,15 @@ def _plan_leftovers(root: AnyPath, plan: Plan, *, force: bool) -> None:
             plan.steps.append(Step("delete", mark, why, partial(_delete, mark)))
 
 
-def _delete(path: AnyPath) -> None:
-    """Delete a leftover; whoever was faster has done the same."""
+def _delete_leftover(path: AnyPath) -> None:
+    """Delete a directory, a temporary file, or an object whose save has not committed meanwhile."""
     local = store_of(path).local
     if local is not None and local.is_dir():
         shutil.rmtree(local)
-    else:
-        store_of(path).remove()
+    elif not suffix_of(path.name) or not (path.parent / MANIFEST_NAME).exists():
+        _delete(path)
+
+
+def _delete(path: AnyPath) -> None:
+    """Delete a file; whoever was faster has done the same."""
+    store_of(path).remove()

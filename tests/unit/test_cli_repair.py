@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from upath import UPath
 
+from mbridge_fsdp_ckpt.care.repair import plan_repair
 from mbridge_fsdp_ckpt.cli import console as frame
 from mbridge_fsdp_ckpt.storage.checksums import checksum
 from mbridge_fsdp_ckpt.storage.entries import ExtraEntry
@@ -247,6 +249,61 @@ def test_what_may_be_alive_is_left_alone(root: Path) -> None:
     ]
     assert data("repair", root, "--yes", "--force")["steps"][0]["done"]
     assert names(root) == WHOLE
+
+
+@pytest.mark.parametrize("meanwhile", ["renewed", "committed", "removed", "read", "published"])
+def test_what_changes_until_the_answer_is_looked_at_again(root: Path, meanwhile: str) -> None:
+    """A question waits as long as people do."""
+    dead, other = root / "iter_0000030", root / f".staging-iter_0000050-{TOKEN}"
+    handmade.make(dead).joinpath("manifest.json").rename(root / "head")
+    for path in [dead / payload(0), dead / "group_00000.index"]:
+        path.rename(path.with_stem(f"{path.stem}-{TOKEN}"))
+    lease = root / f".reading-iter_0000010-{TOKEN}"
+    lease.touch()
+    for path in (dead, handmade.make(other), lease):
+        age(path)
+    aside = age((root / "iter_0000010").rename(root / f".replaced-iter_0000010-{TOKEN}"))
+    shutil.copytree(aside, root / "iter_0000010")
+    if meanwhile == "published":
+        (root / TRACKER).write_text("garbage")
+        (root / STATE).unlink()
+    plan = plan_repair(root, force=False)
+    if meanwhile == "renewed":
+        os.utime(other / payload(0))
+        stays = other
+    elif meanwhile == "committed":
+        (root / "head").rename(dead / "manifest.json")
+        stays = dead / f"group_00000-{TOKEN}.index"
+    elif meanwhile == "removed":
+        shutil.rmtree(root / "iter_0000010")
+        stays = aside
+    elif meanwhile == "read":
+        lease.touch()
+        stays = lease
+    else:
+        (root / TRACKER).write_text("10")
+        stays = root / TRACKER
+    taken = [step.path for step in plan.carry_out()]
+    assert stays.exists()
+    assert stays not in taken
+    assert meanwhile != "published" or (root / TRACKER).read_text() == "10"
+    assert len(taken) == {"committed": 3, "published": 5}.get(meanwhile, 4)
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_directory_in_the_place_of_a_tracker_is_for_people(root: Path, linked: bool) -> None:
+    make(root, 30)
+    (root / TRACKER).unlink()
+    (root / STATE).unlink()
+    notes = root / ("kept" if linked else STATE) / "notes.txt"
+    notes.parent.mkdir()
+    notes.write_text("somebody's")
+    if linked:
+        (root / STATE).symlink_to("kept")
+    found = data("repair", root, "--yes", code=1)
+    assert [broken["path"] for broken in found["broken"]] == [str(root / STATE)]
+    assert notes.read_text() == "somebody's"
+    assert not (root / TRACKER).exists()
 
 
 @pytest.mark.parametrize(("seconds", "goes"), [(3500, False), (3700, True)])

@@ -1,5 +1,6 @@
 """A checkpoint appears complete or not at all, and what dead saves leave is found."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -168,6 +169,67 @@ def test_the_old_checkpoint_survives_death_at_either_rename(
     assert methods.recover(target) is False
     assert remove_leftovers(target) == [".deleted-iter_0000010"]
     assert names(target.parent) == ["iter_0000010"]
+
+
+@pytest.mark.usefixtures("without_exchange")
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_reader_that_moves_the_old_one_back_between_two_renames_fails_no_save(
+    target: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """A reader asks for the target just after a rename of the save: nothing tells it from one that has died."""
+    fill(target, "old")
+    staging = fill(rename.RenameCommit(target).directory, "new")
+    original, renames = Path.rename, 0
+
+    def watched(self: Path, to: Path) -> Path:
+        nonlocal renames
+        renamed, renames = original(self, to), renames + 1
+        if renames == at:
+            methods.recover(target)
+        return renamed
+
+    monkeypatch.setattr(Path, "rename", watched)
+    put_in_place(staging, target)
+    assert content(target) == "new"
+    assert names(target.parent) == ["iter_0000010"]
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+@pytest.mark.parametrize("before", [True, False])
+def test_a_pruning_that_takes_the_target_away_for_a_moment_fails_no_save(
+    target: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool, before: bool
+) -> None:
+    """The target goes, or comes back, between a look at it and the rename that follows."""
+    fill(target, "old")
+    aside = target.parent / ".replaced-iter_0000010-0123456789ab"
+    if not before:
+        target.rename(aside)
+    staging = fill(rename.RenameCommit(target).directory, "new")
+    if not exchanges:
+        monkeypatch.setattr(rename, "_exchange", lambda one, other: False)
+    asked, looks = Path.exists, 0
+
+    def exists(self: Path, **options: Any) -> bool:
+        nonlocal looks
+        found = asked(self, **options)
+        if self == target and (looks := looks + 1) == 1:
+            (target if before else aside).rename(aside if before else target)
+        return found
+
+    monkeypatch.setattr(Path, "exists", exists)
+    put_in_place(staging, target)
+    assert content(target) == "new"
+    assert names(target.parent) == [*([aside.name] if before else []), "iter_0000010"]
+
+
+@pytest.mark.parametrize("goes", [True, False])
+def test_a_removal_takes_and_puts_back_what_it_was_asked_for_not_an_older_leftover(target: Path, goes: bool) -> None:
+    """A save died after both of its renames, and what it replaced lies aside with the younger time."""
+    age(fill(target, "new"))
+    fill(target.parent / ".replaced-iter_0000010-0123456789ab", "old")
+    with contextlib.suppress(FileNotFoundError):
+        assert methods.remove(target, lambda aside: content(aside) == "new" and goes) is goes
+    assert goes or content(target) == "new"
 
 
 @pytest.mark.usefixtures("without_exchange")

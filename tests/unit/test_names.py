@@ -81,5 +81,5 @@ def test_what_stands_beside_a_checkpoint_tells_which(mark: str, target: str) -> 
     assert names.target_of(one) == names.target_of(other) == target
     assert names.target_of(names.beside(names.READING, target)) == names.target_of(target) == ""
     assert not any(names.target_of(f"{one[:-12]}{token}") for token in ("", "0", "0123456789xy", "0123456789abc"))
-    assert names.is_reading(names.beside(names.READING, target))
-    assert not any(names.is_reading(name) for name in (one, target, f"{names.READING}list", names.READING))
+    assert names.read_of(names.beside(names.READING, target)) == target
+    assert not any(names.read_of(name) for name in (one, target, f"{names.READING}list", names.READING))

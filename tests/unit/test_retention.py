@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import shutil
 import threading
 import time
 import uuid
+from functools import partial
 from pathlib import Path
 
 import pytest
 from upath import UPath
 
 from mbridge_fsdp_ckpt.errors import NotACheckpointError
+from mbridge_fsdp_ckpt.settings import CommitMethod, Settings
 from mbridge_fsdp_ckpt.storage.commit import lease, removal, retention
 from mbridge_fsdp_ckpt.storage.commit.retention import (
     Iteration,
@@ -24,7 +27,10 @@ from mbridge_fsdp_ckpt.storage.commit.retention import (
     prune_later,
     reading,
 )
+from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
 from tests.unit import handmade
+from tests.unit.holdings import holdings
+from tests.unit.test_saving import prepared, save
 
 
 @pytest.fixture
@@ -159,11 +165,11 @@ def test_a_pruning_that_waited_looks_at_what_is_there_now(root: Path) -> None:
 
 def test_what_a_save_puts_in_its_place_meanwhile_stays(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the last look and the removal a save commits; trackers follow later."""
-    asked = retention.keeps
+    asked, looks = retention.keeps, itertools.count()
 
     def keeps(directory: Path) -> str:
         said = asked(directory)
-        if directory.name == "iter_0000020":
+        if directory.name == "iter_0000020" and next(looks) == 1:  # the look before it goes
             directory.rename(root / "before")
             shutil.copytree(root / "before", directory)
         return said
@@ -207,6 +213,37 @@ def test_what_a_tracker_names_through_a_link_stays(root: Path) -> None:
     assert numbers(prune(root, 1)) == [20, 40]
 
 
+@pytest.mark.parametrize("link", ["best", "iter_0000090", "latest/assets"])
+def test_what_a_link_in_the_root_leads_to_stays(root: Path, link: str) -> None:
+    """Under an iteration's name it even is the newest that stays."""
+    (root / "iter_0000010" / "assets").mkdir()
+    leads, _, inside = link.partition("/")
+    (root / leads).symlink_to(Path("iter_0000010") / inside)
+    assert numbers(prune(root, 2)) == ([20, 40] if leads == "iter_0000090" else [20])
+    assert (root / leads).exists()
+
+
+def test_a_lease_counts_for_the_checkpoint_of_its_exact_name(root: Path) -> None:
+    for name in ("iter_0000010-copy-0123456789ab", "iter_0000020-notes"):
+        (root / f".reading-{name}").touch()
+    assert numbers(prune(root, 1)) == [10, 20, 40]
+
+
+@pytest.mark.parametrize("method", ["rename", "marker"])
+def test_what_a_save_has_committed_and_not_published_yet_stays(root: Path, method: CommitMethod) -> None:
+    """A run that went back saves 20 anew; the pruning after its save before runs meanwhile."""
+    found: list[int] = []
+    (root / "latest_checkpointed_iteration.txt").write_text("50")
+    for path in root.rglob("*"):
+        os.utime(path, (time.time() - 60.0,) * 2)
+    save_anew = partial(save, ranks=[prepared(holdings(0, 12))], settings=Settings(commit=method))
+    save_anew(root / "iter_0000020", after_commit=lambda: found.extend(numbers(prune(root, 1))))
+    assert removal.wait(30.0)
+    assert found == [10, 40], "iteration 20 is older than 50, and no tracker names it"
+    assert open_checkpoint(root / "iter_0000020").head.keys
+    assert not list(root.glob(".reading-*"))
+
+
 def test_objects_of_a_save_that_goes_on_in_a_removed_iteration_stay(tmp_path: Path) -> None:
     """Without a rename a save writes where the checkpoint is that it will replace."""
     root = UPath(f"memory://{uuid.uuid4().hex}")
@@ -218,6 +255,18 @@ def test_objects_of_a_save_that_goes_on_in_a_removed_iteration_stay(tmp_path: Pa
         (root / "iter_0000001" / name).write_bytes(b"x")
     assert numbers(prune(root, 1)) == [1]
     assert sorted(path.name for path in (root / "iter_0000001").iterdir()) == new
+
+
+def test_objects_of_a_save_that_goes_on_in_a_removed_stock_checkpoint_stay() -> None:
+    root = UPath(f"memory://{uuid.uuid4().hex}")
+    for number in (1, 2):
+        for name in (".metadata", "__0_0.distcp", "train_state.pt"):
+            (root / f"iter_{number:07d}" / name).write_bytes(b"x")
+    new = ["__0_0-0123456789ab.distcp", "rank_00000-0123456789ab.index"]
+    for name in new:
+        (root / "iter_0000001" / name).write_bytes(b"x")
+    assert numbers(prune(root, 1)) == [1]
+    assert sorted(path.name for path in (root / "iter_0000001").iterdir()) == [*new, "train_state.pt"]
 
 
 def test_nothing_is_removed_where_a_tracker_is_illegible(root: Path) -> None:

@@ -142,7 +142,9 @@ def remove(directory: AnyPath) -> None:
 
 
 def _suffix_in(directory: AnyPath) -> str | None:
-    """What the manifest says that its files' names end with; None where it does not say."""
+    """What the manifest says that its files' names end with; None where it does not say.  Stock's end with nothing."""
+    if not (directory / MANIFEST_NAME).exists():
+        return ""
     try:
         return read_manifest(directory).suffix
     except CheckpointError:

@@ -52,19 +52,18 @@ def leftovers(root: AnyPath) -> list[AnyPath]:
 
 
 def identity(directory: AnyPath) -> tuple[float, ...]:
-    """What tells a checkpoint from another that takes its place.
+    """What tells a checkpoint from another that takes its place, by rename or by its head.
 
     Raises:
         FileNotFoundError: It is gone.
     """
-    if store_of(directory).local is not None:
-        found = directory.stat()
-        return found.st_dev, found.st_ino
     head = next((path for name in HEADS if (path := directory / name).exists()), None)
     if head is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(directory))
-    found = head.stat()
-    return found.st_size, found.st_mtime
+    found = [head.stat().st_size, head.stat().st_mtime]
+    if store_of(directory).local is not None:
+        found += [directory.stat().st_dev, directory.stat().st_ino]
+    return tuple(found)
 
 
 def remove(directory: AnyPath, may_go: Callable[[AnyPath], bool] = lambda _: True) -> bool:

@@ -39,6 +39,8 @@ from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 _log = logging.getLogger(__name__)
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_MOVED = errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST
+_ATTEMPTS = 10
 
 
 class RenameCommit:
@@ -100,6 +102,9 @@ class RenameCommit:
 def put_in_place(staging: Path, target: Path) -> list[AnyPath]:
     """Put a complete staging directory in the target's place and flush the change to disk.
 
+    A reader who moves the old one back between two renames, and a pruning that takes it away, move it under this
+    save's hands: it begins anew.
+
     Returns:
         What nobody needs any more: the directory that was in place.
 
@@ -108,6 +113,16 @@ def put_in_place(staging: Path, target: Path) -> list[AnyPath]:
         StorageError: It refused that, too.
     """
     sync_directory(staging)
+    for _ in range(_ATTEMPTS - 1):
+        try:
+            return _put_in_place(staging, target)
+        except OSError as error:
+            if error.errno not in _MOVED or not staging.exists():
+                raise
+    return _put_in_place(staging, target)
+
+
+def _put_in_place(staging: Path, target: Path) -> list[AnyPath]:
     if not target.exists():
         staging.rename(target)
         _sync_or_undo(target.parent, lambda: target.rename(staging))
@@ -121,9 +136,9 @@ def put_in_place(staging: Path, target: Path) -> list[AnyPath]:
     try:
         staging.rename(target)
     except OSError:
-        aside.rename(target)
+        _move_back(aside, target)
         raise
-    _sync_or_undo(target.parent, lambda: (target.rename(staging), aside.rename(target)))
+    _sync_or_undo(target.parent, lambda: (target.rename(staging), _move_back(aside, target)))
     return [_condemned(aside)]
 
 
@@ -142,6 +157,17 @@ def _sync_or_undo(directory: Path, undo: Callable[[], object]) -> None:
                 key=str(directory),
             ) from error
         raise
+
+
+def _move_back(aside: Path, target: Path) -> bool:
+    """Move a directory that stepped aside back; False where another was faster, or something else is in its place."""
+    try:
+        aside.rename(target)
+    except OSError as error:
+        if error.errno not in (*_MOVED, errno.ENOTDIR):
+            raise
+        return False
+    return True
 
 
 def _beside(target: Path, mark: str) -> Path:
@@ -180,16 +206,10 @@ def recover(target: Path) -> bool:
     """
     if not target.parent.is_dir() or has_head(target):
         return False
-    try:
-        aside = put_aside(target.parent).get(target.name)
-        if aside is None:
-            return False
-        aside.rename(target)
-    except FileNotFoundError:  # another rank was first
-        return has_head(target)
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-            raise
+    aside = put_aside(target.parent).get(target.name)
+    if aside is None:
+        return False
+    if not _move_back(aside, target):  # another rank was first
         return has_head(target)
     sync_directory(target.parent)
     return True
@@ -228,15 +248,17 @@ def condemn_leftovers(target: Path) -> list[AnyPath]:
 def remove(directory: Path, may_go: Callable[[Path], bool]) -> bool:
     """Delete a checkpoint, renamed first: no half of it can be taken for one.  See `methods.remove`.
 
-    Until it may go it lies aside as in an overwriting commit: whoever looks for it after a death moves it back.
+    Until it may go it lies aside as in an overwriting commit: whoever looks for it after a death moves it back, and not
+    what a dead save of the same target has left, which is older.
     """
     aside, goes = _beside(directory, REPLACED), False
+    lease.renew(directory)
     directory.rename(aside)
     try:
         goes = may_go(aside)
     finally:
-        if not goes:
-            recover(directory)
+        if not goes and _move_back(aside, directory):
+            sync_directory(directory.parent)
     if not goes and not (aside.is_dir() and has_head(directory)):  # else a save has put another one in its place
         return False
     condemned = _condemned(aside)

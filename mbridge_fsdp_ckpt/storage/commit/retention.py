@@ -4,8 +4,8 @@ A load leaves `.reading-iter_0000010-<token>` beside the checkpoint and touches 
 leaves such a checkpoint alone, until the file has not been touched for an hour.  A training job prunes in the
 background: no rank waits for it, and nothing fails by it.
 
-`keeps` has all that speaks for a checkpoint, and is asked just before each removal: a pruning may have waited behind
-others while the run went back to an older iteration.
+`keeps` has all that speaks for a checkpoint, and is asked just before each removal and once more when nobody can reach
+it: a pruning may have waited behind others while the run went back to an older iteration.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mbridge_fsdp_ckpt.storage.commit import methods, removal, trackers
-from mbridge_fsdp_ckpt.storage.commit.lease import is_stale, renewing
+from mbridge_fsdp_ckpt.storage.commit.lease import is_fresh, is_stale, now, renewing
 from mbridge_fsdp_ckpt.storage.commit.target import obstacle
 from mbridge_fsdp_ckpt.storage.files import entries
-from mbridge_fsdp_ckpt.storage.format.head import has_readable_head
+from mbridge_fsdp_ckpt.storage.format.head import HEADS, has_readable_head
 from mbridge_fsdp_ckpt.storage.format.names import (
     READING,
     RELEASE,
     TRACKER,
     beside,
-    is_reading,
     iteration_of,
+    read_of,
 )
 from mbridge_fsdp_ckpt.storage.store import AnyPath, store_of
 
@@ -77,6 +77,10 @@ def keeps(directory: AnyPath) -> str:
         return "the tracker names it" if tracker == TRACKER else f"{tracker} names it"
     if being_read(directory):
         return "being read"
+    if link := _link_to(directory):
+        return f"{link} leads to it"
+    if _is_about_to_be_named(directory):
+        return "saved just now: no tracker was written since"
     found = obstacle(directory)
     return found.found if found is not None else ""
 
@@ -89,16 +93,31 @@ def named_by(directory: AnyPath) -> str:
     """
     number = iteration_of(directory.name)
     for named, tracker in trackers.every_named(directory.parent).items():
-        is_named = directory.name == RELEASE if named is None else named == number
-        if is_named or _is_link_to(directory, trackers.directory_name(named)):
+        if directory.name == RELEASE if named is None else named == number:
             return tracker
     return ""
 
 
-def _is_link_to(directory: AnyPath, name: str) -> bool:
-    """Whether the name beside a directory is a link to it."""
+def _link_to(directory: AnyPath) -> str:
+    """The name of a link beside a directory that leads to it, or into it; empty where there is none."""
     local = store_of(directory).local
-    return local is not None and os.path.realpath(local.with_name(name)) == os.path.realpath(local)
+    if local is None:
+        return ""
+    place = Path(os.path.realpath(local.parent), local.name)
+    links = (path for path in entries(directory.parent) if path.name != directory.name and store_of(path).is_link())
+    return next((link.name for link in links if Path(os.path.realpath(str(link))).is_relative_to(place)), "")
+
+
+def _is_about_to_be_named(directory: AnyPath) -> bool:
+    """Whether it was committed within the hour, and after the trackers were written: a save lets them name it next."""
+    try:
+        head = next((path for name in HEADS if (path := directory / name).exists()), None)
+        published = [tracker.stat().st_mtime for tracker in trackers.present(directory.parent)]
+        if head is None or not published or head.stat().st_mtime <= max(published):
+            return False
+        return is_fresh(head, now(directory.parent))
+    except FileNotFoundError:  # another save has changed it meanwhile
+        return True
 
 
 def prune(root: AnyPath, keep: int, also_keep: int | None = None) -> list[Iteration]:
@@ -115,7 +134,7 @@ def prune(root: AnyPath, keep: int, also_keep: int | None = None) -> list[Iterat
     Raises:
         NotACheckpointError: A tracker is not legible.
     """
-    marks = [mark for mark in entries(root, READING) if is_reading(mark.name)]
+    marks = [mark for mark in entries(root, READING) if read_of(mark.name)]
     for mark in [mark for mark in marks if is_stale(mark)]:
         store_of(mark).remove()
     removed = []
@@ -153,8 +172,8 @@ def remove_unless_kept(directory: AnyPath) -> bool:
     if keeps(directory):
         return False
 
-    def may_go(now: AnyPath) -> bool:
-        return methods.identity(now) == seen and not named_by(directory) and not being_read(directory)
+    def may_go(place: AnyPath) -> bool:
+        return methods.identity(place) == seen and not keeps(directory)
 
     try:
         return methods.remove(directory, may_go)
@@ -189,4 +208,5 @@ def reading(directory: AnyPath, *, enabled: bool = True) -> Iterator[Callable[[]
 
 def being_read(directory: AnyPath) -> bool:
     """Whether a living reader keeps it."""
-    return not all(is_stale(lease) for lease in entries(directory.parent, f"{READING}{directory.name}-"))
+    leases = (path for path in entries(directory.parent, READING) if read_of(path.name) == directory.name)
+    return not all(is_stale(lease) for lease in leases)

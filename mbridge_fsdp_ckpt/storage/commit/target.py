@@ -30,9 +30,9 @@ from mbridge_fsdp_ckpt.storage.format.names import (
     TRACKER,
     is_head,
     is_part,
-    is_reading,
     iteration_name,
     iteration_of,
+    read_of,
     target_of,
 )
 from mbridge_fsdp_ckpt.storage.store import AnyPath, is_local, store_of
@@ -177,7 +177,7 @@ def _counts_for_nothing(path: AnyPath) -> bool:
 
     A staging directory that was renewed within the hour may be a living job's.
     """
-    if target_of(path.name) or is_reading(path.name):
+    if target_of(path.name) or read_of(path.name):
         return path.name.startswith(DELETED) or (not path.name.startswith(REPLACED) and is_stale(path))
     if store_of(path).is_link():
         return False

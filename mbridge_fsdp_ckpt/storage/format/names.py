@@ -61,7 +61,7 @@ READING: Final = ".reading-"
 
 _ITERATION = re.compile(rf"{ITERATION}(\d+)")
 _BESIDE = re.compile(r"\.(?:staging|replaced|deleted)-(.+)-[0-9a-f]{12}", re.DOTALL)
-_READING = re.compile(r"\.reading-.+-[0-9a-f]{12}", re.DOTALL)
+_READING = re.compile(r"\.reading-(.+)-[0-9a-f]{12}", re.DOTALL)
 _PAYLOAD = re.compile(r"__(\d+)_\d+.*\.distcp")
 _SUFFIXED = re.compile(r"(?:__\d+_\d+|(?:rank|group)_\d+)(-[0-9a-f]{12})\.(?:distcp|index)")
 _PART = re.compile(
@@ -154,6 +154,7 @@ def target_of(name: str) -> str:
     return match[1] if match else ""
 
 
-def is_reading(name: str) -> bool:
-    """Whether a file says that somebody reads the checkpoint beside it."""
-    return _READING.fullmatch(name) is not None
+def read_of(name: str) -> str:
+    """The name of the checkpoint beside it that somebody reads, as a file's name says; empty for other names."""
+    match = _READING.fullmatch(name)
+    return match[1] if match else ""

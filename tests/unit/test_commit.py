@@ -228,7 +228,7 @@ def test_a_removal_takes_and_puts_back_what_it_was_asked_for_not_an_older_leftov
     age(fill(target, "new"))
     fill(target.parent / ".replaced-iter_0000010-0123456789ab", "old")
     with contextlib.suppress(FileNotFoundError):
-        assert methods.remove(target, lambda aside: content(aside) == "new" and goes) is goes
+        assert rename.remove(target, lambda aside: content(aside) == "new" and goes) is goes
     assert goes or content(target) == "new"
 
 

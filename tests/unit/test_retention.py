@@ -234,8 +234,9 @@ def test_what_a_save_has_committed_and_not_published_yet_stays(root: Path, metho
     """A run that went back saves 20 anew; the pruning after its save before runs meanwhile."""
     found: list[int] = []
     (root / "latest_checkpointed_iteration.txt").write_text("50")
+    past = time.time() - 60.0
     for path in root.rglob("*"):
-        os.utime(path, (time.time() - 60.0,) * 2)
+        os.utime(path, (past, past))
     save_anew = partial(save, ranks=[prepared(holdings(0, 12))], settings=Settings(commit=method))
     save_anew(root / "iter_0000020", after_commit=lambda: found.extend(numbers(prune(root, 1))))
     assert removal.wait(30.0)

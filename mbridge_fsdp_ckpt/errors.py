@@ -162,6 +162,13 @@ class StorageError(CheckpointError):
     """The file system refused: no space, no permission, an I/O error."""
 
 
+class StoreClientError(StorageError, OSError):
+    """The client of an object store failed: no credentials, no connection, a refusal with an error of its own.
+
+    It is an `OSError`, too: whoever expects that the storage may refuse expects this.
+    """
+
+
 class LoadInterruptedError(CheckpointError):
     """A load failed after it had begun to change live tensors: the model must not be used."""
 

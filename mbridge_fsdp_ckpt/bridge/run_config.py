@@ -8,6 +8,7 @@ from typing import Any
 
 from mbridge_fsdp_ckpt.bridge.names import RUN_CONFIG
 from mbridge_fsdp_ckpt.storage.files import is_plain_file, read_bounded
+from mbridge_fsdp_ckpt.storage.format.manifest import added_file
 from mbridge_fsdp_ckpt.storage.format.names import STOCK_FORMAT
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
@@ -50,9 +51,9 @@ class RunConfig:
         """A checkpoint's configuration; an empty one where it has none.
 
         Raises:
-            ManifestError: It is larger than 16 MiB.
+            ManifestError: It is larger than 16 MiB, or the head is damaged.
         """
-        path = directory / RUN_CONFIG
+        path = added_file(directory, RUN_CONFIG)
         return cls.of(read_bounded(path, _MAX_CONFIG_BYTES)) if is_plain_file(path) else cls("")
 
     @property

@@ -29,7 +29,7 @@ from mbridge_fsdp_ckpt.storage.format.columns import box_of, chunks_of
 from mbridge_fsdp_ckpt.storage.format.directory import Directory
 from mbridge_fsdp_ckpt.storage.format.index import IndexFile
 from mbridge_fsdp_ckpt.storage.format.indexes import written_by
-from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
+from mbridge_fsdp_ckpt.storage.format.manifest import listed_files, read_manifest
 from mbridge_fsdp_ckpt.storage.format.names import MANIFEST_NAME, Files
 from mbridge_fsdp_ckpt.storage.format.rows import Chunk
 from mbridge_fsdp_ckpt.storage.format.schema import IndexEntry
@@ -105,7 +105,7 @@ class Audit:
             self.unread.append(_name(error.key))
             return
         tiling = Tiling(self.keys)
-        tasks = [partial(self._extra, entry) for entry in self.manifest.files]
+        tasks = [partial(self._extra, entry) for entry in listed_files(self.manifest)]
         tasks += [partial(self._group, group, entry) for group, entry in groups]
         tasks += [partial(self._rank, index, group, place) for group, _ in groups for place in range(len(group.ranks))]
         for part in self._in_order(tasks):

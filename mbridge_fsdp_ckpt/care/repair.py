@@ -25,7 +25,7 @@ from mbridge_fsdp_ckpt.storage.commit import methods, trackers
 from mbridge_fsdp_ckpt.storage.commit.retention import iterations
 from mbridge_fsdp_ckpt.storage.files import check_content, entries, is_plain_file, read_bounded, replace_file
 from mbridge_fsdp_ckpt.storage.format.head import has_head
-from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
+from mbridge_fsdp_ckpt.storage.format.manifest import added_file, listed_files, read_manifest
 from mbridge_fsdp_ckpt.storage.format.names import (
     MANIFEST_NAME,
     MAX_TRAIN_STATE_BYTES,
@@ -213,7 +213,7 @@ def unreadable(directory: AnyPath) -> str:
 def _plan_naming(root: AnyPath, plan: Plan, name: str, place: AnyPath, trouble: dict[str, str], since: str) -> None:
     """Let both trackers name a checkpoint."""
     directory = root / name if place.name.startswith(REPLACED) else place
-    state, copy = place / TRAIN_STATE, root / STATE_TRACKER
+    state, copy = _train_state(place), root / STATE_TRACKER
     if is_plain_file(state):
         take = partial(_copy_train_state, directory, copy)
         plan.steps.append(Step("write", copy, f"a copy of {directory.name}/{TRAIN_STATE}", take))
@@ -225,18 +225,27 @@ def _plan_naming(root: AnyPath, plan: Plan, name: str, place: AnyPath, trouble: 
     plan.steps.append(Step("write", root / TRACKER, f"{why}; {since}", take))
 
 
+def _train_state(directory: AnyPath) -> AnyPath:
+    """Where a checkpoint's train state lies; whatever its head is like, a plan can be made."""
+    try:
+        return added_file(directory, TRAIN_STATE)
+    except CheckpointError:
+        return directory / TRAIN_STATE
+
+
 def _copy_train_state(directory: AnyPath, copy: AnyPath) -> None:
+    state = added_file(directory, TRAIN_STATE)
     if (directory / MANIFEST_NAME).exists():
-        for entry in read_manifest(directory).files:
-            if entry.name == TRAIN_STATE:
+        for entry in listed_files(read_manifest(directory)):
+            if directory / entry.name == state:
                 check_content(directory, entry)
-    replace_file(copy, read_bounded(directory / TRAIN_STATE, MAX_TRAIN_STATE_BYTES))
+    replace_file(copy, read_bounded(state, MAX_TRAIN_STATE_BYTES))
 
 
 def _plan_leftovers(root: AnyPath, plan: Plan, *, force: bool) -> None:
     young: dict[str, bool] = {}
     for path in methods.leftovers(root):
-        place = path if path.is_dir() else path.parent  # one object may be old while a save goes on beside it
+        place = root / path.relative_to(str(root)).parts[0]  # one object may be old while a save goes on beside it
         if str(place) not in young:
             young[str(place)] = is_young(place)
         if young[str(place)] and not force:

@@ -9,6 +9,7 @@ from mbridge_fsdp_ckpt.care.audit import Audit
 from mbridge_fsdp_ckpt.care.findings import Finding, dcp_findings
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, ManifestError
 from mbridge_fsdp_ckpt.storage.commit.retention import reading
+from mbridge_fsdp_ckpt.storage.files import check_content, check_file
 from mbridge_fsdp_ckpt.storage.format.kinds import DESCRIPTIONS, DirectoryKind
 from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, FORMAT_NAME, MANIFEST_NAME, STOCK_FORMAT
 from mbridge_fsdp_ckpt.storage.opening import open_any
@@ -85,6 +86,7 @@ def _audit(directory: AnyPath, report: Report, how: _How) -> Iterator[Finding]:
     audit = Audit(directory, content=not how.header, workers=how.workers, progress=how.progress)
     how.begin(audit)
     yield from audit.findings()
+    yield from _copies(directory, audit, content=not how.header)
     report.checked = {"keys": len(audit.keys), **audit.checked}
     if how.header:
         report.notes.append("payload was not read (--header)")
@@ -95,6 +97,15 @@ def _audit(directory: AnyPath, report: Report, how: _How) -> Iterator[Finding]:
     listed = {file.name for file in audit.manifest.files}
     if (directory / DCP_METADATA).exists() and DCP_METADATA not in listed:
         report.notes.append(f"not checked: stock's view ({DCP_METADATA} and its values), which has no checksum here")
+
+
+def _copies(directory: AnyPath, audit: Audit, *, content: bool) -> Iterator[Finding]:
+    """In an object store stock reads copies of the files that the caller added: a load does not."""
+    for entry in audit.manifest.files if audit.manifest.suffix else ():
+        try:
+            check_content(directory, entry) if content else check_file(directory, entry)
+        except DamagedCheckpointError as error:
+            yield Finding("file", entry.name, f"a copy for stock of what was saved, {error.expected}", error.found)
 
 
 def _stock(directory: AnyPath, report: Report) -> Iterator[Finding]:

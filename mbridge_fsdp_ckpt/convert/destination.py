@@ -11,6 +11,7 @@ from mbridge_fsdp_ckpt.storage.commit.methods import put_aside
 from mbridge_fsdp_ckpt.storage.commit.target import check_replaceable
 from mbridge_fsdp_ckpt.storage.files import is_plain_file, read_bounded
 from mbridge_fsdp_ckpt.storage.format.head import has_head
+from mbridge_fsdp_ckpt.storage.format.manifest import added_file
 from mbridge_fsdp_ckpt.storage.format.names import MAX_TRAIN_STATE_BYTES, TRAIN_STATE, iteration_name, iteration_of
 from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path, store_of
 
@@ -97,6 +98,6 @@ def publish(target: AnyPath) -> Published:
             f"checkpoint.load={root} checkpoint.ckpt_step={number}",
             f"the tracker in {root} {there}, and was left as it is",
         )
-    state = target / TRAIN_STATE
+    state = added_file(target, TRAIN_STATE)
     trackers.publish(root, number, read_bounded(state, MAX_TRAIN_STATE_BYTES) if is_plain_file(state) else None)
     return Published(True, f"checkpoint.load={root}")

@@ -25,7 +25,7 @@ from mbridge_fsdp_ckpt.storage.commit.lease import renewing
 from mbridge_fsdp_ckpt.storage.commit.retention import reading
 from mbridge_fsdp_ckpt.storage.files import what_is_there
 from mbridge_fsdp_ckpt.storage.format.kinds import DESCRIPTIONS, TORCH_DIST_COMMON, DirectoryKind
-from mbridge_fsdp_ckpt.storage.format.names import TORCH_DIST_METADATA
+from mbridge_fsdp_ckpt.storage.format.names import TORCH_DIST_METADATA, Files
 from mbridge_fsdp_ckpt.storage.opening import REMEDIES, kind_of
 from mbridge_fsdp_ckpt.storage.progress import Progress
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource, batches
@@ -189,7 +189,8 @@ def counting(job: AnyJob, total: int, place: Commit) -> Callable[[int], None]:
     That keeps the source from being pruned, and what is written here from being taken for a dead save's.
     """
     job.progress.begin(job.target.name, total)
-    staging_alive = renewing(place.directory) if is_local(place.directory) else lambda: None
+    here = place.directory
+    staging_alive = renewing(here if is_local(here) else here / Files("", place.suffix).lease)
 
     def count(size: int) -> None:
         job.alive()
@@ -210,9 +211,9 @@ def added_files(job: AnyJob) -> Callable[[Path], None]:
     directory = job.source.head.directory
     names = other_files(directory)
     if job.report.read == TORCH_DIST:  # Bridge takes a directory that has them for one in that format
-        names = [name for name in names if name not in (TORCH_DIST_METADATA, TORCH_DIST_COMMON)]
+        names = {n: stored for n, stored in names.items() if n not in (TORCH_DIST_METADATA, TORCH_DIST_COMMON)}
     listed = {entry.name: entry for entry in job.source.head.files}
-    unlisted = [name for name in names if name not in listed]
+    unlisted = [name for name, stored in names.items() if stored not in listed]
     if listed and unlisted:
         job.report.notes.append(f"carried over without a checksum to verify: {', '.join(unlisted[:5])}")
     if RUN_CONFIG in names and RunConfig.read(directory).ckpt_format is None:

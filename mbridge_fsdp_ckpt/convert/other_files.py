@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from mbridge_fsdp_ckpt.bridge.names import RUN_CONFIG
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError
 from mbridge_fsdp_ckpt.storage.entries import ExtraEntry
 from mbridge_fsdp_ckpt.storage.files import copy_file, everything_in
-from mbridge_fsdp_ckpt.storage.format.names import MANIFEST_NAME, is_part
+from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
+from mbridge_fsdp_ckpt.storage.format.names import MANIFEST_NAME, Files, is_part
 from mbridge_fsdp_ckpt.storage.store import AnyPath, store_of
 
 
-def other_files(directory: AnyPath) -> list[str]:
-    """The files of a checkpoint that are neither payload nor head nor index files, by their names in it.
+def other_files(directory: AnyPath) -> dict[str, str]:
+    """The files of a checkpoint that are neither payload nor head nor index files: what each is called where it lies.
+
+    In an object store those that the manifest lists: others are copies for stock, or of an older save.
 
     Raises:
         DamagedCheckpointError: One is a link, or no file; or has a name that the format does not allow.
         OSError: A folder may not be read.
     """
+    if (directory / MANIFEST_NAME).exists() and (head := read_manifest(directory)).suffix:
+        files = Files(head.save, head.suffix)
+        return {entry.name: files.added(entry.name) for entry in head.files}
     names = sorted(name for name in _names(directory) if not is_part(name))
     for name in names:
         try:
             ExtraEntry(name=name, size=0, checksum="")
         except ValueError as error:
             raise _refused(directory / name, "another name") from error
-    return names
+    return {name: name for name in names}
 
 
 def _names(directory: AnyPath) -> Iterator[str]:
@@ -49,7 +55,7 @@ def _refused(path: AnyPath, found: str) -> DamagedCheckpointError:
 
 def carry_over(
     directory: AnyPath,
-    names: Iterable[str],
+    names: Mapping[str, str],
     into: Path,
     listed: Mapping[str, ExtraEntry],
     edit: Callable[[bytes], bytes],
@@ -58,7 +64,7 @@ def carry_over(
 
     Args:
         directory: The checkpoint they are in.
-        names: Their names.
+        names: Their names, and what they are called in that directory.
         into: Where they go.
         listed: Entries of those with a checksum.
         edit: Changes the run configuration.
@@ -66,9 +72,9 @@ def carry_over(
     Raises:
         DamagedCheckpointError: A file is not what was written.
     """
-    for name in names:
+    for name, stored in names.items():
         (into / name).parent.mkdir(parents=True, exist_ok=True)
-        copy_file(directory / name, into / name, listed.get(name), listed_in=MANIFEST_NAME)
+        copy_file(directory / stored, into / name, listed.get(stored), listed_in=MANIFEST_NAME)
     config = into / RUN_CONFIG
     if config.is_file():
         config.write_bytes(edit(config.read_bytes()))

@@ -86,8 +86,7 @@ def write(
     """
     staging, files, watching = as_path(place["directory"]), files_of(place), watching or Watching()
     phases = watching.phases
-    if is_local(staging):
-        agreement.on_beat = lease.renewing(staging)
+    agreement.on_beat = lease.renewing(staging if is_local(staging) else staging / files.lease)
     chunks, file = _write_chunks(
         outgoing, elements, staging / files.payload(agreement.rank), agreement, choice, watching
     )
@@ -172,7 +171,7 @@ def take_back(place: Place, agreement: Agreement) -> None:
     if agreement.was_sealed():
         return
     rank, directory, files = agreement.rank, as_path(place["directory"]), files_of(place)
-    for name in (files.payload(rank), files.of_rank(rank), files.of_group(rank)):
+    for name in (files.payload(rank), files.of_rank(rank), files.of_group(rank), files.lease):
         try:
             store_of(directory / name).remove()
         except OSError as error:

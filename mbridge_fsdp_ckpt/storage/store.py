@@ -8,16 +8,19 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from importlib import import_module
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
 from upath import UPath
 
-from mbridge_fsdp_ckpt.errors import ConfigurationError
+from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError, brief
+from mbridge_fsdp_ckpt.storage.client import NamingErrors
 from mbridge_fsdp_ckpt.storage.file_system import FileSystem
 from mbridge_fsdp_ckpt.storage.object_store import ObjectStore
 
 AnyPath = Path | UPath
+_fsspec: Any = import_module("fsspec")  # it brings no types
 
 
 class Ranges(Protocol):
@@ -105,14 +108,36 @@ def as_path(place: str | os.PathLike[str] | AnyPath) -> AnyPath:
     """A path from what a user gave: absolute where it is local.
 
     Raises:
-        ConfigurationError: It is empty.
+        ConfigurationError: It is empty, or a URL that nothing installed here can open.
     """
-    if isinstance(place, Path | UPath):
+    if isinstance(place, Path):
         return place.absolute()
+    if isinstance(place, UPath):
+        return _with_named_errors(place)
     text = _given(os.fspath(place)).removeprefix("file://")
     if "://" not in text:
         return Path(text).absolute()
-    return UPath(text, use_listings_cache=False)  # other processes write there, too
+    try:
+        _fsspec.get_filesystem_class(text.partition("://")[0])
+        return _with_named_errors(UPath(text, use_listings_cache=False))  # other processes write there, too
+    except CheckpointError:
+        raise
+    except Exception as error:  # what a client says of a URL, or of its own configuration, as it is made
+        raise ConfigurationError(
+            expected="a path, or a URL that fsspec can open",
+            found=brief(error),
+            remedy="Check the URL and its client's configuration, and install the store's own package (s3fs, "
+            "multi-storage-client, ...).",
+            key=text,
+        ) from error
+
+
+def _with_named_errors(path: UPath) -> UPath:
+    """The same path; what is derived from it gets the same client."""
+    if not isinstance(path.fs, NamingErrors):
+        client: Any = NamingErrors(path.fs, str(path))
+        path._fs_cached = client
+    return path
 
 
 def is_local(path: AnyPath) -> bool:

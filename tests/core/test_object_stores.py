@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ import pytest
 from upath import UPath
 
 import mbridge_fsdp_ckpt
+from mbridge_fsdp_ckpt.care.repair import plan_repair
 from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError
 from mbridge_fsdp_ckpt.storage.commit import lease, methods
 from mbridge_fsdp_ckpt.storage.commit.retention import iterations, prune, reading
@@ -22,6 +27,7 @@ from mbridge_fsdp_ckpt.storage.store import as_path
 from mbridge_fsdp_ckpt.testing.models import Recipe
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
 from tests.core import cases, oracle
+from tests.patched import patched
 from tests.soak import sampling
 from tests.soak.disk import Fault, holding
 
@@ -164,9 +170,11 @@ def test_what_has_no_manifest_is_no_checkpoint(environment: dict[str, str], mega
     assert not dead.complete
     with pytest.raises(Exception, match="iter_0000001"):
         megatron_ranks.run(load, f"{root}/iter_0000001", environment, ranks=2)
-    assert len(methods.leftovers(as_path(root))) == 6  # three index files, two payloads, the stock view's values
+    assert (
+        len(methods.leftovers(as_path(root))) == 7
+    )  # three index files, two payloads, the stock view's values, an added file
     megatron_ranks.run(train_and_save, f"{root}/iter_0000002", environment, 1, ranks=2)
-    assert len(methods.leftovers(as_path(root))) == 6, "those may belong to another job"
+    assert len(methods.leftovers(as_path(root))) == 7, "those may belong to another job"
     megatron_ranks.run(train_and_save, f"{root}/iter_0000001", environment, 1, ranks=2)
     assert methods.leftovers(as_path(root)) == []
     assert len(names(f"{root}/iter_0000001")) == len(names(f"{root}/iter_0000002"))
@@ -216,6 +224,51 @@ def test_a_save_over_a_root_in_an_object_store_fails_on_all_ranks(
     assert len(set(texts)) == 1
     assert "a root of checkpoints" in texts[0]
     assert names(root) == ["iter_0000001"]
+
+
+def straggle(directory: str, environment: dict[str, str]) -> list[str]:
+    """A save that gives a sign of life with each block: what there is before it commits."""
+    os.environ.update(environment)
+    trainable, seen = cases.prepared(RECIPE, steps=1), list[str]()
+    with patched(lease, "STALE_S", 0.0):
+        mbridge_fsdp_ckpt.save(
+            directory,
+            model=trainable.model,
+            optimizer=trainable.optimizer,
+            add_files=lambda folder: seen.extend(names(directory)),
+        )
+    return seen
+
+
+def test_finished_objects_stay_while_somebody_writes(environment: dict[str, str], megatron_ranks: RankPool) -> None:
+    root = as_path(f"s3://{BUCKET}/straggling")
+    seen = megatron_ranks.run(straggle, f"{root}/iter_0000001", environment, ranks=1)[0]
+    assert [name for name in seen if name.startswith("__saving-")], "writers renew a lease"
+    assert not [name for name in names(f"{root}/iter_0000001") if name.startswith("__saving-")]
+    place = root / "iter_0000002"
+    for name in ("__0_0-0123456789ab.distcp", "__added-0123456789ab/run_config.yaml"):
+        (place / name).write_text("of a rank that was done early")
+    backends = importlib.import_module("moto.s3.models").s3_backends["123456789012"]["aws"]
+    for name, key in backends.buckets[BUCKET].keys.items():
+        if name.startswith("straggling/iter_0000002/"):
+            key.last_modified -= timedelta(hours=2)
+    assert len(plan_repair(root, force=False).deletes) == 2, "nobody writes there"
+    lease.renew(place / "__saving-0123456789ab")
+    plan = plan_repair(root, force=False)
+    assert plan.deletes == []
+    assert len(plan.left_alone) == 3
+
+
+def test_the_command_names_missing_credentials_and_an_unreachable_host(environment: dict[str, str]) -> None:
+    unreachable = {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}
+    nobody = {"AWS_EC2_METADATA_DISABLED": "true", "AWS_SHARED_CREDENTIALS_FILE": "/nowhere", "AWS_CONFIG_FILE": "/no"}
+    without = {name: value for name, value in os.environ.items() if "ACCESS_KEY" not in name}
+    for changed, found in ((os.environ | unreachable, "Could not connect"), (without | nobody, "credentials")):
+        words = [sys.executable, "-m", "mbridge_fsdp_ckpt", "verify", f"s3://{BUCKET}/pruned"]
+        ended = subprocess.run(words, env=changed, capture_output=True, text=True, timeout=120, check=False)
+        assert ended.returncode == 1, ended.stderr
+        assert found in ended.stderr
+        assert "Traceback" not in ended.stderr
 
 
 def test_old_ones_are_pruned_unless_somebody_reads_them(

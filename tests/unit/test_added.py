@@ -14,10 +14,13 @@ from typing import get_args
 
 import pytest
 
+from mbridge_fsdp_ckpt.bridge.run_config import RunConfig
 from mbridge_fsdp_ckpt.care.verify import verify
+from mbridge_fsdp_ckpt.convert.other_files import carry_over, other_files
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.settings import CommitMethod, Settings
 from mbridge_fsdp_ckpt.storage.commit import methods, removal
+from mbridge_fsdp_ckpt.storage.format.manifest import added_file
 from mbridge_fsdp_ckpt.storage.progress import Unwatched
 from tests.unit.holdings import holdings
 from tests.unit.test_saving import job, prepared, saved
@@ -130,12 +133,11 @@ def test_files_in_folders_are_a_part_of_it(method: CommitMethod, tmp_path: Path)
     names = ["a/b/.metadata", "a/b/c/file", "a/b/manifest.jso", "run.yaml"]
     assert [(target / name).read_text() for name in names] == names
     names += ["hard link.yaml", NOT_UTF_8]
-    assert all(
-        (name in ("a", "a/b", "a/b/c", "empty")) == (kind == "no file") for name, kind in content(target).items()
-    )
+    found = {name: kind for name, kind in content(target).items() if not name.startswith("__added-")}
+    assert all((name in ("a", "a/b", "a/b/c", "empty")) == (kind == "no file") for name, kind in found.items())
     listed = [entry["name"] for entry in json.loads((target / "manifest.json").read_text())["files"]]
-    own = [".metadata", "__0_1.distcp"]
-    assert sorted(listed) == (sorted(names + own) if method == "rename" else [])
+    own = [".metadata", "__0_1.distcp"] if method == "rename" else []
+    assert sorted(listed) == sorted(names + own)
     assert verify(target, header=False, workers=1, progress=Unwatched()).damage == []
 
 
@@ -176,6 +178,7 @@ _AS_NOBODY = """
 import os, sys
 from pathlib import Path
 from mbridge_fsdp_ckpt.convert.other_files import other_files
+from mbridge_fsdp_ckpt.convert.other_files import carry_over, other_files
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.storage.commit.target import check_replaceable
 from tests.unit.test_added import save
@@ -219,3 +222,41 @@ def test_what_may_not_be_read_is_neither_left_out_nor_taken_for_nothing() -> Non
     assert done.returncode == 0, done.stderr
     closed = ["a folder that may not be read or changed: a/x"] * 2 + ["a file that may not be read: a/x"]
     assert done.stdout.splitlines() == [*closed, *closed, "refused", "refused"]
+
+
+def test_a_failed_save_leaves_the_files_of_the_one_before_and_readers_find_their_own(
+    method: CommitMethod, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def config(text: str, *others: str) -> Add:
+        return lambda folder: [(folder / name).write_text(text) for name in ("run_config.yaml", *others)]
+
+    target = tmp_path / "iter_0000010"
+    save(target, method, config("old", "train_state.pt"))
+    before = content(tmp_path)
+
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(f"mbridge_fsdp_ckpt.storage.commit.{method}.{FAILING[method]}", full)
+        with pytest.raises(OSError, match="No space"):
+            save(target, method, config("new", "vocabulary.txt"))
+    assert content(tmp_path) == before
+    save(target, method, config("new", "vocabulary.txt"))
+    assert RunConfig.read(target).text == "new"
+    assert {"run_config.yaml": b"new", "vocabulary.txt": b"new"}.items() <= content(target).items()
+    assert "train_state.pt" not in content(target)
+    assert not added_file(target, "train_state.pt").exists()
+    into = tmp_path / "carried"
+    carry_over(target, other_files(target), into, {}, lambda data: data)
+    assert {"run_config.yaml", "vocabulary.txt"} <= content(into).keys()
+    assert not any(name.startswith("__added") for name in content(into))
+    for emptied in {added_file(target, "run_config.yaml"), target / "run_config.yaml"}:
+        right = emptied.read_bytes()
+        emptied.write_bytes(b"")
+        damage = verify(target, header=False, workers=1, progress=Unwatched()).damage
+        assert [finding.file for finding in damage] == [emptied.as_posix().removeprefix(f"{target}/")]
+        emptied.write_bytes(right)
+
+
+FAILING = {"rename": "write_file", "marker": "replace_file"}

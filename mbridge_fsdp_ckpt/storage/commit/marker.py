@@ -2,12 +2,15 @@
 
     save to s3://bucket/run/iter_0000010
         __0_0-<token>.distcp, rank_00000-<token>.index, ...    beside those of an older save, if there is one
+        __added-<token>/run_config.yaml, ...                     files that the caller adds
         manifest.json                                            one object: from here on the new ones count
         .metadata                                                stock's view, where it is wanted
+        run_config.yaml, ...                                     copies of the added files, where stock looks for them
         the older save's objects are deleted, once nobody waits for it
 
 An object appears whole or not at all, so a save that overwrites is atomic, too.  A directory without a manifest is not
-a checkpoint.  Files that the caller adds have fixed names: they are replaced before the manifest, and not listed in it.
+a checkpoint.  Nothing of an older checkpoint changes before the manifest is there.  While somebody writes, they renew
+`__saving-<token>`: one rank's objects may be an hour old before the last one's are there.
 """
 
 from __future__ import annotations
@@ -22,10 +25,11 @@ from mbridge_fsdp_ckpt.errors import CheckpointError
 from mbridge_fsdp_ckpt.storage.commit import removal
 from mbridge_fsdp_ckpt.storage.commit.added import added_by, check_not_elsewhere
 from mbridge_fsdp_ckpt.storage.commit.content import Content
-from mbridge_fsdp_ckpt.storage.files import everything_in, replace_file
+from mbridge_fsdp_ckpt.storage.entries import ExtraEntry
+from mbridge_fsdp_ckpt.storage.files import everything_in, file_checksum, replace_file, size_of
 from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
-from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, MANIFEST_NAME, is_part, suffix_of, token
-from mbridge_fsdp_ckpt.storage.store import AnyPath, store_of
+from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, MANIFEST_NAME, Files, is_part, suffix_of, token
+from mbridge_fsdp_ckpt.storage.store import AnyPath, is_local, store_of
 
 _log = logging.getLogger(__name__)
 
@@ -36,34 +40,50 @@ class MarkerCommit:
     def __init__(self, target: AnyPath) -> None:
         self.directory = target
         self.suffix = f"-{token()}"
-        self._uploaded: list[AnyPath] = []
+        self._files = Files("", self.suffix)
         self._committed = False
         target.mkdir(parents=True, exist_ok=True)
 
     def finish(self, content: Content) -> list[AnyPath]:
         """See `content.Commit`."""
-        if content.add_files is not None:
-            self._add(content.add_files, content.progress)
-        content.last_call()
-        replace_file(self.directory / MANIFEST_NAME, content.manifest(()))
-        self._committed = True
+        folder = Path(mkdtemp())
         try:
+            added = self._add(content.add_files, folder, content.progress) if content.add_files is not None else ()
+            copies = _copies(self.directory)
+            content.last_call()
+            replace_file(self.directory / MANIFEST_NAME, content.manifest(added))
+            self._committed = True
+            return self._tidied(content, folder, [entry.name for entry in added], copies)
+        finally:
+            removal.delete(folder)
+
+    def _tidied(self, content: Content, folder: Path, added: list[str], copies: list[str]) -> list[AnyPath]:
+        """After the commit: what stock reads is that of the new save, too; returns what nobody needs any more."""
+        try:
+            for name in added:
+                self._upload(folder / name, self.directory / name)
+                content.progress()
+            for name in sorted({*copies} - {*added}):
+                store_of(self.directory / name).remove()
             self._renew_view(content)
+            store_of(self.directory / self._files.lease).remove()
             return _objects(self.directory, without=self.suffix)
         except OSError as error:  # the checkpoint is there: no failure of the save
             _log.warning("stock's view or older objects in %s were left as they are: %s", self.directory, error)
             return []
 
-    def _add(self, add_files: Callable[[Path], None], progress: Callable[[], None]) -> None:
-        folder = Path(mkdtemp())
-        try:
-            names = added_by(add_files, folder)
-            check_not_elsewhere(self.directory, names)
-            for name in names:
-                self._upload(folder / name, self.directory / name)
-                progress()
-        finally:
-            removal.delete(folder)
+    def _add(
+        self, add_files: Callable[[Path], None], folder: Path, progress: Callable[[], None]
+    ) -> tuple[ExtraEntry, ...]:
+        """Have files added to a folder and upload them under names of this save's own."""
+        names, entries = added_by(add_files, folder), []
+        check_not_elsewhere(self.directory, names)
+        for name in names:
+            path = folder / name
+            entries.append(ExtraEntry(name=name, size=size_of(path), checksum=file_checksum(path, progress)))
+            self._upload(path, self.directory / self._files.added(name))
+            progress()
+        return tuple(entries)
 
     def _renew_view(self, content: Content) -> None:
         content.progress()
@@ -75,23 +95,35 @@ class MarkerCommit:
 
     def _upload(self, path: Path, target: AnyPath) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
-        self._uploaded.append(target)
         with path.open("rb") as source, target.open("wb") as file:
             shutil.copyfileobj(source, file)
 
     def abort(self) -> None:
         """See `content.Commit`."""
-        if self._committed:
-            return
-        doomed = [path for path in _objects(self.directory) if self.suffix in path.name]
-        if not (self.directory / MANIFEST_NAME).exists():  # else an older checkpoint has files of these names
-            doomed = [*self._uploaded, *doomed]  # in this order: see `condemned`
-        removal.delete_later(doomed)
+        if not self._committed:
+            removal.delete_later(self._own())
+
+    def _own(self) -> list[AnyPath]:
+        return [path for path in _objects(self.directory) if suffix_of(_name(self.directory, path)) == self.suffix]
+
+
+def _copies(directory: AnyPath) -> list[str]:
+    """The fixed names of what the save before added; none where its head does not say."""
+    try:
+        return [entry.name for entry in read_manifest(directory).files]
+    except CheckpointError:
+        return []
 
 
 def _objects(directory: AnyPath, without: str = "") -> list[AnyPath]:
-    found = [path for path in directory.iterdir() if suffix_of(path.name) not in ("", without)]
-    return sorted(found, key=lambda path: path.name)
+    """What has a name of one save's own; in a file system a folder of such files is one."""
+    found: list[AnyPath] = list(directory.iterdir() if is_local(directory) else everything_in(directory))
+    found = [path for path in found if suffix_of(_name(directory, path)) not in ("", without)]
+    return sorted(found, key=lambda path: _name(directory, path))
+
+
+def _name(directory: AnyPath, path: AnyPath) -> str:
+    return path.relative_to(str(directory)).as_posix()
 
 
 def leftovers(root: AnyPath) -> list[AnyPath]:
@@ -134,9 +166,10 @@ def remove(directory: AnyPath) -> None:
         store_of(directory / name).remove()
     rest = [*everything_in(directory)]
     if own is not None:
-        shared = all(suffix_of(path.name) in ("", own) for path in rest)
-        rest = [path for path in rest if shared or (is_part(path.name) and suffix_of(path.name) == own)]
-    for path in sorted(rest, key=lambda path: is_part(path.name)):
+        names = {path: _name(directory, path) for path in rest}
+        shared = all(suffix_of(name) in ("", own) for name in names.values())
+        rest = [path for path in rest if shared or (is_part(names[path]) and suffix_of(names[path]) == own)]
+    for path in sorted(rest, key=lambda path: is_part(_name(directory, path))):
         if path.is_file():
             store_of(path).remove()
 

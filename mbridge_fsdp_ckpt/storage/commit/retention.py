@@ -203,7 +203,15 @@ def reading(directory: AnyPath, *, enabled: bool = True) -> Iterator[Callable[[]
         yield renewing(lease) if enabled else lambda: None
     finally:
         if enabled:
-            store_of(lease).remove()
+            _let_go(lease)
+
+
+def _let_go(lease: AnyPath) -> None:
+    """That it stays fails no reader: it is stale in an hour."""
+    try:
+        store_of(lease).remove()
+    except OSError as error:
+        _log.info("%s stays until it is stale: %s", lease, error)
 
 
 def being_read(directory: AnyPath) -> bool:

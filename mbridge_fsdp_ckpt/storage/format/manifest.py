@@ -8,8 +8,9 @@ from pydantic import BaseModel, ValidationError
 
 from mbridge_fsdp_ckpt.errors import NotACheckpointError, UnsupportedVersionError
 from mbridge_fsdp_ckpt.storage.checksums import checksum
+from mbridge_fsdp_ckpt.storage.entries import ExtraEntry
 from mbridge_fsdp_ckpt.storage.files import Json, is_plain_file, malformed, parse_json, read_bounded, what_is_there
-from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, MANIFEST_NAME
+from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, MANIFEST_NAME, Files
 from mbridge_fsdp_ckpt.storage.format.schema import VERSION, Manifest
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
@@ -48,6 +49,26 @@ def read_manifest(directory: AnyPath) -> Manifest:
     if said != _body_checksum(body):
         raise malformed(path, "the content that its own checksum covers", "other content")
     return validated(Manifest, {**body, "checksum": said}, path)
+
+
+def added_file(directory: AnyPath, name: str) -> AnyPath:
+    """Where a file that the caller added to a checkpoint lies, whatever its format; it need not be there.
+
+    In an object store each save has its own, beside copies under the fixed names that stock reads.
+
+    Raises:
+        UnsupportedVersionError, ManifestError: See `read_manifest`.
+    """
+    if not (directory / MANIFEST_NAME).exists():
+        return directory / name
+    head = read_manifest(directory)
+    return directory / Files(head.save, head.suffix).added(name)
+
+
+def listed_files(head: Manifest) -> tuple[ExtraEntry, ...]:
+    """The entries of `Manifest.files` under the names that the files have in the directory."""
+    files = Files(head.save, head.suffix)
+    return tuple(entry.model_copy(update={"name": files.added(entry.name)}) for entry in head.files)
 
 
 def validated[M: BaseModel](model: type[M], body: Json, path: AnyPath) -> M:

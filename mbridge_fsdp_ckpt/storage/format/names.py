@@ -63,9 +63,14 @@ _ITERATION = re.compile(rf"{ITERATION}(\d+)")
 _BESIDE = re.compile(r"\.(?:staging|replaced|deleted)-(.+)-[0-9a-f]{12}", re.DOTALL)
 _READING = re.compile(r"\.reading-(.+)-[0-9a-f]{12}", re.DOTALL)
 _PAYLOAD = re.compile(r"__(\d+)_\d+.*\.distcp")
-_SUFFIXED = re.compile(r"(?:__\d+_\d+|(?:rank|group)_\d+)(-[0-9a-f]{12})\.(?:distcp|index)")
+_SUFFIXED = re.compile(
+    r"(?:__\d+_\d+|(?:rank|group)_\d+)(-[0-9a-f]{12})\.(?:distcp|index)|__(?:added|saving)(-[0-9a-f]{12})(?:/.*)?",
+    re.DOTALL,
+)
 _PART = re.compile(
     rf"{re.escape(MANIFEST_NAME)}|{re.escape(DCP_METADATA)}|(rank|group)_\d+[^/]*\.index|__[^/]*\.distcp"
+    r"|__(added|saving)-[0-9a-f]{12}(/.*)?",
+    re.DOTALL,
 )
 
 
@@ -105,6 +110,15 @@ class Files:
             re.fullmatch(rf"(?:__\d+_0{self.suffix}\.distcp|(?:rank|group)_\d+{self.suffix}\.index)", name) is not None
         )
 
+    def added(self, name: str) -> str:
+        """A file that the caller added: in an object store in a folder of its save's own."""
+        return f"__added{self.suffix}/{name}" if self.suffix else name
+
+    @property
+    def lease(self) -> str:
+        """What those who write the save into an object store renew."""
+        return f"__saving{self.suffix}"
+
     def of_group(self, rank: int) -> str:
         """The index file of the group that a rank leads."""
         return f"group_{rank:05d}{self.suffix}.index"
@@ -117,9 +131,13 @@ def rank_of_payload(name: str, unknown: int = 0) -> int:
 
 
 def suffix_of(name: str) -> str:
-    """What a save into an object store appended to the names of its payload and index files; empty in other names."""
+    """What a save into an object store appended to the names of its own files; empty in other names.
+
+    Args:
+        name: In the checkpoint: files that the caller added lie in a folder.
+    """
     match = _SUFFIXED.fullmatch(name)
-    return match[1] if match else ""
+    return match[1] or match[2] if match else ""
 
 
 def is_part(name: str) -> bool:

@@ -27,7 +27,7 @@ from mbridge_fsdp_ckpt.storage.format.columns import chunks_of
 from mbridge_fsdp_ckpt.storage.format.directory import Directory, IndexedKeys
 from mbridge_fsdp_ckpt.storage.format.index import IndexFile
 from mbridge_fsdp_ckpt.storage.format.indexes import Indexes
-from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
+from mbridge_fsdp_ckpt.storage.format.manifest import listed_files, read_manifest
 from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, MANIFEST_NAME, Files
 from mbridge_fsdp_ckpt.storage.format.on_host import elements
 from mbridge_fsdp_ckpt.storage.format.rows import Chunk
@@ -69,7 +69,7 @@ class SafeSource:
             keys=IndexedKeys(self._indexes.entry, self._indexes.entries, manifest.keys),
             values=decode_mapping(manifest.values),
             topology=manifest.topology,
-            files=manifest.files,
+            files=listed_files(manifest),
             families=manifest.families,
             chunks=manifest.chunks,
         )

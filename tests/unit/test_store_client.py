@@ -1,0 +1,95 @@
+"""What a client of a store raises is one of our errors, on every way to the store, and one line for the user."""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from mbridge_fsdp_ckpt.cli.app import application
+from mbridge_fsdp_ckpt.errors import ConfigurationError, StoreClientError
+from mbridge_fsdp_ckpt.settings import Settings
+from mbridge_fsdp_ckpt.storage.commit.retention import reading
+from mbridge_fsdp_ckpt.storage.store import as_path, store_of
+from tests.unit.holdings import holdings
+from tests.unit.test_saving import prepared, save
+
+
+class ConnectionLostError(Exception):
+    """As botocore's: no OSError."""
+
+
+def cut(monkeypatch: pytest.MonkeyPatch, *calls: str) -> None:
+    """Calls of these names fail once a manifest of iteration 20 is there."""
+    client: Any = import_module("fsspec.implementations.memory").MemoryFileSystem
+
+    def failing(stock: Any) -> Any:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if any("0000020/manifest.json" in place for place in client.store):
+                raise ConnectionLostError("Could not connect to the endpoint URL")
+            return stock(self, *args, **kwargs)
+
+        return call
+
+    for name in calls:
+        monkeypatch.setattr(client, name, failing(getattr(client, name)))
+
+
+@pytest.fixture(autouse=True)
+def _empty() -> None:
+    import_module("fsspec.implementations.memory").MemoryFileSystem.store.clear()
+
+
+def test_a_lost_connection_after_the_commit_fails_no_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    followed = []
+    cut(monkeypatch, "rm_file", "find", "ls")
+    target: Any = as_path("memory://bucket/run/iter_0000020")
+    save(target, [prepared(holdings(0, 12))], Settings(), lambda: followed.append("tracker"))
+    assert followed == ["tracker"]
+
+
+def test_a_lost_connection_fails_no_reader_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = as_path("memory://bucket/other")
+    store_of(root / "iter_0000020" / "manifest.json").replace(b"{}")
+    with reading(root / "iter_0000020") as alive:
+        cut(monkeypatch, "rm_file", "open", "info", "find", "cat_file")
+        alive()
+    place = root / "iter_0000020" / "manifest.json"
+    for call in (store_of(place).remove, place.stat, place.read_bytes, lambda: list(store_of(root).below())):
+        with pytest.raises(StoreClientError, match="ConnectionLostError: Could not connect") as raised:
+            call()
+        assert isinstance(raised.value, OSError)
+
+
+URL = ["inspect URL", "verify URL", "diff URL URL", "families URL", "timeline URL", "prune URL --keep 1", "repair URL"]
+URL += ["convert from-stock URL /nowhere", "convert to-stock URL /nowhere", "convert reshard URL /nowhere --ranks 1"]
+
+
+@pytest.mark.parametrize("words", URL)
+def test_the_command_says_in_one_line_what_a_client_says(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store_of(as_path("memory://bucket/iter_0000020/manifest.json")).replace(b"{}")
+    cut(monkeypatch, "info", "exists", "isdir", "isfile")
+    (tmp_path / "msc.json").write_text(json.dumps({"profiles": {}}))
+    monkeypatch.setenv("MSC_CONFIG", str(tmp_path / "msc.json"))
+    cases = {
+        "memory://bucket/run": "StoreClientError",
+        "nosuch://bucket/run": "ConfigurationError",
+        "msc://unknown/run": "StoreClientError",
+    }
+    for url, error in cases.items():
+        result = CliRunner().invoke(application(), words.replace("URL", url).split())
+        assert result.exit_code == 1, result.output
+        assert isinstance(result.exception, SystemExit), repr(result.exception)
+        assert result.stderr.startswith(f"{error}: ")
+        assert len(result.stderr.splitlines()) == 1
+
+
+def test_an_unknown_scheme_is_named() -> None:
+    with pytest.raises(ConfigurationError, match="nosuch"):
+        as_path("nosuch://bucket/run")

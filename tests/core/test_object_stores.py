@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from upath import UPath
@@ -27,7 +28,6 @@ from mbridge_fsdp_ckpt.storage.store import as_path
 from mbridge_fsdp_ckpt.testing.models import Recipe
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
 from tests.core import cases, oracle
-from tests.patched import patched
 from tests.soak import sampling
 from tests.soak.disk import Fault, holding
 
@@ -230,7 +230,7 @@ def straggle(directory: str, environment: dict[str, str]) -> list[str]:
     """A save that gives a sign of life with each block: what there is before it commits."""
     os.environ.update(environment)
     trainable, seen = cases.prepared(RECIPE, steps=1), list[str]()
-    with patched(lease, "STALE_S", 0.0):
+    with patch.object(lease, "STALE_S", 0.0):
         mbridge_fsdp_ckpt.save(
             directory,
             model=trainable.model,

@@ -66,8 +66,8 @@ class MarkerCommit:
             for name in sorted({*copies} - {*added}):
                 store_of(self.directory / name).remove()
             self._renew_view(content)
-            store_of(self.directory / self._files.lease).remove()
-            return _objects(self.directory, without=self.suffix)
+            lease = self.directory / self._files.lease  # ranks may renew it until all know of the commit
+            return [lease, *_objects(self.directory, without=self.suffix)]
         except OSError as error:  # the checkpoint is there: no failure of the save
             _log.warning("stock's view or older objects in %s were left as they are: %s", self.directory, error)
             return []

@@ -194,6 +194,9 @@ _TOUCHED: dict[Need, dict[str, dict[str, str]]] = {
             "megatron.core.ssm.mamba_mixer": "HAVE_MAMBA_SSM",
             "megatron.core.tensor_parallel.random": "CudaRNGStatesTracker.fork",
         },
+        "convert/accounting.py": {
+            "megatron.bridge.models.conversion.model_bridge": "_megatron_local_name_to_global",
+        },
         "convert/hugging_face.py": {
             "megatron.bridge": "AutoBridge.from_hf_pretrained AutoBridge.to_megatron_provider(load_weights)",
             f"{_TRAINING}.model_load_save": "save_megatron_model(ckpt_format,hf_tokenizer_path,hf_tokenizer_kwargs)",

@@ -16,7 +16,7 @@ from mbridge_fsdp_ckpt.care.prune import plan_pruning
 from mbridge_fsdp_ckpt.care.repair import plan_repair
 from mbridge_fsdp_ckpt.convert.destination import check_free
 from mbridge_fsdp_ckpt.errors import ConfigurationError
-from mbridge_fsdp_ckpt.storage.commit import lease, methods
+from mbridge_fsdp_ckpt.storage.commit import lease, methods, removal
 from mbridge_fsdp_ckpt.storage.commit.content import Content
 from mbridge_fsdp_ckpt.storage.commit.marker import MarkerCommit
 from mbridge_fsdp_ckpt.storage.commit.rename import RenameCommit
@@ -220,7 +220,7 @@ def test_a_marker_commit_that_died_may_be_saved_over_however_often(root: AnyPath
     for _ in range(2):
         check_replaceable(target)
         for path in methods.condemn_leftovers(target, "marker"):
-            path.unlink()
+            assert removal.delete(path)
         check_replaceable(target)
 
 

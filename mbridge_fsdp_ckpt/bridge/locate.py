@@ -151,7 +151,7 @@ def _described(found: Located | None, load: str | None) -> str:
     """What a rank found, in words."""
     if found is not None:
         return str(found.directory)
-    return "no checkpoint" if load is None else f"no checkpoint in {load} ({what_is_there(as_path(load))})"
+    return "no checkpoint" if load is None else f"no checkpoint in {load}"  # other files there are nobody's business
 
 
 def _step_in(load: str | None, pretrained: str | None, step: int | None) -> int | None:

@@ -20,7 +20,7 @@ from rich.filesize import decimal
 
 from mbridge_fsdp_ckpt.care.audit import Audit
 from mbridge_fsdp_ckpt.care.size_and_age import bytes_in, is_young
-from mbridge_fsdp_ckpt.errors import CheckpointError, NotACheckpointError
+from mbridge_fsdp_ckpt.errors import CheckpointError, NotACheckpointError, StoreClientError
 from mbridge_fsdp_ckpt.storage.commit import methods, trackers
 from mbridge_fsdp_ckpt.storage.commit.retention import iterations
 from mbridge_fsdp_ckpt.storage.files import check_content, entries, is_plain_file, read_bounded, replace_file
@@ -38,7 +38,6 @@ from mbridge_fsdp_ckpt.storage.format.names import (
     iteration_name,
     iteration_of,
     read_of,
-    suffix_of,
 )
 from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
 from mbridge_fsdp_ckpt.storage.store import AnyPath, store_of
@@ -205,6 +204,8 @@ def unreadable(directory: AnyPath) -> str:
             return ""
         source = open_checkpoint(directory)
         source.chunks(source.head.keys)
+    except StoreClientError:  # it says nothing of the checkpoint
+        raise
     except CheckpointError as error:
         return f"expected {error.expected}, found {error.found}"
     return ""
@@ -252,7 +253,7 @@ def _plan_leftovers(root: AnyPath, plan: Plan, *, force: bool) -> None:
             plan.left_alone.append((path, "touched within the last hour: a save may be in progress (--force)"))
         else:
             why = f"left by a save or a removal that died, {decimal(bytes_in(path))}"
-            plan.steps.append(Step("delete", path, why, partial(_delete_leftover, path)))
+            plan.steps.append(Step("delete", path, why, partial(_delete_leftover, path, place)))
     marks: list[AnyPath] = [mark for mark in entries(root, READING) if read_of(mark.name)]
     for mark in sorted(marks, key=lambda path: path.name):
         if is_young(mark):
@@ -262,12 +263,19 @@ def _plan_leftovers(root: AnyPath, plan: Plan, *, force: bool) -> None:
             plan.steps.append(Step("delete", mark, why, partial(_delete, mark)))
 
 
-def _delete_leftover(path: AnyPath) -> None:
-    """Delete a directory, a temporary file, or an object whose save has not committed meanwhile."""
+def _delete_leftover(path: AnyPath, place: AnyPath) -> None:
+    """Delete a directory, a temporary file, or an object whose save has not committed meanwhile.
+
+    Args:
+        path: The leftover.
+        place: What it lies in below the root, or is itself.
+    """
+    if path != place and (place / MANIFEST_NAME).exists():
+        return
     local = store_of(path).local
     if local is not None and local.is_dir():
         shutil.rmtree(local)
-    elif not suffix_of(path.name) or not (path.parent / MANIFEST_NAME).exists():
+    else:
         _delete(path)
 
 

@@ -128,6 +128,8 @@ class _Read:
 def _load(bridge: Any, model: Any, read: _Read) -> None:
     try:
         bridge.load_hf_weights([model])
+    except torch.OutOfMemoryError:
+        raise
     except (AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
         shapes = [f"{name} {shape}" for name, shape in read.last.items()]
         raise ConfigurationError(
@@ -201,11 +203,11 @@ def _check_columns(bridge: Any, model: Any, tensors: Mapping[str, torch.Tensor],
 def _longer_convolutions(bridge: Any, model: Any, tensors: Mapping[str, torch.Tensor], read: _Read) -> Iterator[str]:
     from megatron.core.parallel_state import get_tensor_model_parallel_world_size as tensor_size
 
-    convolutions = [name for name in tensors if "conv1d" in name]
+    convolutions = [name for name, tensor in tensors.items() if "conv1d" in name and tensor.dim() > 1]
     for name, sources in _sources(bridge, model, convolutions):
         for source in sources.values():
-            rows = tensors[name].shape[0] * tensor_size()
-            if len(sources) == 1 and read.shapes.get(source, [rows])[0] != rows:
+            rows = tensors[name].shape[0]  # of a part, or of a copy: Gemma 4's audio tower is on every rank
+            if len(sources) == 1 and read.shapes.get(source, [rows])[0] not in (rows, rows * tensor_size()):
                 yield f"{source} {read.shapes[source]}"
 
 

@@ -36,11 +36,15 @@ def same_on_all_ranks[T](look: Callable[[], T], describe: Callable[[T], str], se
     """
     agreement = next_agreement("finding the checkpoint to load", settings.time_limit, settings.storage_limit)
     with agreement.at_work():
-        seen = Outcome.of(look, agreement.rank, "looking for the checkpoint to load")
-    message = seen.message(lambda found: [(describe(found), agreement.rank)])
+        seen = Outcome.of(lambda: _with_words(look(), describe), agreement.rank, "looking for the checkpoint to load")
+    message = seen.message(lambda found: [(found[1], agreement.rank)])
     agreement.meet("finding the checkpoint to load", message, _check_alike, _one_of_each)
     agreement.end()
-    return seen.value
+    return seen.value[0]
+
+
+def _with_words[T](found: T, describe: Callable[[T], str]) -> tuple[T, str]:
+    return found, describe(found)
 
 
 def _one_of_each(views: list[list[tuple[str, int]]]) -> list[tuple[str, int]]:

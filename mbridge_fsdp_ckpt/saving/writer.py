@@ -86,7 +86,10 @@ def write(
     """
     staging, files, watching = as_path(place["directory"]), files_of(place), watching or Watching()
     phases = watching.phases
-    agreement.on_beat = lease.renewing(staging if is_local(staging) else staging / files.lease)
+    if is_local(staging):
+        agreement.on_beat = lease.renewing(staging)
+    elif agreement.rank == 0:  # which waits for all others: stores limit how often one object is written
+        agreement.on_beat = lease.renewing(staging / files.lease)
     chunks, file = _write_chunks(
         outgoing, elements, staging / files.payload(agreement.rank), agreement, choice, watching
     )
@@ -171,7 +174,7 @@ def take_back(place: Place, agreement: Agreement) -> None:
     if agreement.was_sealed():
         return
     rank, directory, files = agreement.rank, as_path(place["directory"]), files_of(place)
-    for name in (files.payload(rank), files.of_rank(rank), files.of_group(rank), files.lease):
+    for name in (files.payload(rank), files.of_rank(rank), files.of_group(rank), *([files.lease] if rank == 0 else [])):
         try:
             store_of(directory / name).remove()
         except OSError as error:

@@ -27,6 +27,8 @@ class NamingErrors:
         self._inner, self._place = inner, place
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("_inner", "_place"):  # asked by copy, before there is an inner one
+            raise AttributeError(name)
         found = getattr(self._inner, name)
         if not callable(found) or isinstance(found, type):
             return found

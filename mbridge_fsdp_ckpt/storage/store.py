@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from copy import copy
 from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -112,12 +113,14 @@ def as_path(place: str | os.PathLike[str] | AnyPath) -> AnyPath:
     """
     if isinstance(place, Path):
         return place.absolute()
-    if isinstance(place, UPath):
-        return _with_named_errors(place)
-    text = _given(os.fspath(place)).removeprefix("file://")
-    if "://" not in text:
+    text = str(place) if isinstance(place, UPath) else _given(os.fspath(place)).removeprefix("file://")
+    if not isinstance(place, UPath) and "://" not in text:
         return Path(text).absolute()
     try:
+        if isinstance(place, UPath):
+            return (
+                place if isinstance(place.fs, NamingErrors) else _with_named_errors(copy(place))
+            )  # the caller's own stays
         _fsspec.get_filesystem_class(text.partition("://")[0])
         return _with_named_errors(UPath(text, use_listings_cache=False))  # other processes write there, too
     except CheckpointError:
@@ -134,9 +137,8 @@ def as_path(place: str | os.PathLike[str] | AnyPath) -> AnyPath:
 
 def _with_named_errors(path: UPath) -> UPath:
     """The same path; what is derived from it gets the same client."""
-    if not isinstance(path.fs, NamingErrors):
-        client: Any = NamingErrors(path.fs, str(path))
-        path._fs_cached = client
+    client: Any = NamingErrors(path.fs, str(path))
+    path._fs_cached = client
     return path
 
 

@@ -98,11 +98,14 @@ _OF_ARCHITECTURES: dict[str, dict[str, Any]] = {
     "DeepseekV4ForCausalLM": {"rope_parameters": _YARN},
     "FalconH1ForCausalLM": {"mamba_norm_before_gate": False, "mamba_n_groups": 2},  # tensor parallelism cuts groups
     "Gemma3ForConditionalGeneration": {"vision_config": {"vision_use_head": False}},
-    "Glm4vMoeForConditionalGeneration": {"text_config": {"head_dim": 16, "use_qk_norm": True}},
+    "Glm4vMoeForConditionalGeneration": {"text_config": {"head_dim": 16, "use_qk_norm": False}},
     "GlmMoeDsaForCausalLM": {"indexer_rope_interleave": True},
     "HYV3ForCausalLM": {"first_k_dense_replace": 1},
     "KimiK2ForCausalLM": {"scoring_func": "sigmoid"},
-    "Mistral3ForConditionalGeneration": {"text_config": {"rope_parameters": _YARN | {"llama_4_scaling_beta": 0.1}}},
+    "Mistral3ForConditionalGeneration": {
+        "text_config": {"rope_parameters": _YARN | {"llama_4_scaling_beta": 0.1}, "tie_word_embeddings": False},
+        "tie_word_embeddings": False,
+    },
     "NemotronForCausalLM": {"num_key_value_heads": 4},
     "Qwen3ASRForConditionalGeneration": {
         "thinker_config": {"pad_token_id": 0, "text_config": {"pad_token_id": 0, "rope_scaling": _LINEAR}}

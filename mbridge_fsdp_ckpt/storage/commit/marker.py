@@ -21,14 +21,22 @@ from collections.abc import Callable
 from pathlib import Path
 from tempfile import mkdtemp
 
-from mbridge_fsdp_ckpt.errors import CheckpointError
+from mbridge_fsdp_ckpt.errors import CheckpointError, StoreClientError
 from mbridge_fsdp_ckpt.storage.commit import removal
 from mbridge_fsdp_ckpt.storage.commit.added import added_by, check_not_elsewhere
 from mbridge_fsdp_ckpt.storage.commit.content import Content
 from mbridge_fsdp_ckpt.storage.entries import ExtraEntry
 from mbridge_fsdp_ckpt.storage.files import everything_in, file_checksum, replace_file, size_of
 from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
-from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA, MANIFEST_NAME, Files, is_part, suffix_of, token
+from mbridge_fsdp_ckpt.storage.format.names import (
+    DCP_METADATA,
+    MANIFEST_NAME,
+    Files,
+    is_head,
+    is_part,
+    suffix_of,
+    token,
+)
 from mbridge_fsdp_ckpt.storage.store import AnyPath, is_local, store_of
 
 _log = logging.getLogger(__name__)
@@ -111,6 +119,8 @@ def _copies(directory: AnyPath) -> list[str]:
     """The fixed names of what the save before added; none where its head does not say."""
     try:
         return [entry.name for entry in read_manifest(directory).files]
+    except StoreClientError:
+        raise
     except CheckpointError:
         return []
 
@@ -168,10 +178,14 @@ def remove(directory: AnyPath) -> None:
     if own is not None:
         names = {path: _name(directory, path) for path in rest}
         shared = all(suffix_of(name) in ("", own) for name in names.values())
-        rest = [path for path in rest if shared or (is_part(names[path]) and suffix_of(names[path]) == own)]
+        rest = [path for path in rest if shared or (_is_own(names[path], own) and not is_head(names[path]))]
     for path in sorted(rest, key=lambda path: is_part(_name(directory, path))):
         if path.is_file():
             store_of(path).remove()
+
+
+def _is_own(name: str, suffix: str) -> bool:
+    return is_part(name) and suffix_of(name) == suffix
 
 
 def _suffix_in(directory: AnyPath) -> str | None:
@@ -180,5 +194,7 @@ def _suffix_in(directory: AnyPath) -> str | None:
         return ""
     try:
         return read_manifest(directory).suffix
+    except StoreClientError:  # the store has not answered, which says nothing of the manifest
+        raise
     except CheckpointError:
         return None

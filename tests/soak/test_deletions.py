@@ -1,0 +1,288 @@
+"""Whatever deletes: what no rule names stays byte for byte, what is to go is gone, and nothing else changes."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import threading
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mbridge_fsdp_ckpt.care.prune import plan_pruning
+from mbridge_fsdp_ckpt.care.repair import plan_repair
+from mbridge_fsdp_ckpt.convert.job import committing
+from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError, NotACheckpointError
+from mbridge_fsdp_ckpt.saving.commit import Job
+from mbridge_fsdp_ckpt.settings import Settings
+from mbridge_fsdp_ckpt.storage.commit import methods, removal
+from mbridge_fsdp_ckpt.storage.commit.retention import prune, prune_later, reading, remove_unless_kept
+from mbridge_fsdp_ckpt.storage.store import as_path
+from tests.core.test_object_stores import BUCKET, environment
+from tests.golden import archive
+from tests.soak import deletions, sampling
+from tests.soak.deletions import EVENTS, LINK, STORES, TRACKER, Case, Files, name_of
+from tests.unit.holdings import holdings
+from tests.unit.test_saving import agreement, prepared, save, saved
+
+__all__ = ["environment"]
+
+DRAWS = {"file system": 60, "in memory": 30, "S3": 3}
+"""By store: how many cases of each path and event; one on S3 takes ten times as long."""
+
+GOLDEN = Path(archive.__file__).parent / "stock-0.19" / "torch_adam_1_rank.tar.xz"
+
+
+class Disk:
+    """A folder of a file system."""
+
+    def __init__(self, place: Path) -> None:
+        self.area: Any = place
+
+    def make(self, files: list[tuple[str, bytes, float]]) -> None:
+        """Write them, as old as they are to be; folders are as old as the newest in them."""
+        ages: dict[Path, float] = {}
+        now = time.time()
+        for name, data, age in files:
+            path = self.area / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if data.startswith(LINK):
+                path.symlink_to(data.removeprefix(LINK).decode())
+                continue
+            path.write_bytes(data)
+            os.utime(path, (now - age, now - age))
+            for folder in path.relative_to(self.area).parents:
+                ages[self.area / folder] = min(age, ages.get(self.area / folder, age))
+        for folder, age in ages.items():
+            os.utime(folder, (now - age, now - age))
+
+    def touch(self, name: str) -> None:
+        os.utime(self.area / name)
+
+    def seen(self) -> Files:
+        found = {}
+        for folder, folders, names in self.area.walk():
+            for path in (folder / name for name in (*folders, *names)):
+                if path.is_symlink():
+                    found[str(path.relative_to(self.area))] = LINK + os.fsencode(path.readlink())
+                elif path.is_file():
+                    found[str(path.relative_to(self.area))] = path.read_bytes()
+        return found
+
+
+class Memory:
+    """fsspec's own store, in this process."""
+
+    def __init__(self) -> None:
+        self.area: Any = as_path(f"memory://{uuid.uuid4().hex}")
+
+    def _objects(self) -> dict[str, Any]:
+        place = f"{self.area.path}/"
+        return {name.removeprefix(place): found for name, found in self.area.fs.store.items() if name.startswith(place)}
+
+    def make(self, files: list[tuple[str, bytes, float]]) -> None:
+        self.area.fs.pipe({f"{self.area.path}/{name}": data for name, data, _ in files})
+        objects, now = self._objects(), datetime.datetime.now(datetime.UTC)
+        for name, _, age in files:
+            objects[name].modified = now - datetime.timedelta(seconds=age)
+
+    def touch(self, name: str) -> None:
+        self._objects()[name].modified = datetime.datetime.now(datetime.UTC)
+
+    def seen(self) -> Files:
+        return {name: found.getvalue() for name, found in self._objects().items()}
+
+
+class S3:
+    """moto's server, whose objects lie in this process."""
+
+    def __init__(self) -> None:
+        self.area: Any = as_path(f"s3://{BUCKET}/{uuid.uuid4().hex}")
+
+    def _objects(self) -> dict[str, Any]:
+        from moto.s3.models import s3_backends  # type: ignore[import-not-found]
+
+        keys = s3_backends["123456789012"]["aws"].buckets[BUCKET].keys
+        place = self.area.path.partition("/")[2] + "/"
+        return {name.removeprefix(place): found for name, found in keys.items() if name.startswith(place)}
+
+    def make(self, files: list[tuple[str, bytes, float]]) -> None:
+        self.area.fs.pipe({f"{self.area.path}/{name}": data for name, data, _ in files})
+        objects, now = self._objects(), datetime.datetime.now(datetime.UTC).replace(tzinfo=None)
+        for name, _, age in files:
+            objects[name].last_modified = now - datetime.timedelta(seconds=age)
+
+    def touch(self, name: str) -> None:
+        self._objects()[name].last_modified = datetime.datetime.now(datetime.UTC).replace(tzinfo=None)
+
+    def seen(self) -> Files:
+        return {name: found.value for name, found in self._objects().items()}
+
+
+Place = Disk | Memory | S3
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Files]]:
+    """Files of real checkpoints by how they were committed."""
+    made = tmp_path_factory.mktemp("made")
+    archive.unpack(GOLDEN, made / "stock")
+    ranks = [prepared(holdings(0, 6)), prepared(holdings(6, 12))]
+    save(made / "rename", ranks, Settings(dcp_metadata="always"))
+    save(made / "marker", ranks, Settings(dcp_metadata="always", commit="marker"))
+    assert removal.wait(30.0)
+    files = {kind.name: {file.name: file.read_bytes() for file in kind.iterdir()} for kind in made.iterdir()}
+    return {how: {"ours": files[how], "stock": files["stock"]} for how in ("rename", "marker")}
+
+
+def add_nothing(folder: Path) -> None:
+    raise ConfigurationError(expected="run files", found="none", remedy="none")
+
+
+def save_to(case: Case, root: Any) -> None:
+    """A save of the case's target, of whatever it is made of."""
+    ranks, settings = (
+        [prepared(holdings(0, 12))],
+        Settings(dcp_metadata="never", commit="marker" if case.marker else "auto"),
+    )
+
+    def follow() -> None:
+        if case.event != "nothing":
+            with contextlib.suppress(NotACheckpointError):
+                prune(root, case.keep)
+
+    fails = case.path == "failed save"
+    job = Job(root / case.target, settings, agreement(0), {}, add_nothing if fails else None, follow)
+    may = deletions.may_be_saved(case, case.target)
+    with pytest.raises(ConfigurationError) if fails or not may else contextlib.nullcontext():
+        saved(job, ranks)
+
+
+class Running:
+    """One case, carried out."""
+
+    def __init__(self, case: Case, place: Place, readers: contextlib.ExitStack) -> None:
+        self.case, self.place, self.readers = case, place, readers
+        own, other = (place.area / name for name in case.names)
+        self.own, self.root = own, place.area / "by-link" if case.has("root through a link") else own
+        for number in case.of("reader"):
+            readers.enter_context(reading(self.root / name_of(number)))
+        for number in case.of("reader through a link"):
+            readers.enter_context(reading(place.area / f"short-cut-{number}"))
+        for number in case.of("reader of the other run"):
+            readers.enter_context(reading(other / name_of(number)))
+
+    def event(self) -> None:
+        """What happens between the decision and the deed."""
+        case, place, own = self.case, self.place, self.case.names[0]
+        if case.event == "a reader comes":
+            self.readers.enter_context(reading(self.root / name_of(case.other)))
+        elif case.event in ("a rewind", "a tracker becomes illegible"):
+            then = deletions.after(case)
+            for name in (deletions.STATE, TRACKER) if case.event == "a rewind" else (TRACKER,):
+                with contextlib.suppress(FileNotFoundError):
+                    self._unlink(self.own / name)
+            place.make([(f"{own}/{TRACKER}", deletions.trackers_of(then.trackers, then.named)[TRACKER], 0.0)])
+        elif case.event == "saved anew" and deletions.may_be_saved(case, name_of(case.other)):
+            save(self.root / name_of(case.other), [prepared(holdings(0, 12))])
+        elif case.event == "a leftover is renewed":
+            for name in place.seen():
+                if deletions.is_leftover(case, name):
+                    place.touch(name)
+
+    def _unlink(self, path: Any) -> None:
+        if isinstance(path, Path):
+            path.unlink()
+        else:
+            path.fs.rm_file(path.path)
+
+    def carry_out(self) -> None:
+        """The deed."""
+        case, root = self.case, self.root
+        if case.path == "prune":
+            plan = plan_pruning(root, case.keep)
+            self.event()
+            plan.carry_out()
+        elif case.path == "repair":
+            steps = plan_repair(root, force=False)
+            self.event()
+            steps.carry_out()
+        elif case.path in ("retention", "removal thread"):
+            self._in_background()
+        elif case.path == "aborted conversion":
+            with pytest.raises(KeyboardInterrupt), committing(methods.begin(root / case.target)) as commit:
+                (commit.directory / f"__0_0{commit.suffix}.distcp").write_bytes(b"x")
+                raise KeyboardInterrupt
+        else:
+            save_to(case, root)
+        assert removal.wait(60.0)
+
+    def _in_background(self) -> None:
+        """Behind a slow deletion."""
+        case, slow = self.case, threading.Event()
+        removal.later("a slow deletion", lambda: slow.wait(60.0))
+        if case.path == "retention":
+            prune_later(self.root, case.keep, case.also_keep)
+        else:
+            removal.later("as after a save under Megatron-LM", lambda: remove_unless_kept(self.root / case.target))
+        try:
+            self.event()
+        finally:
+            slow.set()
+
+
+def outcome(case: Case, place: Place, whole: dict[str, dict[str, Files]]) -> str:
+    """Carry a case out; what is wrong in the end raises."""
+    place.make(deletions.made(case, whole["rename" if case.is_local else "marker"]))
+    before = place.seen()
+    expected = deletions.left(case, before)
+    refused = False
+    with contextlib.ExitStack() as readers:
+        try:
+            Running(case, place, readers).carry_out()
+        except NotACheckpointError:
+            assert "illegible" in (case.trackers, deletions.after(case).trackers)
+            refused = True
+    found = place.seen()
+    anew = tuple(f"{directory}/" for directory in expected.anew)
+    new = {path for path in found if path.startswith(anew)} if anew else set()
+    wrong = {path for path in found if path not in expected.files and path not in new}
+    gone = {path for path in expected.files if path not in found}
+    changed = {path for path in {*found} & {*expected.files} if found[path] != expected.files[path]}
+    assert (wrong, gone, changed) == (set(), set(), set()), "there, gone and changed against the rules"
+    for directory in anew:
+        assert f"{directory}manifest.json" in found
+    if refused:
+        return "refused: a tracker is illegible"
+    return "something was deleted" if set(before) - set(found) else "nothing was deleted"
+
+
+def cases(store: str) -> list[tuple[str, str, int]]:
+    return [(path, event, n) for path, events in EVENTS.items() for event in events for n in range(DRAWS[store])]
+
+
+def place_in(store: str, folder: Path) -> Place:
+    return Disk(folder) if store == STORES[0] else Memory() if store == STORES[1] else S3()
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_nothing_is_removed_that_no_rule_names(
+    store: str, whole: dict[str, dict[str, Files]], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if store == "S3":
+        request.getfixturevalue("environment")
+    begin, outcomes, wrong = time.monotonic(), [], []
+    for number, (path, event, n) in enumerate(sampling.drawn(f"deletions, {store}", cases(store))):
+        case = deletions.drawn(store, path, event, f"{sampling.seed()} {n}")
+        try:
+            how = outcome(case, place_in(store, tmp_path / str(number)), whole)
+        except (AssertionError, CheckpointError, OSError) as error:
+            wrong.append(f"{case}: {type(error).__name__}: {error}; {sampling.how_to_repeat()}")
+            continue
+        outcomes.append((f"{store}, {path}", how))
+    assert not wrong, "\n".join(wrong[:5]) + f"\n{len(wrong)} of them"
+    print(store, len(outcomes), time.monotonic() - begin, sampling.tally(outcomes))

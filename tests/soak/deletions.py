@@ -118,6 +118,11 @@ class Case:
         return self.store == "file system"
 
     @property
+    def has_times(self) -> bool:
+        """Whether the store tells when something was touched: where none does, nothing is old."""
+        return self.store != "in memory"
+
+    @property
     def complete(self) -> list[int]:
         found = [number for number, kind in self.kinds.items() if kind != "headless"]
         return sorted([*found, *self.of("a link under an iteration's name")])
@@ -199,7 +204,8 @@ def stays(case: Case, number: int) -> bool:
     """Whether a rule names a complete checkpoint that is old enough to go."""
     leads = any(case.has(what, number) for what in ("link beside", "link into it"))
     is_read = case.has("reader", number) or case.has("reader through a link", number)
-    unpublished = case.has("saved just now", number) and case.trackers != "none"
+    is_read |= case.has("stale lease", number) and not case.has_times
+    unpublished = case.has("saved just now", number) and case.trackers != "none" and case.has_times
     is_other = case.has("a root in it", number) or number == LINKED
     is_other |= case.is_local and case.has("objects of a save in it", number)
     return number in names_in_trackers(case) or is_read or leads or unpublished or is_other
@@ -261,7 +267,7 @@ def _special(case: Case, ours: Files) -> list[tuple[str, bytes, float]]:
             "a root in it": (f"{name}/{TRACKER}", b"1"),
             "link beside": (f"best-{number}", LINK + name.encode()),
             "link into it": (f"into-{number}", LINK + f"{name}/notes".encode()),
-            "link out of it": (f"{name}/out", LINK + f"../{other}/{name}".encode()),
+            "link out of it": (f"{name}/out", LINK + f"../{other}/tensorboard".encode()),
             "a link under an iteration's name": (name, LINK + b"../elsewhere"),
             "folder that looks like a leftover, a link": (f".staging-{name}-{mark}", LINK + other.encode()),
             "staging of a longer name, old": (f".staging-a-{name}-{mark}/a", b"x"),
@@ -288,6 +294,10 @@ def _special(case: Case, ours: Files) -> list[tuple[str, bytes, float]]:
 OBJECTS = f"__0_0-{SAVE}.distcp", f"rank_00000-{SAVE}.index"
 
 
+REPLACED = "manifest.json", ".metadata", "__0_1.distcp"
+"""Of the names that are the same in each save, those that go by marker: heads, and what it lists as added."""
+
+
 @dataclass
 class Left:
     """What has to be there in the end.
@@ -311,6 +321,8 @@ def left(case: Case, before: Files) -> Left:
     """What has to be there when a case's path and event are over."""
     found, then = Left(dict(before)), after(case)
     own = case.names[0]
+    if case.path == "prune" and case.trackers == "illegible":  # refused before anything happens
+        return found
     if case.event == "a rewind":
         found.drop(f"{own}/{STATE}")
     if case.event in ("a rewind", "a tracker becomes illegible"):
@@ -351,7 +363,11 @@ def _saved(case: Case) -> Case:
 
 def is_stale_lease(case: Case, path: str) -> bool:
     run, _, name = path.partition("/")
-    return run == case.names[0] and any(name.startswith(f".reading-{name_of(n)}-0") for n in case.of("stale lease"))
+    return (
+        case.has_times
+        and run == case.names[0]
+        and any(name.startswith(f".reading-{name_of(n)}-0") for n in case.of("stale lease"))
+    )
 
 
 def is_leftover(case: Case, path: str) -> bool:
@@ -416,7 +432,7 @@ def _save(case: Case, target: str, found: Left, *, fails: bool = False) -> None:
         dead = suffixed[:-1] if marker and "manifest.json" not in parts else []
         found.drop(*(f"{place}/{name}" for name in dead))
     elif marker:
-        found.drop(*(f"{place}/{name}" for name in (*suffixed, "manifest.json", ".metadata")))
+        found.drop(*(f"{place}/{name}" for name in (*suffixed, *REPLACED)))
         found.anew.add(place)
     else:
         found.drop(place)
@@ -424,7 +440,7 @@ def _save(case: Case, target: str, found: Left, *, fails: bool = False) -> None:
 
 
 def _repair(case: Case, before: Files, found: Left) -> None:
-    own, renewed = case.names[0], case.event == "a leftover is renewed"
+    own, renewed = case.names[0], case.event == "a leftover is renewed" or not case.has_times
     complete = set(case.complete)
     for top, (kind, aim, old) in leftovers(case, before).items() if case.is_local else ():
         if kind == "replaced" and aim == name_of(ALONE):

@@ -105,6 +105,11 @@ def _of_progress(outcomes: Outcomes) -> list[str]:
     return _table(("checkpoint and reader", "cases", "what happened"), rows)
 
 
+def _of_deletions(outcomes: Outcomes) -> list[str]:
+    rows = [(kind, _number(sum(counts.values())), _said(counts)) for kind, counts in outcomes.items()]
+    return _table(("what deletes, where", "cases", "what happened"), rows)
+
+
 def _of_plans(outcomes: Outcomes) -> list[str]:
     rows = [
         (kind.replace("_", " "), _number(sum(counts.values())), _number(counts.get("refused", 0)), _passed(counts))
@@ -182,6 +187,7 @@ TABLES = {
     "kill_steps": _of_kills,
     "kill_moments": _of_kills,
     "kill_beside": _of_deaths,
+    "deletions": _of_deletions,
     "signals": _of_optimizers,
     "optimizers": _of_optimizers,
     "progress": _of_progress,

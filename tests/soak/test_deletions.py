@@ -31,8 +31,13 @@ from tests.unit.test_saving import agreement, prepared, save, saved
 
 __all__ = ["environment"]
 
-DRAWS = {"file system": 60, "in memory": 30, "S3": 3}
+DRAWS = {"file system": 60, "in memory": 40, "S3": 4}
 """By store: how many cases of each path and event; one on S3 takes ten times as long."""
+
+CASES = [
+    (store, p, e, n) for store in STORES for p, events in EVENTS.items() for e in events for n in range(DRAWS[store])
+]
+"""Store, path, event, and the number of a draw."""
 
 GOLDEN = Path(archive.__file__).parent / "stock-0.19" / "torch_adam_1_rank.tar.xz"
 
@@ -75,7 +80,7 @@ class Disk:
 
 
 class Memory:
-    """fsspec's own store, in this process."""
+    """fsspec's own store, in this process; it tells no times."""
 
     def __init__(self) -> None:
         self.area: Any = as_path(f"memory://{uuid.uuid4().hex}")
@@ -86,12 +91,9 @@ class Memory:
 
     def make(self, files: list[tuple[str, bytes, float]]) -> None:
         self.area.fs.pipe({f"{self.area.path}/{name}": data for name, data, _ in files})
-        objects, now = self._objects(), datetime.datetime.now(datetime.UTC)
-        for name, _, age in files:
-            objects[name].modified = now - datetime.timedelta(seconds=age)
 
     def touch(self, name: str) -> None:
-        self._objects()[name].modified = datetime.datetime.now(datetime.UTC)
+        """It tells no times."""
 
     def seen(self) -> Files:
         return {name: found.getvalue() for name, found in self._objects().items()}
@@ -145,10 +147,7 @@ def add_nothing(folder: Path) -> None:
 
 def save_to(case: Case, root: Any) -> None:
     """A save of the case's target, of whatever it is made of."""
-    ranks, settings = (
-        [prepared(holdings(0, 12))],
-        Settings(dcp_metadata="never", commit="marker" if case.marker else "auto"),
-    )
+    settings = Settings(dcp_metadata="never", commit="marker" if case.marker else "auto")
 
     def follow() -> None:
         if case.event != "nothing":
@@ -159,7 +158,14 @@ def save_to(case: Case, root: Any) -> None:
     job = Job(root / case.target, settings, agreement(0), {}, add_nothing if fails else None, follow)
     may = deletions.may_be_saved(case, case.target)
     with pytest.raises(ConfigurationError) if fails or not may else contextlib.nullcontext():
-        saved(job, ranks)
+        saved(job, [prepared(holdings(0, 12))])
+
+
+def interrupted(target: Any) -> None:
+    """A conversion that somebody ends."""
+    with committing(methods.begin(target)) as commit:
+        (commit.directory / f"__0_0{commit.suffix}.distcp").write_bytes(b"x")
+        raise KeyboardInterrupt
 
 
 class Running:
@@ -214,9 +220,8 @@ class Running:
         elif case.path in ("retention", "removal thread"):
             self._in_background()
         elif case.path == "aborted conversion":
-            with pytest.raises(KeyboardInterrupt), committing(methods.begin(root / case.target)) as commit:
-                (commit.directory / f"__0_0{commit.suffix}.distcp").write_bytes(b"x")
-                raise KeyboardInterrupt
+            with pytest.raises(KeyboardInterrupt):
+                interrupted(root / case.target)
         else:
             save_to(case, root)
         assert removal.wait(60.0)
@@ -261,28 +266,21 @@ def outcome(case: Case, place: Place, whole: dict[str, dict[str, Files]]) -> str
     return "something was deleted" if set(before) - set(found) else "nothing was deleted"
 
 
-def cases(store: str) -> list[tuple[str, str, int]]:
-    return [(path, event, n) for path, events in EVENTS.items() for event in events for n in range(DRAWS[store])]
-
-
 def place_in(store: str, folder: Path) -> Place:
     return Disk(folder) if store == STORES[0] else Memory() if store == STORES[1] else S3()
 
 
-@pytest.mark.parametrize("store", STORES)
 def test_nothing_is_removed_that_no_rule_names(
-    store: str, whole: dict[str, dict[str, Files]], tmp_path: Path, request: pytest.FixtureRequest
+    whole: dict[str, dict[str, Files]], tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    if store == "S3":
-        request.getfixturevalue("environment")
     begin, outcomes, wrong = time.monotonic(), [], []
-    for number, (path, event, n) in enumerate(sampling.drawn(f"deletions, {store}", cases(store))):
+    for number, (store, path, event, n) in enumerate(sampling.drawn("deletions", CASES, share=60)):
         case = deletions.drawn(store, path, event, f"{sampling.seed()} {n}")
         try:
             how = outcome(case, place_in(store, tmp_path / str(number)), whole)
         except (AssertionError, CheckpointError, OSError) as error:
-            wrong.append(f"{case}: {type(error).__name__}: {error}; {sampling.how_to_repeat()}")
-            continue
-        outcomes.append((f"{store}, {path}", how))
-    assert not wrong, "\n".join(wrong[:5]) + f"\n{len(wrong)} of them"
-    print(store, len(outcomes), time.monotonic() - begin, sampling.tally(outcomes))
+            wrong.append(f"{case}: {type(error).__name__}: {error}")
+        else:
+            outcomes.append((f"{path}, {store}", how))
+    assert not wrong, "\n".join((*wrong[:5], f"{len(wrong)} such; {sampling.how_to_repeat()}"))
+    sampling.record("deletions", sampling.Result(time.monotonic() - begin, sampling.tally(outcomes)))

@@ -54,6 +54,16 @@ MATRICES = {
         "resume finds the older or the newer checkpoint, bit for bit: the newer one if anybody was told that it is "
         "there.",
     ),
+    "deletions": (
+        "Deletions",
+        "Two runs lie side by side whose names match each other as patterns (`run[1]` and `run1`, `a*b`, `q?`), on a "
+        "file system, on an S3 server and in memory, with trackers of every kind, links, readers, leftovers of saves "
+        "that died and files of somebody's. Whatever deletes is run: `prune`, `repair`, retention after a save, the "
+        "removal of one checkpoint in the background, a save that overwrites, one that fails, a conversion that is "
+        "interrupted; in between the run goes back, a reader comes, a tracker becomes illegible, or a save commits. A "
+        "case passes if exactly what the rules name is gone, computed from the description of the case apart from the "
+        "package, and if every other file of both runs is there, byte for byte.",
+    ),
     "signals": (
         "Signals and forks",
         "A background save of two plain ranks, and then the next. At a step of the training process or of its "

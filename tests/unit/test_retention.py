@@ -5,16 +5,19 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import re
 import shutil
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
 from upath import UPath
 
+from mbridge_fsdp_ckpt.care.prune import plan_pruning
 from mbridge_fsdp_ckpt.errors import NotACheckpointError
 from mbridge_fsdp_ckpt.settings import CommitMethod, Settings
 from mbridge_fsdp_ckpt.storage.commit import lease, removal, retention
@@ -26,6 +29,7 @@ from mbridge_fsdp_ckpt.storage.commit.retention import (
     prune,
     prune_later,
     reading,
+    remove_unless_kept,
 )
 from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
 from tests.unit import handmade
@@ -243,6 +247,45 @@ def test_what_a_save_has_committed_and_not_published_yet_stays(root: Path, metho
     assert found == [10, 40], "iteration 20 is older than 50, and no tracker names it"
     assert open_checkpoint(root / "iter_0000020").head.keys
     assert not list(root.glob(".reading-*"))
+
+
+@pytest.mark.parametrize("age", [0.0, lease.STALE_S + 5])
+def test_what_a_save_by_marker_writes_into_on_a_file_system_stays(root: Path, age: float) -> None:
+    """A removal takes the directory as a whole; the save renews its time."""
+    (root / "iter_0000010" / "__0_0-0123456789ab.distcp").write_bytes(b"x")
+    then = time.time() - age
+    os.utime(root / "iter_0000010", (then, then))
+    assert numbers(prune(root, 1)) == ([10, 20, 40] if age else [20, 40])
+
+
+RULES: list[Callable[[Path], object]] = [
+    lambda root: prune(root, 1),
+    lambda root: plan_pruning(root, 1).carry_out(),
+    lambda root: prune_later(root, 1),
+    lambda root: remove_unless_kept(root / "iter_0000010"),
+]
+
+
+@pytest.mark.parametrize("remove", RULES, ids=["prune", "the tool", "after a save", "one"])
+def test_all_that_removes_a_checkpoint_asks_one_function(
+    root: Path, remove: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention, "keeps", lambda directory: "a new rule")
+    remove(root)
+    assert removal.wait(30.0)
+    assert left(root) == [10, 20, 30, 40, 50]
+
+
+def test_nothing_else_removes_a_checkpoint() -> None:
+    """`methods.remove` deletes what is committed, and what commits by marker or rename does is its part."""
+    package = Path(retention.__file__).parents[2]
+    calls = [f"{file.relative_to(package)}:{line.strip()}" for file in package.rglob("*.py") for line in file.open()]
+    calls = [call for call in calls if re.search(r"\b(methods|marker|rename)\.remove\(", call)]
+    assert sorted(calls) == [
+        "storage/commit/methods.py:marker.remove(directory)",
+        "storage/commit/methods.py:return rename.remove(local, may_go)",
+        "storage/commit/retention.py:return methods.remove(directory, may_go)",
+    ]
 
 
 def test_objects_of_a_save_that_goes_on_in_a_removed_iteration_stay(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from mbridge_fsdp_ckpt.storage.commit import removal
 from mbridge_fsdp_ckpt.storage.commit.added import added_by, check_not_elsewhere
 from mbridge_fsdp_ckpt.storage.commit.content import Content
 from mbridge_fsdp_ckpt.storage.entries import ExtraEntry
-from mbridge_fsdp_ckpt.storage.files import everything_in, file_checksum, replace_file, size_of
+from mbridge_fsdp_ckpt.storage.files import entries, everything_in, file_checksum, replace_file, size_of
 from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
 from mbridge_fsdp_ckpt.storage.format.names import (
     DCP_METADATA,
@@ -154,6 +154,12 @@ def leftovers(root: AnyPath) -> list[AnyPath]:
 def dead_objects(directory: AnyPath) -> list[AnyPath]:
     """Objects in a directory that never got a manifest."""
     return [] if not directory.is_dir() or (directory / MANIFEST_NAME).exists() else _objects(directory)
+
+
+def holds_of_another(directory: AnyPath) -> bool:
+    """Whether a directory has objects of another save than the one that its manifest is of."""
+    suffixes = {suffix_of(path.name) for path in entries(directory)} - {""}
+    return bool(suffixes) and bool(suffixes - {_suffix_in(directory)})
 
 
 def condemned(target: AnyPath) -> list[AnyPath]:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from mbridge_fsdp_ckpt.storage.commit import methods, removal, trackers
+from mbridge_fsdp_ckpt.storage.commit import marker, methods, removal, trackers
 from mbridge_fsdp_ckpt.storage.commit.lease import is_fresh, is_stale, now, renewing
 from mbridge_fsdp_ckpt.storage.commit.target import obstacle
 from mbridge_fsdp_ckpt.storage.files import entries
@@ -81,6 +81,8 @@ def keeps(directory: AnyPath) -> str:
         return f"{link} leads to it"
     if _is_about_to_be_named(directory):
         return "saved just now: no tracker was written since"
+    if _is_being_written(directory):
+        return "a save goes on in it"
     found = obstacle(directory)
     return found.found if found is not None else ""
 
@@ -118,6 +120,12 @@ def _is_about_to_be_named(directory: AnyPath) -> bool:
         return is_fresh(head, now(directory.parent))
     except FileNotFoundError:  # another save has changed it meanwhile
         return True
+
+
+def _is_being_written(directory: AnyPath) -> bool:
+    """Whether a save by marker goes on in it, on a file system: a removal takes the directory as a whole there."""
+    is_local = store_of(directory).local is not None
+    return is_local and marker.holds_of_another(directory) and not is_stale(directory)
 
 
 def prune(root: AnyPath, keep: int, also_keep: int | None = None) -> list[Iteration]:

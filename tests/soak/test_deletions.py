@@ -26,7 +26,8 @@ from mbridge_fsdp_ckpt.storage.store import as_path
 from tests.core.test_object_stores import BUCKET, environment
 from tests.golden import archive
 from tests.soak import deletions, sampling
-from tests.soak.deletions import EVENTS, LINK, STORES, TRACKER, Case, Files, name_of
+from tests.soak.deletions import EVENTS, LINK, STORES, Case, Files, name_of
+from tests.trackers import STATE, TRACKER
 from tests.unit.holdings import holdings
 from tests.unit.test_saving import agreement, prepared, save, saved
 
@@ -115,7 +116,7 @@ class S3:
         self.area: Any = as_path(f"s3://{BUCKET}/{uuid.uuid4().hex}")
 
     def _objects(self) -> dict[str, Any]:
-        from moto.s3.models import s3_backends  # type: ignore[import-not-found]
+        from moto.s3.models import s3_backends
 
         keys = s3_backends["123456789012"]["aws"].buckets[BUCKET].keys
         place = self.area.path.partition("/")[2] + "/"
@@ -202,7 +203,7 @@ class Running:
             self.readers.enter_context(reading(self.root / name_of(case.other)))
         elif case.event in ("a rewind", "a tracker becomes illegible"):
             then = deletions.after(case)
-            for name in (deletions.STATE, TRACKER) if case.event == "a rewind" else (TRACKER,):
+            for name in (STATE, TRACKER) if case.event == "a rewind" else (TRACKER,):
                 with contextlib.suppress(FileNotFoundError):
                     self._unlink(self.own / name)
             place.make([(f"{own}/{TRACKER}", deletions.trackers_of(then.trackers, then.named)[TRACKER], 0.0)])

@@ -33,6 +33,8 @@ from tests.unit.test_saving import agreement, prepared, save, saved
 
 __all__ = ["environment"]
 
+pytestmark = pytest.mark.skipif(not sampling.FULL, reason="in make test-all: its draws have been seen too few times")
+
 DRAWS = {"file system": 3, "in memory": 2, "S3": 1}
 """By store: how many cases of each path and event; one on S3 takes ten times as long."""
 

@@ -28,6 +28,8 @@ _MADE_ANEW = "rotary_emb.inv_freq"
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embeddings.weight")
 _OUTPUTS = ("lm_head.weight", "shared_head.head.weight")
 """Both may be there more than once: an output layer that is the embeddings, and those of multi-token prediction."""
+_PROJECTION = ".in_proj.weight"
+"""What the projection into Mamba's, or Gated DeltaNet's, heads is called in Megatron."""
 
 
 def check_files(bridge: Any) -> None:
@@ -177,21 +179,20 @@ def _check_filled(bridge: Any, model: Any, tensors: Mapping[str, torch.Tensor], 
 
 
 def _check_columns(bridge: Any, model: Any, tensors: Mapping[str, torch.Tensor], read: _Read) -> None:
-    """Check what Bridge takes whatever its shape is: it views projections as heads, and cuts convolutions.
+    """Check what Bridge takes whatever its shape is: it views projections as heads, and cuts Mamba's parameters.
 
     Raises:
         ConfigurationError: A tensor has other columns than its parameter, or more rows.
     """
     matrices = [name for name, tensor in tensors.items() if tensor.dim() > 1]
-    unlike = [
+    unlike = {
         f"{source} {read.shapes[source]}"
         for name, sources in _sources(bridge, model, matrices)
-        if {"q", "k", "v"} <= sources.keys()
+        if {"q", "k", "v"} <= sources.keys() or name.endswith(_PROJECTION)
         for source in sources.values()
         if source in read.shapes and read.shapes[source][-1] != tensors[name].shape[-1]
-    ]
-    unlike += _longer_convolutions(bridge, model, tensors, read)
-    found = _on_all_ranks(unlike)
+    }
+    found = _on_all_ranks(unlike.union(_longer(bridge, model, tensors, read)))
     if found:
         raise ConfigurationError(
             expected="tensors of the Hugging Face model in the shapes that its config.json asks for",
@@ -200,14 +201,18 @@ def _check_columns(bridge: Any, model: Any, tensors: Mapping[str, torch.Tensor],
         )
 
 
-def _longer_convolutions(bridge: Any, model: Any, tensors: Mapping[str, torch.Tensor], read: _Read) -> Iterator[str]:
+def _longer(bridge: Any, model: Any, tensors: Mapping[str, torch.Tensor], read: _Read) -> Iterator[str]:
+    """Convolutions and Mamba's projections with other rows: Bridge takes those it wants, and leaves the others."""
     from megatron.core.parallel_state import get_tensor_model_parallel_world_size as tensor_size
 
-    convolutions = [name for name, tensor in tensors.items() if "conv1d" in name and tensor.dim() > 1]
-    for name, sources in _sources(bridge, model, convolutions):
+    cut = [
+        name for name, tensor in tensors.items() if tensor.dim() and ("conv1d" in name or name.endswith(_PROJECTION))
+    ]
+    for name, sources in _sources(bridge, model, cut):
         for source in sources.values():
             rows = tensors[name].shape[0]  # of a part, or of a copy: Gemma 4's audio tower is on every rank
-            if len(sources) == 1 and read.shapes.get(source, [rows])[0] not in (rows, rows * tensor_size()):
+            found = read.shapes.get(source, [rows])
+            if len(sources) == 1 and found[:1] not in ([rows], [rows * tensor_size()]):
                 yield f"{source} {read.shapes[source]}"
 
 

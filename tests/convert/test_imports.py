@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -13,17 +14,20 @@ from tests.soak import sampling
 
 pytestmark = [pytest.mark.bridge, pytest.mark.timeout(3000)]
 
-FAMILIES = sampling.drawn("families imported", list(hugging_face.MODELS), share=4)
+FAMILIES = sampling.drawn("families imported", list(hugging_face.MODELS), share=len(hugging_face.MODELS))
 SHARE = 1 if sampling.FULL else 10
 
 
 def test_a_tensor_that_is_otherwise_is_refused_by_name_or_right(bridge_ranks: RankPool, tmp_path: Path) -> None:
-    found = []
+    began, found = time.monotonic(), []
     for name in FAMILIES:
         folder = str(tmp_path / name)
-        [cases] = bridge_ranks.run(imports.of_family, name, folder, SHARE, str(sampling.seed()), ranks=1)
+        line = (name, folder, SHARE, str(sampling.seed()))
+        [cases] = bridge_ranks.run(imports.of_family, *line, ranks=1, time_limit=900)
         found += [(name, *case) for case in cases]
     missed = [case for case in found if case[-1].startswith("missed")]
-    assert missed == [], sampling.how_to_repeat()
+    assert missed == [], f"{missed} {sampling.how_to_repeat()}"
     assert found
     assert {outcome for _, kind, _, outcome in found if kind == "doubled"} <= {"right"}
+    outcomes = sampling.tally((f"{name}: {kind}", outcome) for name, kind, _, outcome in found)
+    sampling.record("imports", sampling.Result(time.monotonic() - began, outcomes))

@@ -110,6 +110,15 @@ def _of_deletions(outcomes: Outcomes) -> list[str]:
     return _table(("what deletes, where", "cases", "what happened"), rows)
 
 
+def _of_imports(outcomes: Outcomes) -> list[str]:
+    """Cases are called "Qwen3: removed"; families are added up."""
+    found: dict[str, Counter[str]] = defaultdict(Counter)
+    for kind, counts in outcomes.items():
+        found[kind.partition(": ")[2]].update(counts)
+    rows = [(kind, _number(counts.total()), _said(counts)) for kind, counts in sorted(found.items())]
+    return _table(("the tensor", "cases", "what happened"), rows)
+
+
 def _of_plans(outcomes: Outcomes) -> list[str]:
     rows = [
         (kind.replace("_", " "), _number(sum(counts.values())), _number(counts.get("refused", 0)), _passed(counts))
@@ -192,6 +201,7 @@ TABLES = {
     "optimizers": _of_optimizers,
     "progress": _of_progress,
     "plans": _of_plans,
+    "imports": _of_imports,
 }
 
 

@@ -96,6 +96,13 @@ MATRICES = {
         "lets through still writes every element exactly once. Some jobs are wrong before any damage: nobody writes a "
         "tensor that only some ranks hold.",
     ),
+    "imports": (
+        "Imports of changed models",
+        "One tensor of a Hugging Face model is removed, added, reshaped, cast, or given values that are no numbers or "
+        "too large; then the model is imported, once for each family, tensor and change. A case passes if the import "
+        "is refused with that tensor's name, or the weights are those of the unchanged model; where a tensor is "
+        "doubled, if its elements alone are doubled.",
+    ),
 }
 """By file name, in the order of the page: a title, and what was done."""
 

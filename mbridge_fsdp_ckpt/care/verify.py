@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from mbridge_fsdp_ckpt.care.audit import Audit
 from mbridge_fsdp_ckpt.care.findings import Finding, dcp_findings
+from mbridge_fsdp_ckpt.convert.torch_dist.common import read_state
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, ManifestError
 from mbridge_fsdp_ckpt.storage.commit.retention import reading
 from mbridge_fsdp_ckpt.storage.files import check_content, check_file
@@ -117,4 +118,17 @@ def _stock(directory: AnyPath, report: Report) -> Iterator[Finding]:
     report.checked = {"keys": len(source.tensors), "values": len(source.entries) - len(source.tensors)}
     if not source.entries:
         yield Finding("keys", DCP_METADATA, "tensors or values", "none: nothing was checked")
-    yield from dcp_findings(source)
+    found = list(dcp_findings(source))
+    yield from found
+    if source.kind is DirectoryKind.TORCH_DIST:
+        yield from _common(source, {(one.file, one.expected, one.found) for one in found})
+
+
+def _common(source: DcpSource, known: set[tuple[str, str, str]]) -> Iterator[Finding]:
+    """Non-tensor state of `torch_dist`, which a load reads first, has checksums of its own."""
+    try:
+        read_state(source)
+    except (ManifestError, DamagedCheckpointError) as error:
+        file = (error.key or "").rpartition("/")[2]
+        if (file, error.expected, error.found) not in known:  # its place was looked at as well
+            yield Finding("file", file, error.expected, error.found)

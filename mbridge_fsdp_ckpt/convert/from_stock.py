@@ -53,7 +53,7 @@ def describe_stock(source: DcpSource) -> Description:
         records=records,
         parameters=parameters,
         writer=writer_versions(training=False),
-        notes=(*_note(lost), *_note_of_arguments(values)),
+        notes=(*_note(lost), *note_of_arguments(values)),
     )
 
 
@@ -65,7 +65,7 @@ def _note(lost: list[str]) -> tuple[str, ...]:
     return (f"{count} left out, being no plain data, or nothing that a load reads: {names}",)
 
 
-def _note_of_arguments(values: Mapping[str, Any]) -> tuple[str, ...]:
+def note_of_arguments(values: Mapping[str, Any]) -> tuple[str, ...]:
     """That of Megatron-LM's arguments, which are one pickle, only some come along."""
     if ARGUMENTS not in values:
         return ()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
+import shutil
 import warnings
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +60,16 @@ def train(run: Run, *, stacked: bool = False) -> None:
     bridge_pretrain.pretrain(config, forward_step)
 
 
-def save_model(name: str, folder: str, tensor: int, expert: int) -> bool:
-    """A Hugging Face model, as Bridge saves it in torch_dist, and as this package imports it."""
+def save_model(name: str, folder: str, tensor: int, expert: int, *, by_megatron_lm: bool = False) -> bool:
+    """A Hugging Face model, as Bridge saves it in torch_dist, and as this package imports it.
+
+    Args:
+        name: The model.
+        folder: Where to.
+        tensor: Tensor-parallel ranks.
+        expert: Expert-parallel ranks.
+        by_megatron_lm: Whether it is also saved as Megatron-LM saves it.
+    """
     from megatron.bridge.training.model_load_save import save_megatron_model
 
     source = f"{folder}/hugging_face"
@@ -73,9 +84,32 @@ def save_model(name: str, folder: str, tensor: int, expert: int) -> bool:
         bridge, model = hugging_face._build(hugging_face.Source(source), sizes)
         bridge.load_hf_weights([model])
         save_megatron_model([model], f"{folder}/torch_dist", ckpt_format="torch_dist")
+        if by_megatron_lm:
+            save_as_megatron_lm(model, Path(folder, "torch_dist", "iter_0000000"), Path(folder, "megatron_lm"))
     with begun_anew():
         hugging_face.import_model(hugging_face.Source(source), sizes, Path(folder) / "imported")
     return True
+
+
+ARGUMENTS = {"consumed_train_samples": 24, "tokenizer_type": "NullTokenizer", "hidden_size": 64, "lr": 1e-4}
+
+
+def save_as_megatron_lm(model: Any, bridges: Path, folder: Path) -> None:
+    """With Megatron-Core's own functions: arguments among the tensors, and in a file as older releases had them."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies.common import save_common
+    from megatron.core.enums import ModelType
+    from megatron.core.transformer.enums import AttnBackend
+
+    others = {"attention_backend": AttnBackend.flash, "params_dtype": torch.bfloat16, "timeout": timedelta(minutes=10)}
+    args = argparse.Namespace(**ARGUMENTS, **others, model_type=ModelType.encoder_or_decoder, save=Path("a"))
+    common = {"args": args, "checkpoint_version": 3.0, "iteration": 0, "kind": ModelType.encoder_or_decoder}
+    for name in ("among_tensors", "in_a_file"):
+        directory = folder / name / "iter_0000000"
+        directory.mkdir(parents=True)
+        dist_checkpointing.save({**common, "model": model.sharded_state_dict()}, str(directory))
+        shutil.copy(bridges / "run_config.yaml", directory)
+    save_common(common, str(folder / "in_a_file" / "iter_0000000"))
 
 
 @no_process_group

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
+import os
+import pickle
 import shutil
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -17,6 +25,7 @@ from mbridge_fsdp_ckpt.errors import UnsupportedStateError
 from mbridge_fsdp_ckpt.plan.boxes import Box, whole
 from mbridge_fsdp_ckpt.plan.tiling import tiling_defect
 from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
+from mbridge_fsdp_ckpt.storage.stock import unpickler
 from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
 from mbridge_fsdp_ckpt.testing.outcomes import RankFailed
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
@@ -184,7 +193,7 @@ def test_real_models(name: str, bridge_ranks: RankPool, tmp_path: Path) -> None:
 def imported(bridge_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small torch_dist checkpoint."""
     folder = tmp_path_factory.mktemp("imported")
-    bridge_ranks.run(runs.save_model, "Qwen3", str(folder), 1, 1, ranks=1)
+    bridge_ranks.run(runs.save_model, "Qwen3", str(folder), 1, 1, by_megatron_lm=True, ranks=1)
     return folder / "torch_dist"
 
 
@@ -207,8 +216,8 @@ def test_what_cannot_be_converted_is_named(what: str, imported: Path, bridge_ran
         case "common":
             made.hostile_metadata(old, canary)
         case "common.pt":
-            (old / "common.pt").write_bytes(made.torch_bytes(made.Hostile(canary)))
-            canary.unlink(missing_ok=True)
+            hostile = {"iteration": 0, "args": argparse.Namespace(lr=made.Hostile(canary))}
+            (old / "common.pt").write_bytes(made.torch_bytes(hostile))
     [said] = bridge_ranks.run(runs.convert, str(old), str(tmp_path / "new" / "iter_0000000"), fails=True, ranks=1)
     error = {
         "another model": "KeyMismatchError: ",
@@ -242,17 +251,82 @@ def test_nothing_that_a_run_configuration_names_runs_unless_it_is_trusted(
 
 
 @pytest.mark.bridge
-def test_older_releases_kept_values_in_a_file_of_their_own(
-    imported: Path, bridge_ranks: RankPool, tmp_path: Path
-) -> None:
-    old, after = tmp_path / "old" / "iter_0000000", tmp_path / "new" / "iter_0000000"
-    shutil.copytree(imported / "iter_0000000", old)
-    torch.save({"checkpoint_version": 2.5, "iteration": 0}, old / "common.pt")
-    bridge_ranks.run(runs.convert, str(old), str(after), ranks=1)
-    values = SafeSource(after).head.values
-    assert (values["checkpoint_version"], values["iteration"]) == (2.5, 0)
-    assert {path.name for path in old.iterdir()} >= {"common.pt", "metadata.json", "run_config.yaml"}
-    assert not {"common.pt", "metadata.json"} & set(left(after))
+def test_arguments_of_megatron_lm_are_read_as_data(imported: Path, bridge_ranks: RankPool, tmp_path: Path) -> None:
+    """They are a pickled namespace of enumerations and other classes: the whole state was refused.
+
+    Older releases kept it in a file of its own, which goes before what lies among the tensors.
+    """
+    for name in ("among_tensors", "in_a_file"):
+        old, after = imported.parent / "megatron_lm" / name / "iter_0000000", tmp_path / name / "iter_0000000"
+        assert (old / "common.pt").exists() == (name == "in_a_file")
+        [report] = bridge_ranks.run(runs.convert, str(old), str(after), ranks=1)
+        kept = "consumed_train_samples, hidden_size, tokenizer_type"
+        assert report["notes"] == [
+            "left out, being no plain data: kind",
+            f"of Megatron-LM's arguments (args) only what a load reads comes along: {kept}",
+            "the checkpoint has no optimizer state: weights only",
+        ]
+        values = SafeSource(after).head.values
+        assert (values["checkpoint_version"], values["iteration"]) == (3.0, 0)
+        assert values["args"] == {name: runs.ARGUMENTS[name] for name in kept.split(", ")}
+        assert oracle.on_disk(after) == oracle.on_disk(next((imported.parent / "imported").glob("iter_*")))
+        assert not {"common.pt", "metadata.json"} & set(left(after))
+        assert test_cli.data("verify", old)["intact"]
+        assert test_cli.data("diff", old, old)["equal"]
+
+
+class Called:
+    """A call of a function where it is unpickled."""
+
+    def __init__(self, function: object, *arguments: object) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def load_state(value: object) -> dict[str, Any]:
+    return unpickler.load_state(np.frombuffer(made.torch_bytes(value), dtype=np.uint8))
+
+
+@pytest.mark.parametrize("nested", [lambda call: {"x": call}, lambda call: {"args": argparse.Namespace(x=[call])}])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda canary: Called(open, str(canary), "w"),
+        lambda canary: Called(os.system, f"touch {canary}"),
+        lambda canary: Called(eval, f"open({str(canary)!r}, 'w')"),
+        lambda canary: Called(subprocess.call, ["touch", str(canary)]),
+        lambda canary: Called(importlib.import_module, "antigravity"),
+    ],
+)
+def test_state_that_runs_code_is_refused(call: Any, nested: Any, tmp_path: Path) -> None:
+    with pytest.raises(pickle.UnpicklingError):
+        load_state(nested(call(tmp_path / "canary")))
+    assert left(tmp_path) == []
+
+
+def test_classes_that_are_not_known_are_never_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "somebodys.py").write_text(
+        "import enum, pathlib\n"
+        "with pathlib.Path(__file__).with_name('imported').open('a') as file: file.write('x')\n"
+        "class Kind(enum.Enum):\n    A, B = 1, 2\n"
+        "class Thing:\n    def __init__(self): self.a = [1]\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    somebodys = importlib.import_module("somebodys")
+    states = [
+        made.torch_bytes({"args": argparse.Namespace(kind=kind, thing=somebodys.Thing(), w=torch.ones(2))})
+        for kind in (somebodys.Kind.A, somebodys.Kind.A, somebodys.Kind.B)
+    ]
+    monkeypatch.delitem(sys.modules, "somebodys")
+    one, same, other = (unpickler.load_state(np.frombuffer(data, dtype=np.uint8))["args"] for data in states)
+    assert "somebodys" not in sys.modules
+    assert (tmp_path / "imported").read_text() == "x"
+    assert repr(one["kind"]) == "somebodys.Kind(1,)"
+    assert one["kind"] == same["kind"] != other["kind"]
+    assert one["thing"] != same["thing"]  # what cannot be compared is not called equal
+    assert torch.equal(one["w"], torch.ones(2))
 
 
 @pytest.mark.bridge
@@ -282,6 +356,26 @@ def test_the_tools_check_one_truly(imported: Path, tmp_path: Path) -> None:
     assert list(test_cli.data("diff", old, imported / "iter_0000000", code=1)["tensors"]) == [key]
     payload.unlink()
     assert {finding["file"] for finding in test_cli.data("verify", old, code=1)["findings"]} == {payload.name}
+
+
+@pytest.mark.bridge
+def test_verify_reads_the_state_that_is_no_tensor(imported: Path, tmp_path: Path) -> None:
+    """Neither the file of older releases nor the entry among the tensors was opened."""
+    old = tmp_path / "iter_0000000"
+    shutil.copytree(imported.parent / "megatron_lm" / "in_a_file" / "iter_0000000", old)
+    common = old / "common.pt"
+    whole = common.read_bytes()
+    for damaged in (whole[:-100], whole[: len(whole) // 2], b"", whole.replace(b"NullTokenizer", b"NullTokenizes")):
+        assert damaged != whole
+        common.write_bytes(damaged)
+        [finding] = test_cli.data("verify", old, code=1)["findings"]
+        assert (finding["subject"], finding["file"]) == ("file", "common.pt")
+    common.unlink()
+    assert test_cli.data("verify", old)["intact"]
+    [chunk] = DcpSource(old).look_at("common_state/shard_0_1")
+    made.flip(old / chunk.path.name, (old / chunk.path.name).read_bytes().index(b"NullTokenizer"))
+    [finding] = test_cli.data("verify", old, code=1)["findings"]
+    assert finding["file"] == chunk.path.name
 
 
 @pytest.mark.bridge

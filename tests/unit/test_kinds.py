@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from mbridge_fsdp_ckpt.errors import ConfigurationError, NotACheckpointError
 from mbridge_fsdp_ckpt.remedies import Door, through
@@ -23,10 +24,11 @@ from tests.unit import handmade
 from tests.unit.test_cli import call, data
 
 
-def saved(directory: Path, state: dict[str, Any]) -> Path:
+def saved(directory: Path, state: dict[str, Any], *, flatten: bool = True) -> Path:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(state, checkpoint_id=directory, no_dist=True)
+        planner = DefaultSavePlanner(flatten_state_dict=flatten)
+        dcp.save(state, checkpoint_id=directory, planner=planner, no_dist=True)
     return directory
 
 
@@ -48,7 +50,7 @@ def torch_dist(directory: Path, weight: float = 1.0, *, told: bool = True) -> Pa
         "optimizer.state.exp_avg.decoder.layers.weight": torch.ones(4, 3),
         "common_state/shard_0_1": [{"iteration": 10}],
     }
-    saved(directory, state)
+    saved(directory, state, flatten=False)  # Megatron's non-tensor state is one entry
     if told:
         (directory / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
     return directory

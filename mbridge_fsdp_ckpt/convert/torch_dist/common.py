@@ -14,15 +14,17 @@ from mbridge_fsdp_ckpt.convert.torch_dist.reader import TORCH_DIST
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, UnsupportedStateError, brief
 from mbridge_fsdp_ckpt.storage.files import is_plain_file, read_bounded
 from mbridge_fsdp_ckpt.storage.format.kinds import TORCH_DIST_COMMON
-from mbridge_fsdp_ckpt.storage.format.names import PROGRESS
+from mbridge_fsdp_ckpt.storage.format.names import ARGUMENTS, KEPT_ARGUMENTS, PROGRESS
 from mbridge_fsdp_ckpt.storage.format.schema import RankOwn
 from mbridge_fsdp_ckpt.storage.format.values import encode
+from mbridge_fsdp_ckpt.storage.ranges import Bytes, OpenFiles
 from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
-from mbridge_fsdp_ckpt.storage.stock.unpickler import REMEDY, load_record
+from mbridge_fsdp_ckpt.storage.stock.unpickler import REMEDY, load_state
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 _COMMON_KEY = "common_state/shard_0_1"
 _MAX_COMMON_BYTES = 1 << 30
+_PLAIN = (bool, int, float, str, type(None))
 _BY_PARAMETER = frozenset({"fully_reshardable", "fully_sharded_model_space"})
 _RANDOM = re.compile(r"rng_state/shard_(\d+)\.(\d+)(?:\.(\d+))?_[\d.]+")
 
@@ -72,25 +74,24 @@ class TorchDistSource(DcpSource):
 
 
 def read_common(source: DcpSource) -> Common:
-    """The non-tensor state, through torch's `weights_only` loader.
+    """The non-tensor state, through torch's `weights_only` loader; of Megatron-LM's arguments what a load reads.
 
     Raises:
-        DamagedCheckpointError: It is no data, or not there.
+        DamagedCheckpointError: It is no data, or damaged.
+        ManifestError: It is not there.
     """
-    path = source.head.directory / TORCH_DIST_COMMON
-    found = read_common_file(source.head.directory) if is_plain_file(path) else source.read_object(_COMMON_KEY)
-    state = found[0] if isinstance(found, list) and found else found
-    if not isinstance(state, dict):
-        raise _no_common(source.head.directory, type(state).__name__)
+    state = read_state(source)
     values, left_out = {}, []
     for name, value in state.items():
         if name in ("optimizer", "content_metadata"):
             continue
+        if name == ARGUMENTS and isinstance(value, dict):
+            value = {kept: value[kept] for kept in KEPT_ARGUMENTS if kept in value and type(value[kept]) in _PLAIN}
         try:
-            encode(value, str(name))
-            values[str(name)] = value
+            encode(value, name)
+            values[name] = value
         except UnsupportedStateError:
-            left_out.append(str(name))
+            left_out.append(name)
     if PROGRESS in source.head.values:  # in a file beside, as in stock's
         values[PROGRESS] = source.head.values[PROGRESS]
     parts = [part for part in _optimizers(state.get("optimizer")) if isinstance(part, dict)]
@@ -104,18 +105,35 @@ def read_common(source: DcpSource) -> Common:
     )
 
 
-def read_common_file(directory: AnyPath) -> Any:
+def read_state(source: DcpSource) -> dict[str, Any]:
+    """The same as Megatron saved it, in a file beside or among the tensors.
+
+    Raises:
+        DamagedCheckpointError, ManifestError: See `read_common`.
+    """
+    if is_plain_file(source.head.directory / TORCH_DIST_COMMON):
+        return read_common_file(source.head.directory)
+    if _COMMON_KEY in source.tensors:
+        raise _no_common(source.head.directory, "a tensor")
+    [chunk] = source.look_at(_COMMON_KEY)
+    return _loaded(chunk.path, OpenFiles().read(chunk.path, *chunk.record))
+
+
+def read_common_file(directory: AnyPath) -> dict[str, Any]:
     """What the file beside a `torch_dist` checkpoint has, as older releases wrote it.
 
     Raises:
-        DamagedCheckpointError: It is no data.
+        DamagedCheckpointError: It is no data, or damaged.
     """
     path = directory / TORCH_DIST_COMMON
+    return _loaded(path, np.frombuffer(read_bounded(path, _MAX_COMMON_BYTES), dtype=np.uint8))
+
+
+def _loaded(path: AnyPath, data: Bytes) -> dict[str, Any]:
     try:
-        return load_record(np.frombuffer(read_bounded(path, _MAX_COMMON_BYTES), dtype=np.uint8))
+        return load_state(data)
     except Exception as error:  # a pickle stream can raise anything
-        text = brief(error)
-        raise _no_common(path, text) from error
+        raise _no_common(path, brief(error)) from error
 
 
 def _no_common(path: AnyPath, found: str) -> DamagedCheckpointError:

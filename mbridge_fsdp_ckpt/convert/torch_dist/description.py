@@ -23,7 +23,7 @@ from mbridge_fsdp_ckpt.bridge.names import RUN_CONFIG
 from mbridge_fsdp_ckpt.bridge.plain_model import PlainModel
 from mbridge_fsdp_ckpt.bridge.process_group import job
 from mbridge_fsdp_ckpt.convert.description import Description, Parameters
-from mbridge_fsdp_ckpt.convert.from_stock import topology_of
+from mbridge_fsdp_ckpt.convert.from_stock import note_of_arguments, topology_of
 from mbridge_fsdp_ckpt.convert.torch_dist.common import Common, read_random_states
 from mbridge_fsdp_ckpt.convert.torch_dist.links import Link, Part, block_of, links, parts_of
 from mbridge_fsdp_ckpt.convert.torch_dist.reader import LinkedChunks
@@ -74,6 +74,7 @@ def describe_torch_dist(
     records, notes = read_random_states(source)
     if common.left_out:
         notes.append(f"left out, being no plain data: {', '.join(common.left_out)}")
+    notes += note_of_arguments(common.values)
     if trouble:
         notes.append(trouble)
     description = Description(

@@ -2,18 +2,23 @@
 
 `.metadata` and byte objects of stock `fsdp_dtensor` are pickles, which can run code.  The metadata goes through
 `_MetadataUnpickler`, Megatron-LM's arguments through `_ArgumentsUnpickler`, everything else through torch's own
-`weights_only` loader.
+`weights_only` loader.  For `torch_dist` that is given `Foreign` for every class that it does not know.
 """
 
 from __future__ import annotations
 
+import argparse
 import collections
 import io
 import pickle
 import pickletools
+import sys
+import types
 import zipfile
+from _compat_pickle import IMPORT_MAPPING
 from collections.abc import Iterator
 from enum import Enum
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -228,6 +233,84 @@ def load_record(data: Bytes) -> Any:
     _record(data).close()
     with torch.serialization.safe_globals(_NUMPY):
         return torch.load(io.BytesIO(memoryview(data)), map_location="cpu", weights_only=True)
+
+
+_OF_DATA = {"argparse", "collections", "datetime", "decimal", "enum", "pathlib", "signal", "types", "uuid"}
+"""Modules of Python's library whose classes Megatron-LM's arguments may hold; others run code, or could."""
+_MAX_FOREIGN = 1000
+
+
+class Foreign:
+    """Stands for an object of a class that is not known here, which is never imported: what it was made from."""
+
+    path = ""
+    content: tuple[Any, ...]
+
+    def __new__(cls, *arguments: Any) -> Foreign:
+        """Made as a pickle says: called, or without."""
+        made = super().__new__(cls)
+        made.content = arguments
+        return made
+
+    def __init__(self, *arguments: Any) -> None: ...
+
+    def __setstate__(self, state: Any) -> None:
+        self.content = (*self.content, state)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both are of one class, and of the same numbers and text, as members of enumerations are."""
+        if not isinstance(other, Foreign) or self.path != other.path or not self._is_plain():
+            return self is other
+        return self.content == other.content and [*map(type, self.content)] == [*map(type, other.content)]
+
+    def __hash__(self) -> int:
+        return hash(self.path)
+
+    def __repr__(self) -> str:
+        return f"{self.path}{self.content if self._is_plain() else '(...)'}"[:200]
+
+    def _is_plain(self) -> bool:
+        return all(type(item) in (bool, int, str) for item in self.content)
+
+
+@cache
+def _foreign(path: str) -> type[Foreign]:
+    return type("Foreign", (Foreign,), {"path": path})
+
+
+def load_state(data: Bytes) -> dict[str, Any]:
+    """Non-tensor state as Megatron-LM saves it in `torch_dist`, namespaces as mappings.  It can raise anything.
+
+    Whatever it names that torch's `weights_only` loader does not know becomes `Foreign`; what it names of Python's own
+    library, where the functions are that run code, is refused.
+    """
+    with _record(data) as record:
+        broken = record.testzip()
+    if broken:
+        raise ValueError(f"{broken} is not as it was written (CRC-32)")
+    file = io.BytesIO(memoryview(data))
+    with torch.serialization.safe_globals(_NUMPY):
+        unknown = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+        for path in sorted(unknown):
+            module = IMPORT_MAPPING.get(path.partition(".")[0], path).partition(".")[0]  # as Python 2 called it
+            if len(unknown) > _MAX_FOREIGN or (module in sys.stdlib_module_names and module not in _OF_DATA):
+                raise pickle.UnpicklingError(f"{path} is no data")
+        foreign: list[Any] = [(_foreign(path), path) for path in unknown]
+        file.seek(0)
+        with torch.serialization.safe_globals(foreign):
+            found = torch.load(file, map_location="cpu", weights_only=True)
+    state = found[0] if isinstance(found, list) and found else found
+    if not isinstance(state, dict):
+        raise TypeError(f"a {type(state).__name__}, no mapping")
+    return {str(name): _without_namespace(value) for name, value in state.items()}
+
+
+def _without_namespace(value: Any) -> Any:
+    if isinstance(value, argparse.Namespace | types.SimpleNamespace):  # Megatron lets torch make them
+        return dict(vars(value))
+    if isinstance(value, Foreign) and value.path in {".".join(name) for name in _NAMESPACES}:
+        return next((state for state in value.content if isinstance(state, dict)), {})
+    return value
 
 
 def _record(data: Bytes) -> zipfile.ZipFile:

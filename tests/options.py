@@ -35,7 +35,7 @@ ENUMERATED: dict[str, tuple[Option, ...]] = {
 """The part that is compared with what a host has, name by name."""
 
 SOURCES = Path(sys.prefix) / "sources"
-"""Where tools/setup.sh puts frameworks that a level of a stack does not install."""
+"""Where `make test-portable` puts the files of frameworks that a stack does not install."""
 
 _OF_MEGATRON = ("megatron/training/config/training_config.py", "CheckpointConfig")
 

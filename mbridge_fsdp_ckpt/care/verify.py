@@ -114,7 +114,10 @@ def _stock(directory: AnyPath, report: Report) -> Iterator[Finding]:
     source = open_any(directory)
     assert isinstance(source, DcpSource)
     report.format = source.head.format
-    report.notes.append(STOCK_NOTE if source.kind is DirectoryKind.STOCK else _NOTE.format(DESCRIPTIONS[source.kind]))
+    note = STOCK_NOTE if source.kind is DirectoryKind.STOCK else _NOTE.format(DESCRIPTIONS[source.kind])
+    if source.kind is DirectoryKind.TORCH_DIST:
+        note += "; non-tensor state has a CRC-32, which was compared"
+    report.notes.append(note)
     report.checked = {"keys": len(source.tensors), "values": len(source.entries) - len(source.tensors)}
     if not source.entries:
         yield Finding("keys", DCP_METADATA, "tensors or values", "none: nothing was checked")

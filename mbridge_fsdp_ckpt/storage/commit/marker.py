@@ -9,8 +9,8 @@
         the older save's objects are deleted, once nobody waits for it
 
 An object appears whole or not at all, so a save that overwrites is atomic, too.  A directory without a manifest is not
-a checkpoint.  Nothing of an older checkpoint changes before the manifest is there.  While somebody writes, they renew
-`__saving-<token>`: one rank's objects may be an hour old before the last one's are there.
+a checkpoint.  Nothing of an older checkpoint changes before the manifest is there.  Until all ranks have written, rank
+0 renews `__saving-<token>`: one rank's objects may be an hour old before the last one's are there.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class MarkerCommit:
             for name in sorted({*copies} - {*added}):
                 store_of(self.directory / name).remove()
             self._renew_view(content)
-            lease = self.directory / self._files.lease  # ranks may renew it until all know of the commit
+            lease = self.directory / self._files.lease  # rank 0 may renew it until all ranks know of the commit
             return [lease, *_objects(self.directory, without=self.suffix)]
         except OSError as error:  # the checkpoint is there: no failure of the save
             _log.warning("stock's view or older objects in %s were left as they are: %s", self.directory, error)

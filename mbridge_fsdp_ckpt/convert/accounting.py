@@ -28,6 +28,7 @@ _MADE_ANEW = "rotary_emb.inv_freq"
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embeddings.weight")
 _OUTPUTS = ("lm_head.weight", "shared_head.head.weight")
 """Both may be there more than once: an output layer that is the embeddings, and those of multi-token prediction."""
+_SHAPES = "tensors of the Hugging Face model in the shapes that its config.json asks for"
 _PROJECTION = ".in_proj.weight"
 """What the projection into Mamba's, or Gated DeltaNet's, heads is called in Megatron."""
 
@@ -85,7 +86,7 @@ def fill(bridge: Any, model: Any, *, strict: bool) -> list[str]:
         _load(bridge, model, read)
     _check_filled(bridge, model, tensors, read)
     _check_columns(bridge, model, tensors, read)
-    unread = _without_place(bridge.hf_pretrained.state.source, _on_all_ranks(read.names))
+    unread = _without_place(bridge.hf_pretrained.state.source, _on_all_ranks(read.shapes))
     if unread and strict:
         raise KeyMismatchError(
             expected="a place in the model for every tensor of the Hugging Face model",
@@ -100,14 +101,12 @@ class _Read:
     """Tensors that were read from the files.
 
     Args:
-        names: All.
-        shapes: Of all.
-        last: Those of the parameter that is being filled, with their shapes.
+        shapes: Of all, by name.
+        last: The same of those for the parameter that is being filled.
         not_finite: Those with a NaN or an infinite value.
         largest: Of the others, the largest magnitude of each.
     """
 
-    names: set[str] = field(default_factory=set)
     shapes: dict[str, list[int]] = field(default_factory=dict)
     last: dict[str, list[int]] = field(default_factory=dict)
     not_finite: set[str] = field(default_factory=set)
@@ -115,11 +114,9 @@ class _Read:
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Count a tensor."""
+        is_new = name not in self.shapes
         self.last[name] = self.shapes[name] = list(tensor.shape)
-        if name in self.names:
-            return
-        self.names.add(name)
-        if tensor.is_floating_point() and tensor.itemsize > 1 and tensor.numel():
+        if is_new and tensor.is_floating_point() and tensor.itemsize > 1 and tensor.numel():
             low, high = (float(value) for value in tensor.aminmax())  # NaN if there is one
             if math.isfinite(low) and math.isfinite(high):
                 self.largest[name] = max(-low, high)
@@ -134,11 +131,15 @@ def _load(bridge: Any, model: Any, read: _Read) -> None:
         raise
     except (AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
         shapes = [f"{name} {shape}" for name, shape in read.last.items()]
-        raise ConfigurationError(
-            expected="tensors of the Hugging Face model in the shapes that its config.json asks for",
-            found=f"{brief(error)}, of {listed(shapes)}",
-            remedy="Are its files, and config.json, of one model? Nothing was written.",
-        ) from error
+        raise _other_shapes(f"{brief(error)}, of {listed(shapes)}") from error
+
+
+def _other_shapes(found: str, expected: str = _SHAPES) -> ConfigurationError:
+    return ConfigurationError(
+        expected=expected,
+        found=found,
+        remedy="Are its files, and config.json, of one model? Nothing was written.",
+    )
 
 
 def _check_filled(bridge: Any, model: Any, tensors: Mapping[str, torch.Tensor], read: _Read) -> None:
@@ -150,8 +151,8 @@ def _check_filled(bridge: Any, model: Any, tensors: Mapping[str, torch.Tensor], 
         ConfigurationError: A value does not fit the type.
     """
     own = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
-    not_finite = _on_all_ranks(read.not_finite)
-    if _on_all_ranks(own) and not_finite:
+    not_finite, wrong = _on_all_ranks(read.not_finite), _on_all_ranks(own)
+    if wrong and not_finite:
         raise DamagedCheckpointError(
             expected="finite numbers in the Hugging Face model's files",
             found=f"NaN or infinite values in {len(not_finite)} tensors: {listed(sorted(not_finite))}",
@@ -167,13 +168,12 @@ def _check_filled(bridge: Any, model: Any, tensors: Mapping[str, torch.Tensor], 
             found=f"{source}{len(absent)} not filled: {listed(sorted(absent))}",
             remedy="Its files lack tensors. Nothing was written.",
         )
-    too_large = _on_all_ranks(own)
-    if too_large:
+    if wrong:  # with what is infinite in the model's type alone
         largest = torch.finfo(tensors[own[0]].dtype).max if own else math.inf
         sources = _on_all_ranks(name for name, value in read.largest.items() if value > largest)
         raise ConfigurationError(
             expected="values that fit --torch-dtype",
-            found=f"too large ones in {listed(sorted(sources))}, for {listed(sorted(too_large))}",
+            found=f"too large ones in {listed(sorted(sources))}, for {listed(sorted(wrong))}",
             remedy="Give --torch-dtype bfloat16 or float32. Nothing was written.",
         )
 
@@ -194,11 +194,7 @@ def _check_columns(bridge: Any, model: Any, tensors: Mapping[str, torch.Tensor],
     }
     found = _on_all_ranks(unlike.union(_longer(bridge, model, tensors, read)))
     if found:
-        raise ConfigurationError(
-            expected="tensors of the Hugging Face model in the shapes that its config.json asks for",
-            found=listed(sorted(found)),
-            remedy="Are its files, and config.json, of one model? Nothing was written.",
-        )
+        raise _other_shapes(listed(sorted(found)))
 
 
 def _longer(bridge: Any, model: Any, tensors: Mapping[str, torch.Tensor], read: _Read) -> Iterator[str]:
@@ -257,11 +253,8 @@ def _check_experts(name: str, tensor: torch.Tensor, experts: int | None) -> None
     """Check a tensor that has all experts: Bridge takes the rows it wants, and leaves the others."""
     if experts is None or not _STACKED.search(name) or tensor.shape[:1] == (experts,):
         return
-    raise ConfigurationError(
-        expected=f"one row for each of {experts} experts, as config.json says",
-        found=f"{name} {list(tensor.shape)}",
-        remedy="Are its files, and config.json, of one model? Nothing was written.",
-    )
+    expected = f"one row for each of {experts} experts, as config.json says"
+    raise _other_shapes(f"{name} {list(tensor.shape)}", expected)
 
 
 @contextmanager

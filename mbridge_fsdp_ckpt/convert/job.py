@@ -21,7 +21,7 @@ from mbridge_fsdp_ckpt.remedies import remedy
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.commit import methods, removal
 from mbridge_fsdp_ckpt.storage.commit.content import Commit
-from mbridge_fsdp_ckpt.storage.commit.lease import renewing
+from mbridge_fsdp_ckpt.storage.commit.lease import of_save, renewing
 from mbridge_fsdp_ckpt.storage.commit.retention import reading
 from mbridge_fsdp_ckpt.storage.files import what_is_there
 from mbridge_fsdp_ckpt.storage.format.kinds import DESCRIPTIONS, TORCH_DIST_COMMON, DirectoryKind
@@ -189,8 +189,7 @@ def counting(job: AnyJob, total: int, place: Commit) -> Callable[[int], None]:
     That keeps the source from being pruned, and what is written here from being taken for a dead save's.
     """
     job.progress.begin(job.target.name, total)
-    here = place.directory
-    staging_alive = renewing(here if is_local(here) else here / Files("", place.suffix).lease)
+    staging_alive = renewing(of_save(place.directory, Files("", place.suffix)))
 
     def count(size: int) -> None:
         job.alive()

@@ -34,17 +34,18 @@ def same_on_all_ranks[T](look: Callable[[], T], describe: Callable[[T], str], se
         NotACheckpointError: Ranks find different things; the same on every rank.
         CheckpointError: What `look` raised on some rank; the same on every rank.
     """
+
+    def look_and_describe() -> tuple[T, str]:
+        found = look()
+        return found, describe(found)
+
     agreement = next_agreement("finding the checkpoint to load", settings.time_limit, settings.storage_limit)
     with agreement.at_work():
-        seen = Outcome.of(lambda: _with_words(look(), describe), agreement.rank, "looking for the checkpoint to load")
+        seen = Outcome.of(look_and_describe, agreement.rank, "looking for the checkpoint to load")
     message = seen.message(lambda found: [(found[1], agreement.rank)])
     agreement.meet("finding the checkpoint to load", message, _check_alike, _one_of_each)
     agreement.end()
     return seen.value[0]
-
-
-def _with_words[T](found: T, describe: Callable[[T], str]) -> tuple[T, str]:
-    return found, describe(found)
 
 
 def _one_of_each(views: list[list[tuple[str, int]]]) -> list[tuple[str, int]]:

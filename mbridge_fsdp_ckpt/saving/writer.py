@@ -86,10 +86,8 @@ def write(
     """
     staging, files, watching = as_path(place["directory"]), files_of(place), watching or Watching()
     phases = watching.phases
-    if is_local(staging):
-        agreement.on_beat = lease.renewing(staging)
-    elif agreement.rank == 0:  # which waits for all others: stores limit how often one object is written
-        agreement.on_beat = lease.renewing(staging / files.lease)
+    if is_local(staging) or agreement.rank == 0:  # which waits for all: stores limit how often one object is written
+        agreement.on_beat = lease.renewing(lease.of_save(staging, files))
     chunks, file = _write_chunks(
         outgoing, elements, staging / files.payload(agreement.rank), agreement, choice, watching
     )

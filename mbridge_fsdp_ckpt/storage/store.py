@@ -113,16 +113,27 @@ def as_path(place: str | os.PathLike[str] | AnyPath) -> AnyPath:
     """
     if isinstance(place, Path):
         return place.absolute()
-    text = str(place) if isinstance(place, UPath) else _given(os.fspath(place)).removeprefix("file://")
-    if not isinstance(place, UPath) and "://" not in text:
+    if isinstance(place, UPath):
+        return _opened(str(place), lambda: place)
+    text = _given(os.fspath(place)).removeprefix("file://")
+    if "://" not in text:
         return Path(text).absolute()
+    return _opened(text, lambda: _of_url(text))
+
+
+def _of_url(text: str) -> UPath:
+    _fsspec.get_filesystem_class(text.partition("://")[0])
+    return UPath(text, use_listings_cache=False)  # other processes write there, too
+
+
+def _opened(text: str, path: Callable[[], UPath]) -> UPath:
+    """A path whose client raises errors of ours.
+
+    Raises:
+        ConfigurationError: The client cannot be made.
+    """
     try:
-        if isinstance(place, UPath):
-            return (
-                place if isinstance(place.fs, NamingErrors) else _with_named_errors(copy(place))
-            )  # the caller's own stays
-        _fsspec.get_filesystem_class(text.partition("://")[0])
-        return _with_named_errors(UPath(text, use_listings_cache=False))  # other processes write there, too
+        return _with_named_errors(path())
     except CheckpointError:
         raise
     except Exception as error:  # what a client says of a URL, or of its own configuration, as it is made
@@ -136,8 +147,11 @@ def as_path(place: str | os.PathLike[str] | AnyPath) -> AnyPath:
 
 
 def _with_named_errors(path: UPath) -> UPath:
-    """The same path; what is derived from it gets the same client."""
+    """The same path with a client that names errors, which derived paths get as well; the caller's own keeps its."""
+    if isinstance(path.fs, NamingErrors):
+        return path
     client: Any = NamingErrors(path.fs, str(path))
+    path = copy(path)
     path._fs_cached = client
     return path
 

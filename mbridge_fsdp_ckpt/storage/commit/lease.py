@@ -14,7 +14,8 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from mbridge_fsdp_ckpt.storage.file_system import temporary_name
-from mbridge_fsdp_ckpt.storage.store import AnyPath, store_of
+from mbridge_fsdp_ckpt.storage.format.names import Files
+from mbridge_fsdp_ckpt.storage.store import AnyPath, is_local, store_of
 
 STALE_S = 3600.0
 """Seconds without a sign of life after which a job is taken for dead."""
@@ -46,6 +47,11 @@ def now(directory: AnyPath) -> float:
             store_of(file).remove()
     _ahead[str(directory)] = min(found - begin, _ahead.get(str(directory), math.inf))
     return begin + _ahead[str(directory)]
+
+
+def of_save(directory: AnyPath, files: Files) -> AnyPath:
+    """What those who write a save renew: its staging directory, or in an object store an object of its own."""
+    return directory if is_local(directory) else directory / files.lease
 
 
 def is_stale(place: AnyPath) -> bool:

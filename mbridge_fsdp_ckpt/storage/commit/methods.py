@@ -13,7 +13,7 @@ from collections.abc import Callable
 from mbridge_fsdp_ckpt.settings import CommitMethod
 from mbridge_fsdp_ckpt.storage.commit import marker, rename
 from mbridge_fsdp_ckpt.storage.commit.content import Commit
-from mbridge_fsdp_ckpt.storage.format.head import HEADS
+from mbridge_fsdp_ckpt.storage.format.head import head_of
 from mbridge_fsdp_ckpt.storage.store import AnyPath, store_of
 
 
@@ -57,12 +57,14 @@ def identity(directory: AnyPath) -> tuple[float, ...]:
     Raises:
         FileNotFoundError: It is gone.
     """
-    head = next((path for name in HEADS if (path := directory / name).exists()), None)
+    head = head_of(directory)
     if head is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(directory))
-    found = [head.stat().st_size, head.stat().st_mtime]
+    status = head.stat()
+    found = [status.st_size, status.st_mtime]
     if store_of(directory).local is not None:
-        found += [directory.stat().st_dev, directory.stat().st_ino]
+        status = directory.stat()
+        found += [status.st_dev, status.st_ino]
     return tuple(found)
 
 

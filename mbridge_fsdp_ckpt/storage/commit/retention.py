@@ -21,7 +21,7 @@ from mbridge_fsdp_ckpt.storage.commit import marker, methods, removal, trackers
 from mbridge_fsdp_ckpt.storage.commit.lease import is_fresh, is_stale, now, renewing
 from mbridge_fsdp_ckpt.storage.commit.target import obstacle
 from mbridge_fsdp_ckpt.storage.files import entries
-from mbridge_fsdp_ckpt.storage.format.head import HEADS, has_readable_head
+from mbridge_fsdp_ckpt.storage.format.head import has_readable_head, head_of
 from mbridge_fsdp_ckpt.storage.format.names import (
     READING,
     RELEASE,
@@ -113,7 +113,7 @@ def _link_to(directory: AnyPath) -> str:
 def _is_about_to_be_named(directory: AnyPath) -> bool:
     """Whether it was committed within the hour, and after the trackers were written: a save lets them name it next."""
     try:
-        head = next((path for name in HEADS if (path := directory / name).exists()), None)
+        head = head_of(directory)
         published = [tracker.stat().st_mtime for tracker in trackers.present(directory.parent)]
         if head is None or not published or head.stat().st_mtime <= max(published):
             return False

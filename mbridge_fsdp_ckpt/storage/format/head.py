@@ -8,9 +8,14 @@ from mbridge_fsdp_ckpt.storage.store import AnyPath
 HEADS = (MANIFEST_NAME, DCP_METADATA)
 
 
+def head_of(directory: AnyPath) -> AnyPath | None:
+    """The file that makes a directory a checkpoint: our manifest, else stock's metadata; None where none is."""
+    return next((path for name in HEADS if (path := directory / name).exists()), None)
+
+
 def has_head(directory: AnyPath) -> bool:
-    """Whether a directory has what makes it a checkpoint: our manifest or stock's metadata."""
-    return any((directory / name).exists() for name in HEADS)
+    """Whether a directory has what makes it a checkpoint."""
+    return head_of(directory) is not None
 
 
 def has_readable_head(directory: AnyPath) -> bool:

@@ -45,6 +45,8 @@ _KEY = {
     "family": "null, text, no text, surrogate",
     "component": "text, no text, surrogate",
     "unpadded_rows": "null, number",
+    "kept_as": "null",
+    "kept_by": "null, text, no text, surrogate",
 }
 _TIME = "null, 1.5, whole float, number"
 _NAMED = "object, object of null"

@@ -159,14 +159,7 @@ class RankFailedError(CheckpointError):
 
 
 class StorageError(CheckpointError):
-    """The file system refused: no space, no permission, an I/O error."""
-
-
-class StoreClientError(StorageError, OSError):
-    """The client of an object store failed: no credentials, no connection, a refusal with an error of its own.
-
-    It is an `OSError`, too: whoever expects that the storage may refuse expects this.
-    """
+    """The file system or the object store refused, or did not answer: space, permission, credentials, I/O, network."""
 
 
 class LoadInterruptedError(CheckpointError):
@@ -175,6 +168,14 @@ class LoadInterruptedError(CheckpointError):
 
 class InternalError(CheckpointError):
     """Something that cannot happen did: a defect of this package."""
+
+
+class StoreClientError(OSError):
+    """What the client of an object store raised: no credentials, no connection, a refusal with an error of its own.
+
+    Ranks and commands make a `StorageError` of it, as of each `OSError`.  It is no `CheckpointError`: a store that does
+    not answer says nothing of a checkpoint, and what catches a damaged one must not catch it.
+    """
 
 
 def brief(error: BaseException) -> str:
@@ -197,9 +198,15 @@ def describe_unexpected(error: BaseException, *, rank: int | None, doing: str) -
     return kind(
         expected=f"{doing} to succeed",
         found=f"{type(error).__name__}: {error}",
-        remedy="Check the storage (space, permissions, quota) and save or load again."
-        if kind is StorageError
-        else "The traceback is in that rank's log.",
+        remedy=_remedy_for(error),
         rank=rank,
         host=socket.gethostname() if rank is not None else None,
     )
+
+
+def _remedy_for(error: BaseException) -> str:
+    if isinstance(error, StoreClientError):
+        return "Check credentials, endpoint and network, and the installed client of this store; then do it again."
+    if isinstance(error, OSError):
+        return "Check the storage (space, permissions, quota) and save or load again."
+    return "The traceback is in that rank's log."

@@ -18,7 +18,7 @@ from functools import partial
 from threading import Event
 
 from mbridge_fsdp_ckpt.care.contradictions import contradictions, undecodable, unlike_copies
-from mbridge_fsdp_ckpt.care.findings import Finding, Subject, Tiling
+from mbridge_fsdp_ckpt.care.findings import Finding, Subject, Tiling, of_unreadable
 from mbridge_fsdp_ckpt.errors import CheckpointError, DamagedCheckpointError
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
@@ -62,6 +62,7 @@ class Audit:
 
     Raises:
         NotACheckpointError, UnsupportedVersionError, ManifestError: The head cannot be read.
+        StoreClientError: The store does not answer; while findings are asked for, too.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class Audit:
             except CheckpointError as error:
                 tell(Finding("index", entry.name, error.expected, error.found))
             except OSError as error:
-                tell(Finding("index", entry.name, "a file that can be read", str(error)))
+                tell(of_unreadable("index", entry.name, error))
 
     def _in_order(self, tasks: Iterable[Callable[[], _Part]]) -> Iterator[_Part]:
         pending: deque[Future[_Part]] = deque()
@@ -191,7 +192,7 @@ class Audit:
         except CheckpointError as error:
             part.findings.append(Finding("index", name, error.expected, error.found))
         except OSError as error:
-            part.findings.append(Finding("index", name, "a file that can be read", str(error)))
+            part.findings.append(of_unreadable("index", name, error))
         if size:
             entry = FileEntry(name=self._files.payload(rank), size=size, checksum=as_text(digest))
             self._file(entry, chunks or self._chunks_of(group, place), part, "file")
@@ -219,7 +220,7 @@ class Audit:
         try:
             digest, records = self._digests(self._directory / entry.name, present)
         except OSError as error:
-            part.findings.append(Finding(subject, entry.name, "a file that can be read", str(error)))
+            part.findings.append(of_unreadable(subject, entry.name, error))
             return False
         part.checked["bytes"] += size
         if size == entry.size and digest != entry.checksum:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from mbridge_fsdp_ckpt.errors import CheckpointError
+from mbridge_fsdp_ckpt.errors import CheckpointError, StoreClientError
 from mbridge_fsdp_ckpt.storage.format import columns
 from mbridge_fsdp_ckpt.storage.format.directory import Directory
 from mbridge_fsdp_ckpt.storage.format.group_index import merged
@@ -35,7 +35,9 @@ def contradictions(
         yield "hyperparameters that the head has", ", ".join(sorted(unknown)[:3])
     try:
         own = [own_index(rank).columns() for rank in group.ranks["rank"].tolist()]
-    except (CheckpointError, OSError):
+    except (CheckpointError, OSError) as error:
+        if isinstance(error, StoreClientError):
+            raise
         return
     try:
         same = merged(own).to_bytes() == replace(group.columns(), record=b"").to_bytes()

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from mbridge_fsdp_ckpt.errors import CheckpointError
+from mbridge_fsdp_ckpt.errors import CheckpointError, StoreClientError
 from mbridge_fsdp_ckpt.plan.boxes import Box, whole
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.plan.tiling import PRIME, TilingSketch
@@ -71,6 +71,17 @@ class Tiling:
                 continue
             said = "as many, but some twice and some never" if found == expected else f"{found} elements in its chunks"
             yield Finding("tiling", MANIFEST_NAME, f"each of {expected} elements in one chunk", said, key)
+
+
+def of_unreadable(subject: Subject, file: str, error: OSError) -> Finding:
+    """The finding for a file that the storage does not give.
+
+    Raises:
+        StoreClientError: The store did not answer: that says nothing of the file.
+    """
+    if isinstance(error, StoreClientError):
+        raise error
+    return Finding(subject, file, "a file that can be read", str(error))
 
 
 def dcp_findings(source: DcpSource) -> Iterator[Finding]:

@@ -20,7 +20,7 @@ from rich.filesize import decimal
 
 from mbridge_fsdp_ckpt.care.audit import Audit
 from mbridge_fsdp_ckpt.care.size_and_age import bytes_in, is_young
-from mbridge_fsdp_ckpt.errors import CheckpointError, NotACheckpointError, StoreClientError
+from mbridge_fsdp_ckpt.errors import CheckpointError, NotACheckpointError
 from mbridge_fsdp_ckpt.storage.commit import methods, trackers
 from mbridge_fsdp_ckpt.storage.commit.retention import iterations
 from mbridge_fsdp_ckpt.storage.files import check_content, entries, is_plain_file, read_bounded, replace_file
@@ -204,8 +204,6 @@ def unreadable(directory: AnyPath) -> str:
             return ""
         source = open_checkpoint(directory)
         source.chunks(source.head.keys)
-    except StoreClientError:  # it says nothing of the checkpoint
-        raise
     except CheckpointError as error:
         return f"expected {error.expected}, found {error.found}"
     return ""

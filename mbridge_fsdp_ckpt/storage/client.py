@@ -60,9 +60,4 @@ class NamingErrors:
 
 
 def _named(error: Exception, place: str) -> StoreClientError:
-    return StoreClientError(
-        expected="the store to answer",
-        found=brief(error),
-        remedy="Check credentials, endpoint and network, and the installed client of this store.",
-        key=place,
-    )
+    return StoreClientError(f"{brief(error)}, of the client for {place}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from mbridge_fsdp_ckpt.care import repair
+from mbridge_fsdp_ckpt.care.audit import Audit
 from mbridge_fsdp_ckpt.cli.app import application
-from mbridge_fsdp_ckpt.errors import ConfigurationError, StoreClientError
+from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError, StoreClientError, describe_unexpected
 from mbridge_fsdp_ckpt.settings import Settings
+from mbridge_fsdp_ckpt.storage.commit import marker
 from mbridge_fsdp_ckpt.storage.commit.retention import reading
+from mbridge_fsdp_ckpt.storage.commit.target import check_replaceable
 from mbridge_fsdp_ckpt.storage.store import as_path, store_of
 from tests.unit.holdings import holdings
 from tests.unit.test_saving import prepared, save
@@ -65,6 +70,31 @@ def test_a_lost_connection_fails_no_reader_and_is_named(monkeypatch: pytest.Monk
         assert isinstance(raised.value, OSError)
 
 
+def test_no_answer_is_never_taken_for_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever looks at a head and takes a bad one for damaged, or for none, must not take silence for that."""
+    target: Any = as_path("memory://bucket/silent/iter_0000020")
+    save(target, [prepared(holdings(0, 12))])
+    stock = as_path("memory://bucket/stock")
+    store_of(stock / ".metadata").replace(b"a pickle of somebody's")
+    audit = Audit(target, workers=1)
+    looks: dict[str, Callable[[], object]] = {
+        "why a load would refuse it": lambda: repair.unreadable(target),
+        "its train state": lambda: repair._train_state(target),
+        "its audit": lambda: list(audit.findings()),
+        "what a removal takes": lambda: marker.remove(target),
+        "copies that a save replaces": lambda: marker._copies(target),
+        "what a save replaces": lambda: check_replaceable(stock),
+    }
+    cut(monkeypatch, "open", "cat_file")
+    for name, look in looks.items():
+        with pytest.raises(StoreClientError, match="Could not connect") as raised:
+            print(name, look())  # what it took silence for
+        assert not isinstance(raised.value, CheckpointError), "what catches damage would catch this"
+        named = describe_unexpected(raised.value, rank=None, doing="looking")
+        assert type(named).__name__ == "StorageError"
+        assert "Check credentials, endpoint and network" in str(named)
+
+
 URL = ["inspect URL", "verify URL", "diff URL URL", "families URL", "timeline URL", "prune URL --keep 1", "repair URL"]
 URL += ["convert from-stock URL /nowhere", "convert to-stock URL /nowhere", "convert reshard URL /nowhere --ranks 1"]
 
@@ -78,9 +108,9 @@ def test_the_command_says_in_one_line_what_a_client_says(
     (tmp_path / "msc.json").write_text(json.dumps({"profiles": {}}))
     monkeypatch.setenv("MSC_CONFIG", str(tmp_path / "msc.json"))
     cases = {
-        "memory://bucket/run": "StoreClientError",
+        "memory://bucket/run": "StorageError",
         "nosuch://bucket/run": "ConfigurationError",
-        "msc://unknown/run": "StoreClientError",
+        "msc://unknown/run": "StorageError",
     }
     for url, error in cases.items():
         result = CliRunner().invoke(application(), words.replace("URL", url).split())

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from tempfile import mkdtemp
 
-from mbridge_fsdp_ckpt.errors import CheckpointError, StoreClientError
+from mbridge_fsdp_ckpt.errors import CheckpointError
 from mbridge_fsdp_ckpt.storage.commit import removal
 from mbridge_fsdp_ckpt.storage.commit.added import added_by, check_not_elsewhere
 from mbridge_fsdp_ckpt.storage.commit.content import Content
@@ -119,8 +119,6 @@ def _copies(directory: AnyPath) -> list[str]:
     """The fixed names of what the save before added; none where its head does not say."""
     try:
         return [entry.name for entry in read_manifest(directory).files]
-    except StoreClientError:
-        raise
     except CheckpointError:
         return []
 
@@ -200,7 +198,5 @@ def _suffix_in(directory: AnyPath) -> str | None:
         return ""
     try:
         return read_manifest(directory).suffix
-    except StoreClientError:  # the store has not answered, which says nothing of the manifest
-        raise
     except CheckpointError:
         return None

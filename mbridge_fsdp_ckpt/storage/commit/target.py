@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError, StoreClientError
+from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError
 from mbridge_fsdp_ckpt.storage.commit.lease import is_stale
 from mbridge_fsdp_ckpt.storage.file_system import TEMPORARY
 from mbridge_fsdp_ckpt.storage.files import entries, everything_in, is_plain_file
@@ -161,8 +161,6 @@ def _is_of_another(directory: AnyPath, names: set[str]) -> bool:
 
     try:
         return kind_of(directory) is not DirectoryKind.STOCK
-    except StoreClientError:
-        raise
     except CheckpointError:
         return False
 

@@ -150,12 +150,13 @@ def read_metadata(path: AnyPath) -> Any:
 
     Raises:
         ManifestError: It is something else, or names anything that is not metadata.
+        OSError: The storage refused to tell.
     """
     if not is_plain_file(path) or size_of(path) > _MAX_METADATA_BYTES:
         raise malformed(path, f"a plain file of at most {_MAX_METADATA_BYTES} bytes", "another")
+    with opened(path) as file:
+        data = file.read(size_of(path))
     try:
-        with opened(path) as file:
-            data = file.read(size_of(path))
         _check_claims(data)
         found = _MetadataUnpickler(io.BytesIO(data)).load()
     except Exception as error:  # a pickle stream can raise anything

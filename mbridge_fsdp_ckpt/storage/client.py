@@ -7,11 +7,15 @@ that this package asks of a store goes through such a file system, and through t
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import Any, Self
 
 from mbridge_fsdp_ckpt.errors import StoreClientError, brief
 
+_log = logging.getLogger(__name__)
+_spec: Any = import_module("fsspec.spec")  # it brings no types
 _AS_THEY_ARE = (OSError, NotImplementedError)  # the latter says that a client has no such call: universal_pathlib asks
 
 
@@ -34,29 +38,70 @@ class NamingErrors:
             return found
 
         @functools.wraps(found)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: Any, **named: Any) -> Any:
             try:
-                result = found(*args, **kwargs)
+                result = found(*args, **named)
             except _AS_THEY_ARE:
                 raise
             except Exception as error:
                 raise _named(error, self._place) from error
-            return NamingErrors(result, self._place) if name == "open" else result
+            return self._opened(result, *args, **named) if name == "open" else result
 
         return call
+
+    def _opened(self, file: Any, path: str, mode: str = "rb", **named: Any) -> _File:
+        remove = functools.partial(self._inner.rm_file, path) if mode[0] in "wx" else None
+        return _File(file, self._place, remove)
+
+
+class _File(NamingErrors):
+    """A file that a client opened.  A block that ends by an error gives up what it wrote.
+
+    Args:
+        inner, place: See `NamingErrors`.
+        remove: Deletes it; None where it is only read, or appended to.
+    """
+
+    def __init__(self, inner: Any, place: str, remove: Callable[[], None] | None) -> None:
+        super().__init__(inner, place)
+        self._remove = remove
 
     def __enter__(self) -> Self:
         self._inner.__enter__()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        if error[0] is None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is None:
             self.close()
         else:
-            self._inner.__exit__(*error)
+            self.discard()
 
     def __iter__(self) -> Iterator[bytes]:
         return iter(self._inner)
+
+    def discard(self) -> None:
+        """Close it; an upload is not completed.  What stood there stays, unless the client writes in place."""
+        try:
+            if self._remove is None:
+                self._inner.close()
+            else:
+                _give_up(self._inner, self._remove)
+        except Exception as error:  # behind the error that is being raised
+            _log.warning("an upload to %s was not given up: %s", self._place, brief(error))
+
+
+def _give_up(file: Any, remove: Callable[[], None]) -> None:
+    """Have nothing of a file appear.  `close`, which runs when it is collected, too, completes an upload."""
+    if isinstance(file, _spec.AbstractBufferedFile):
+        file.discard()
+        file.closed = True
+        return
+    getattr(file, "discard", file.close)()
+    if not file.closed and hasattr(file, "_file"):  # Multi-Storage Client uploads that from memory
+        file._file.close()
+    if not file.closed:  # it was written in place
+        file.close()
+        remove()
 
 
 def _named(error: Exception, place: str) -> StoreClientError:

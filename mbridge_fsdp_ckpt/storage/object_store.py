@@ -6,7 +6,7 @@ import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import IO, cast
+from typing import IO, Any, cast
 
 from upath import UPath
 
@@ -100,7 +100,8 @@ class _Upload:
     """See `store.Growing`."""
 
     def __init__(self, path: UPath) -> None:
-        self._file = path.open("wb")
+        self._file: Any = path.open("wb")
+        self._finished = False
 
     def write(self, block: bytes | memoryview) -> None:
         """See `store.Growing`."""
@@ -109,7 +110,9 @@ class _Upload:
     def finish(self) -> None:
         """See `store.Growing`."""
         self._file.close()
+        self._finished = True
 
     def close(self) -> None:
-        """See `store.Growing`."""
-        self._file.close()
+        """See `store.Growing`; what is not finished never appears."""
+        if not self._finished:
+            self._file.discard()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from mbridge_fsdp_ckpt.storage.commit import lease, methods, removal
 from mbridge_fsdp_ckpt.storage.commit.retention import iterations, prune, reading
 from mbridge_fsdp_ckpt.storage.commit.target import check_replaceable
 from mbridge_fsdp_ckpt.storage.files import everything_in
-from mbridge_fsdp_ckpt.storage.store import as_path
+from mbridge_fsdp_ckpt.storage.store import as_path, store_of
 from mbridge_fsdp_ckpt.testing.models import Recipe
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
 from tests.core import cases, oracle
@@ -295,3 +297,52 @@ def test_old_ones_are_pruned_unless_somebody_reads_them(
         assert [iteration.number for iteration in prune(root, keep=1)] == [2]
     assert [iteration.number for iteration in prune(root, keep=1)] == [1]
     assert names(str(root)) == ["iter_0000003"]
+
+
+@pytest.mark.parametrize("root", [*ROOTS, "memory://checkpoints"])
+def test_an_upload_that_is_given_up_never_appears(
+    root: str, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A truncated object is worse than none: what stood there stays, unless the client writes in place."""
+    found: Any = as_path(root)
+    is_s3, client = root.startswith("s3"), found.fs
+    if is_s3:
+        monkeypatch.setattr(client._inner, "default_block_size", 5 << 20)  # so that three blocks are several parts
+    as_path(f"{root}/read").write_bytes(b"what is read")
+    for way in (_leave_a_block, _leave_unfinished, *((_fail_to_finish,) if is_s3 else ())):
+        for blocks in (1, 3):
+            place: Any = as_path(f"{root}/given-up/{way.__name__}-{blocks}")
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(b"the older one")
+            with pytest.raises(OSError, match="in the middle"):
+                way(place, [b"x" * (4 << 20)] * blocks)
+            gc.collect()
+            with pytest.raises(OSError, match="while reading"), as_path(f"{root}/read").open("rb") as file:
+                raise OSError(f"while reading {file.read(1)!r}")
+            assert as_path(f"{root}/read").exists()
+            assert place.exists() == (place.protocol != "memory"), str(place)
+            assert not place.exists() or place.read_bytes() == b"the older one", str(place)
+    if is_s3:
+        pending = client.call_s3("list_multipart_uploads", Bucket=BUCKET)
+        assert not pending.get("Uploads"), "parts that nobody completes are paid for"
+
+
+def _leave_a_block(place: Any, blocks: list[bytes]) -> None:
+    with place.open("wb") as file:
+        file.writelines(blocks)
+        raise OSError("in the middle")
+
+
+def _leave_unfinished(place: Any, blocks: list[bytes]) -> None:
+    with closing(store_of(place).create()) as growing:
+        for block in blocks:
+            growing.write(block)
+        raise OSError("in the middle")
+
+
+def _fail_to_finish(place: Any, blocks: list[bytes]) -> None:
+    with closing(store_of(place).create()) as growing:
+        for block in blocks:
+            growing.write(block)
+        with patch("s3fs.core.S3File.commit", side_effect=OSError("in the middle")):
+            growing.finish()

@@ -167,7 +167,7 @@ def _finalize(stock: Callable[..., None], safe: Callable[..., None]) -> Callable
     @functools.wraps(stock)
     def finalize(global_state: Any, ckpt_cfg: Any, blocking: bool = False, terminate: bool = False) -> None:
         if is_ours(ckpt_cfg.ckpt_format):
-            safe(blocking=blocking, terminate=terminate)
+            safe(global_state.train_state.step, blocking=blocking, terminate=terminate)
         else:
             stock(global_state, ckpt_cfg, blocking=blocking, terminate=terminate)
 

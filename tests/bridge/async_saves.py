@@ -62,8 +62,19 @@ def train_held(run: Run, settings: Settings, until: int) -> dict[str, Any]:
 
 @no_process_group
 def train_where_one_hears_late(run: Run) -> list[list[int]]:
-    """Train, while rank 1 hears seconds after rank 0 that a save has ended; at which steps ranks heard of it."""
+    """Train, while rank 1 hears seconds after rank 0 that a save has ended; at which steps ranks heard of it.
+
+    Saves are followed up as in a loop of one's own, which calls Bridge's function.
+    """
+    from megatron.bridge.training import checkpointing
+
     heard = _Heard()
+
+    def own_loop(function: Callable[..., Any]) -> Callable[..., Any]:
+        def finalize(manager: Any, state: Any, **how: bool) -> None:
+            checkpointing.maybe_finalize_async_save(state, manager.checkpoint_config, **how)
+
+        return finalize
 
     def wait(context: Any) -> None:
         if dist.get_rank() == 0 and pending._pending is not None:
@@ -78,7 +89,8 @@ def train_where_one_hears_late(run: Run) -> list[list[int]]:
 
         return end
 
-    with patched("mbridge_fsdp_ckpt.saving.beside.handle:Saving._end", late):
+    finalizes = "mbridge_fsdp_ckpt.bridge.manager:SafeCheckpointManager.finalize_async_saves"
+    with patched("mbridge_fsdp_ckpt.saving.beside.handle:Saving._end", late), patched(finalizes, own_loop):
         train(run, heard.callbacks)
     return heard.steps
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.bridge.training.utils import checkpoint_utils as names
 
 from mbridge_fsdp_ckpt.bridge import differences
+from mbridge_fsdp_ckpt.bridge.run_config import RunConfig
 from mbridge_fsdp_ckpt.errors import NotACheckpointError
 from mbridge_fsdp_ckpt.hosts.root import chosen, existing, same_on_all_ranks
 from mbridge_fsdp_ckpt.settings import Settings
@@ -28,11 +29,15 @@ class Located:
         directory: The directory.
         persistent_root: Where the data loader's position was saved: the root of persistent checkpoints.
         release: Whether its name says that it holds weights without training progress.
+        hugging_face: Whether it is none of an iteration, but a model of Hugging Face's, which Bridge reads.
+        optimizer: Whether its run saved optimizer state, where Bridge asks for that; see `differences`.
     """
 
     directory: AnyPath
     persistent_root: AnyPath
     release: bool = False
+    hugging_face: bool = False
+    optimizer: bool = True
 
 
 def locate(load_dir: str | None, checkpoint_config: Any, step: int | None) -> Located | None:
@@ -73,10 +78,20 @@ def locate(load_dir: str | None, checkpoint_config: Any, step: int | None) -> Lo
 
 
 def located(load_dir: str, checkpoint_config: Any, step: int | None, settings: Settings) -> Located | None:
-    """The same on all ranks; see `locate`, of whose errors each is raised on all, and `same_on_all_ranks`."""
-    return same_on_all_ranks(
-        lambda: locate(load_dir, checkpoint_config, step), lambda found: _described(found, load_dir), settings
-    )
+    """The same on all ranks; see `locate`, of whose errors each is raised on all, and `same_on_all_ranks`.
+
+    All that the way of loading depends on is looked at here: where ranks went different ways, some would wait.
+    """
+
+    def look() -> Located | None:
+        if differences.is_hugging_face(load_dir):
+            return Located(as_path(load_dir), as_path(load_dir), hugging_face=True)
+        found = locate(load_dir, checkpoint_config, step)
+        if found is None or not differences.starts_with_fresh_optimizer():
+            return found
+        return replace(found, optimizer=RunConfig.read(found.directory).saves_optimizer)
+
+    return same_on_all_ranks(look, lambda found: _described(found, load_dir), settings)
 
 
 def _check_named_so(directory: AnyPath, step: int | None) -> None:
@@ -142,7 +157,11 @@ def _check_seen(checkpoint_config: Any, *, adapters: bool) -> str:
 
 
 def _check_begins_with_one(checkpoint_config: Any, *, adapters: bool) -> None:
+    """Fresh adapters may begin where the run itself saves, as in Bridge: their base has to be there anyway."""
     load, pretrained = checkpoint_config.load, checkpoint_config.pretrained_checkpoint
+    places = [as_path(place) for place in (load, checkpoint_config.save) if place is not None]
+    if adapters and len(places) == 2 and places[0] == places[1]:
+        return
     if not _is_checkpoint(load) and (adapters or not _is_checkpoint(pretrained)):
         check_may_be_missing(load, checkpoint_config, adapters=adapters)
 
@@ -150,7 +169,8 @@ def _check_begins_with_one(checkpoint_config: Any, *, adapters: bool) -> None:
 def _described(found: Located | None, load: str | None) -> str:
     """What a rank found, in words."""
     if found is not None:
-        return str(found.directory)
+        kind = "Hugging Face's " if found.hugging_face else ""
+        return f"{kind}{found.directory}{'' if found.optimizer else ' without optimizer state'}"
     return "no checkpoint" if load is None else f"no checkpoint in {load}"  # other files there are nobody's business
 
 

@@ -21,13 +21,13 @@ from mbridge_fsdp_ckpt.bridge import after_save, differences
 from mbridge_fsdp_ckpt.bridge.after_save import Announcement
 from mbridge_fsdp_ckpt.bridge.choice import check_settings, presented_as_stock, settings_in_use, settings_of
 from mbridge_fsdp_ckpt.bridge.locate import Located, check_may_be_missing, check_there, located
+from mbridge_fsdp_ckpt.bridge.plain_model import load_plain
 from mbridge_fsdp_ckpt.bridge.restoration import Parts, restoration
-from mbridge_fsdp_ckpt.bridge.run_config import RunConfig
 from mbridge_fsdp_ckpt.bridge.run_files import run_files, write_trackers
 from mbridge_fsdp_ckpt.bridge.scalars import log_scalars
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.hosts import pending
-from mbridge_fsdp_ckpt.hosts.options import tell_of_rerun
+from mbridge_fsdp_ckpt.hosts.options import check_fills, tell_of_rerun
 from mbridge_fsdp_ckpt.hosts.pending import Pending
 from mbridge_fsdp_ckpt.remedies import Door, entrance
 from mbridge_fsdp_ckpt.saving.beside.trainer import trainer
@@ -241,15 +241,37 @@ def load_from_path(
         CheckpointError: The same on every rank; nothing was changed unless it is a `LoadInterruptedError`.
     """
     cfg = state.cfg
-    if ignore_ckpt_step and cfg.peft is not None:  # the base of adapters that are about to be made
+    is_base = ignore_ckpt_step and cfg.peft is not None  # of adapters that are about to be made
+    if is_base:
         check_there(cfg.checkpoint, settings_in_use(), adapters=True)
-    if differences.is_hugging_face(load_dir):
-        with presented_as_stock(cfg.checkpoint):
-            return _stock_load(load_dir, state, model, optimizer, opt_param_scheduler, skip_load_to_model_and_opt)
     found = located(load_dir, cfg.checkpoint, None if ignore_ckpt_step else cfg.checkpoint.ckpt_step, settings_in_use())
     if found is None:
         return _nothing_to_load(load_dir, cfg)
+    if found.hugging_face:
+        with presented_as_stock(cfg.checkpoint):
+            return _stock_load(load_dir, state, model, optimizer, opt_param_scheduler, skip_load_to_model_and_opt)
+    check_fills(skips=skip_load_to_model_and_opt)
     print_rank_0(f" loading fsdp_dtensor_safe checkpoint from {found.directory}")
+    if is_base:  # nothing wraps the model yet
+        load_plain(found.directory, unwrap_model(model))
+        return 0, 0
+    return _load_all(
+        load_dir, found, state, model, optimizer, opt_param_scheduler, checkpointing_context, pg_collection
+    )
+
+
+def _load_all(
+    load_dir: str,
+    found: Located,
+    state: Any,
+    model: list[Any],
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    checkpointing_context: dict[str, Any] | None,
+    pg_collection: Any,
+) -> tuple[int, int]:
+    """Load what the configuration asks for; the result is `load_from_path`'s."""
+    cfg = state.cfg
     model, pg_collection = _unwrapped(model, pg_collection)
     wanted = _wanted(cfg.checkpoint, optimizer, found)
     load = checkpoint.load if wanted.optimizer else checkpoint.load_weights_only
@@ -285,22 +307,17 @@ def _wanted(checkpoint_config: Any, optimizer: Any, found: Located) -> Parts:
     """Which parts the run asks for; of a release weights alone, as in Bridge."""
     resumes = not checkpoint_config.finetune
     goes_on = resumes and not found.release
-    with_state = goes_on and checkpoint_config.load_optim and not _starts_with_fresh_optimizer(found.directory)
+    with_state = goes_on and checkpoint_config.load_optim
+    if with_state and not found.optimizer:
+        text = "was saved without optimizer state (checkpoint.save_optim=False): optimizer and schedule start afresh"
+        print_rank_0(f"WARNING: {found.directory} {text}")
+        with_state = False
     return Parts(
         optimizer=with_state and optimizer is not None,
         schedule=with_state,
         random=goes_on and checkpoint_config.load_rng,
         progress=resumes,
     )
-
-
-def _starts_with_fresh_optimizer(directory: AnyPath) -> bool:
-    """Whether there is no optimizer state to load, and Bridge does not mind."""
-    if not differences.starts_with_fresh_optimizer() or RunConfig.read(directory).saves_optimizer:
-        return False
-    text = "was saved without optimizer state (checkpoint.save_optim=False): optimizer and schedule start afresh"
-    print_rank_0(f"WARNING: {directory} {text}")
-    return True
 
 
 def _stock_load(load_dir: str, state: Any, model: Any, optimizer: Any, scheduler: Any, skip: bool) -> tuple[int, int]:

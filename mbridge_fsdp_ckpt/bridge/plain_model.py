@@ -127,12 +127,18 @@ def load_plain(directory: AnyPath, model: list[Any], *, strict: bool = True) -> 
         This rank's parameters that the checkpoint lacks, by identity.
 
     Raises:
-        ConfigurationError: Several model chunks.
+        ConfigurationError: Several model chunks, or one without memory.
         CheckpointError: The same on every rank; nothing was changed.
     """
     if len(model) != 1:
         raise ConfigurationError(
             expected="one model chunk", found=f"{len(model)}", remedy="Virtual pipeline stages are not supported."
+        )
+    if any(parameter.is_meta for parameter in model[0].parameters()):
+        raise ConfigurationError(
+            expected="a model with memory to load into",
+            found="parameters on the meta device",
+            remedy="Set model.init_model_with_meta_device=False.",
         )
     plain = PlainModel(model[0], narrows=True)
     settings = settings_of(SimpleNamespace(model=plain.config, checkpoint=SimpleNamespace(save_optim=False)))

@@ -153,6 +153,23 @@ def _rank() -> int:
     return int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
 
 
+def check_fills(*, skips: bool) -> None:
+    """Refuse a load that is to fill nothing: in both hosts it is torch's FSDP2 that has filled the model before.
+
+    Args:
+        skips: The argument `skip_load_to_model_and_opt`.
+
+    Raises:
+        ConfigurationError: It is set.
+    """
+    if skips:
+        raise ConfigurationError(
+            expected=f"a load that fills model and optimizer, which is all that {FORMAT_NAME} has",
+            found="skip_load_to_model_and_opt=True",
+            remedy="Leave that argument out.",
+        )
+
+
 RERUN = "The state of the rerun state machine is not kept in a checkpoint, as in stock fsdp_dtensor."
 
 

@@ -21,7 +21,7 @@ from megatron.training.utils import is_last_rank, print_rank_0
 from mbridge_fsdp_ckpt import checkpoint
 from mbridge_fsdp_ckpt.errors import ConfigurationError, NotACheckpointError
 from mbridge_fsdp_ckpt.hosts import pending, restoration
-from mbridge_fsdp_ckpt.hosts.options import tell_of_rerun
+from mbridge_fsdp_ckpt.hosts.options import check_fills, tell_of_rerun
 from mbridge_fsdp_ckpt.hosts.pending import Pending
 from mbridge_fsdp_ckpt.hosts.progress import SAMPLES, Progress
 from mbridge_fsdp_ckpt.hosts.root import chosen, find_checkpoint, same_on_all_ranks
@@ -138,6 +138,9 @@ def load_checkpoint(
     optimizer: Any,
     opt_param_scheduler: Any,
     load_arg: str = "load",
+    strict: bool = True,
+    checkpointing_context: Any = None,
+    skip_load_to_model_and_opt: bool = False,
     *_: Any,
     **__: Any,
 ) -> tuple[int, float]:
@@ -149,6 +152,7 @@ def load_checkpoint(
     Raises:
         CheckpointError: The same on every rank; nothing was changed unless it is a `LoadInterruptedError`.
     """
+    check_fills(skips=skip_load_to_model_and_opt)
     args = get_args()
     directory = _located(args, load_arg)
     if directory is None:

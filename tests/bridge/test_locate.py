@@ -19,11 +19,13 @@ from mbridge_fsdp_ckpt.errors import CheckpointError
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.testing.ranks import RankPool, no_process_group
 from tests.bridge.training import Run, configuration, train
+from tests.patched import patched
 from tests.trackers import CASES, STATE, TRACKER
 from tests.unit import handmade
 
 pytestmark = pytest.mark.bridge
 ITERATIONS = ("iter_0000010", "iter_0000020", "release")
+DIFFERENCES = "mbridge_fsdp_ckpt.bridge.differences"
 RECOVERY = {
     "checkpoint.non_persistent_ckpt_type": "global",
     "checkpoint.non_persistent_save_interval": 1,
@@ -184,22 +186,22 @@ def test_a_release_gives_weights_alone_and_training_begins_at_0(bridge_ranks: Ra
 
 
 @no_process_group
-def refusal(run: Run, *, own_loop: bool = False) -> str:
+def refusal(run: Run, *, own_loop: bool = False, **more: bool) -> str:
     """What a run that must not begin says."""
     try:
         if own_loop:
-            return str(_load(run))
+            return str(_load(run, **more))
         train(run)
     except CheckpointError as error:
         return f"{type(error).__name__}: {error}"
     return "it trains"
 
 
-def _load(run: Run) -> Any:
+def _load(run: Run, **more: bool) -> Any:
     from megatron.bridge.training.checkpointing import load_checkpoint
 
     mbridge_fsdp_ckpt.register()
-    return load_checkpoint(SimpleNamespace(cfg=configuration(run)), [], None, None)
+    return load_checkpoint(SimpleNamespace(cfg=configuration(run)), [], None, None, **more)
 
 
 def test_a_run_that_is_told_to_resume_never_begins_anew(bridge_ranks: RankPool, tmp_path: Path) -> None:
@@ -249,6 +251,9 @@ def test_a_run_that_is_told_to_resume_never_begins_anew(bridge_ranks: RankPool, 
         for text in bridge_ranks.run(refusal, told, own_loop=own_loop, ranks=2):
             assert text.startswith("NotACheckpointError: "), (name, own_loop, text)
             assert says in text, (name, own_loop, text)
+    first = run.on(config=over_base | must | {"checkpoint.load": str(tmp_path / "out")}, adapters=True)
+    for text in bridge_ranks.run(refusal, first, ranks=2):
+        assert text.startswith("KeyMismatchError: "), f"fresh adapters begin where the run itself saves: {text}"
     free = run.on(config={"checkpoint.load": str(empty)})
     assert bridge_ranks.run(refusal, free, own_loop=True, ranks=2) == ["(0, 0)"] * 2
     assert not list(tmp_path.glob("out/iter_*")), "nothing was trained"
@@ -268,17 +273,46 @@ def refusals_of_loops(run: Run, loads: list[str]) -> list[str]:
     return [refusal(here, own_loop=True), _refusal_of_megatron_lm(here.config["checkpoint.load"])]
 
 
+def refusals_of_one_file(run: Run, load: str) -> list[str]:
+    """Where the last rank cannot read a file that the load goes by: the run configuration, one of Hugging Face's."""
+    mbridge_fsdp_ckpt.register(Settings(time_limit=60))
+
+    def failing(function: Any) -> Any:
+        def read(*args: Any) -> Any:
+            if os.environ["RANK"] == "1":
+                raise OSError(5, "Input/output error")
+            return function(*args)
+
+        return read
+
+    here = _seen_here(run, [load, load])
+    with (
+        patched(f"{DIFFERENCES}:starts_with_fresh_optimizer", lambda _: lambda: True),
+        patched("mbridge_fsdp_ckpt.bridge.run_config:read_bounded", failing),
+    ):
+        found = [refusal(here, own_loop=True)]
+    with patched(f"{DIFFERENCES}:is_hugging_face", failing):
+        return [*found, refusal(here, own_loop=True)]
+
+
+@no_process_group
+def refusals_to_skip(run: Run) -> list[str]:
+    """What loops say that ask for a load which fills nothing."""
+    skips = {"skip_load_to_model_and_opt": True}
+    return [refusal(run, own_loop=True, **skips), _refusal_of_megatron_lm(run.config["checkpoint.load"], **skips)]
+
+
 def _seen_here(run: Run, loads: list[str]) -> Run:
     return run.on(config=run.config | {"checkpoint.load": loads[int(os.environ["RANK"])]})
 
 
-def _refusal_of_megatron_lm(load: str) -> str:
+def _refusal_of_megatron_lm(load: str, **more: Any) -> str:
     from mbridge_fsdp_ckpt.megatron_lm import checkpointing
 
     args = Namespace(load=load, pretrained_checkpoint=None, ckpt_step=None, exit_on_missing_checkpoint=False)
     with patch.object(checkpointing, "get_args", lambda: args):
         try:
-            return str(checkpointing.load_checkpoint([], None, None))
+            return str(checkpointing.load_checkpoint([], None, None, **more))
         except CheckpointError as error:
             return f"{type(error).__name__}: {error}"
 
@@ -300,3 +334,11 @@ def test_where_ranks_see_different_things_none_begins(bridge_ranks: RankPool, tm
         assert text.startswith("NotACheckpointError: expected all ranks to find the same checkpoint to load"), text
         assert f"on rank 0 {root}/iter_0000002" in text
         assert f"on rank 1 no checkpoint in {stale}" in text
+    run = Run(str(tmp_path / "out"), config={"checkpoint.load": str(root)})
+    (root / "iter_0000002" / "run_config.yaml").write_text("checkpoint: {save_optim: true}\n")
+    by_file = bridge_ranks.run(refusals_of_one_file, run, str(root), ranks=2)
+    assert by_file[0] == by_file[1], "an error of one rank is that of all"
+    assert all("Input/output error" in text and "rank 1" in text for text in by_file[0]), by_file[0]
+    for text in bridge_ranks.run(refusals_to_skip, run, ranks=1)[0]:
+        assert text.startswith("ConfigurationError: "), text
+        assert "skip_load_to_model_and_opt=True" in text, text

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from mbridge_fsdp_ckpt.testing.outcomes import RankFailed
 from mbridge_fsdp_ckpt.testing.ranks import RankPool
 from tests.bridge.training import Run, train
 from tests.core import oracle
@@ -80,6 +81,25 @@ def test_stock_reads_what_safe_wrote_and_safe_what_stock_wrote(bridge_ranks: Ran
         read = bridge_ranks.run(train, reader.on(directory=place), ranks=2)[0]
         assert read["loaded"] == stock_disk
         assert read["losses"] == {step: by_stock["losses"][step] for step in (3, 4)}
+
+
+def test_adapters_begin_over_a_base_in_this_format_and_resume(bridge_ranks: RankPool, tmp_path: Path) -> None:
+    """Bridge loads the base before the model is wrapped: other formats fill it then, this one has to as well."""
+    base, out = Run(str(tmp_path / "base"), iterations=1, save_every=1), str(tmp_path / "out")
+    bridge_ranks.run(train, base, ranks=2)
+    weights = {"checkpoint.load": base.directory, "checkpoint.finetune": True, "checkpoint.save": out + "/tuned"}
+    [tuned, _] = bridge_ranks.run(train, base.on(save_every=9, config=weights), ranks=2)
+    over = {"checkpoint.pretrained_checkpoint": base.directory, "checkpoint.exit_on_missing_checkpoint": True}
+    run = Run(out, iterations=2, adapters=True, config=over)
+    [first, _] = bridge_ranks.run(train, run, ranks=2)
+    assert first["losses"][1] == tuned["losses"][1], "adapters change nothing before their first step"
+    [again, _] = bridge_ranks.run(train, run.on(iterations=3, save_every=3), ranks=2)
+    assert list(again["losses"]) == [3]
+    assert again["loaded"] == first["end"]
+    assert any("adapter" in key for key in first["end"])
+    without_memory = run.on(config=over | {"model.init_model_with_meta_device": True, "checkpoint.load": None})
+    with pytest.raises(RankFailed, match="init_model_with_meta_device=False"):
+        bridge_ranks.run(train, without_memory, ranks=1)
 
 
 @pytest.mark.parametrize(("experts", "ranks"), sampling.drawn("sizes without collectives", SIZES, share=4))

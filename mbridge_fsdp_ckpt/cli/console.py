@@ -22,6 +22,7 @@ from rich.table import Column, Table
 from rich.text import Text
 from typer.core import TyperGroup
 
+from mbridge_fsdp_ckpt import __version__
 from mbridge_fsdp_ckpt.errors import CheckpointError, describe_unexpected
 from mbridge_fsdp_ckpt.printable import printable
 from mbridge_fsdp_ckpt.remedies import Door, through
@@ -62,9 +63,19 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done,
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking.")]
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        say(f"mbridge_fsdp_ckpt {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _root() -> None:
-    """Keep subcommands even while there is only one."""
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Take the options that stand before a subcommand."""
 
 
 def fail(error: CheckpointError, code: int = 1) -> NoReturn:

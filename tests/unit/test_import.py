@@ -4,8 +4,10 @@ import json
 import subprocess
 import sys
 
+from mbridge_fsdp_ckpt import __version__
 from tests.unit.test_cli import CONVERT_SURFACE, SURFACE
 
+VERSION = f"mbridge_fsdp_ckpt {__version__}\n"
 HEAVY = ("torch", "numpy", "megatron", "transformer_engine", "verl", "omegaconf")
 
 
@@ -15,26 +17,28 @@ def test_import_loads_no_framework() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_help_of_every_command_loads_no_framework() -> None:
-    asked = [[], *([name] for name in SURFACE), *(["convert", name] for name in CONVERT_SURFACE)]
+def test_help_of_every_command_and_the_version_load_no_framework() -> None:
+    commands = [[], *([name] for name in SURFACE), *(["convert", name] for name in CONVERT_SURFACE)]
+    asked = [["--version"], *([*words, "--help"] for words in commands)]
     program = f"""
 import io, json, sys
 from contextlib import redirect_stdout
 from mbridge_fsdp_ckpt.cli.app import main
 found = []
 for words in {asked}:
-    sys.argv = ["mbridge_fsdp_ckpt", *words, "--help"]
+    sys.argv = ["mbridge_fsdp_ckpt", *words]
     with redirect_stdout(io.StringIO()) as shown:
         try:
             main()
         except SystemExit as end:
             code = end.code
     loaded = [name for name in {(*HEAVY, "upath", "jinja2")} if name in sys.modules]
-    found.append([words, code, "Exit codes" in shown.getvalue(), loaded])
+    found.append([words, code, "Exit codes" in shown.getvalue(), shown.getvalue() == {VERSION!r}, loaded])
 print(json.dumps(found))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
-    assert json.loads(done.stdout) == [[words, 0, True, []] for words in asked]
+    expected = [[["--version"], 0, False, True, []], *([words, 0, True, False, []] for words in asked[1:])]
+    assert json.loads(done.stdout) == expected
 
 
 def test_a_writer_beside_a_trainer_loads_no_more_than_it_needs() -> None:

@@ -37,7 +37,8 @@ LAYOUTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", sampling.drawn("optimizers of Bridge", list(OPTIMIZERS), share=2))
+# Each time also FusedAdam over Transformer Engine's own modules: tests/examples.
+@pytest.mark.parametrize("name", sampling.drawn("optimizers of Bridge", list(OPTIMIZERS), share=4))
 def test_a_resumed_run_repeats_the_uninterrupted_one(name: str, bridge_ranks: RankPool, tmp_path: Path) -> None:
     run = Run(str(tmp_path / "whole"), **OPTIMIZERS[name])
     whole = bridge_ranks.run(train, run, ranks=2)

@@ -22,7 +22,11 @@ pytestmark = pytest.mark.skipif(not is_installed("verl"), reason="needs verl, wh
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPTS = REPOSITORY / "recipes" / "verl"
-RECIPES = {"grpo": SCRIPTS / "grpo_qwen35_35b_a3b.sh", "sft": SCRIPTS / "sft_qwen35_35b_a3b.sh"}
+RECIPES = {
+    "grpo": SCRIPTS / "grpo_qwen35_35b_a3b.sh",
+    "sft": SCRIPTS / "sft_qwen35_35b_a3b.sh",
+    "example": REPOSITORY / "examples" / "verl.sh",
+}
 TRAINERS = {"verl.trainer.main_ppo": "ppo_trainer", "verl.trainer.sft_trainer": "sft_trainer_engine"}
 INPUTS = ("MODEL_PATH", "TRAIN_FILES", "VAL_FILES", "CHECKPOINTS", "MASTER_ADDR", "NODE_RANK")
 
@@ -176,6 +180,15 @@ def test_the_sft_script_is_issue_4910(tmp_path: Path) -> None:
     assert as_dataclass(config.engine).strategy == "megatron"
     assert config.trainer.default_local_dir == "/given/checkpoints"
     assert config.trainer.project_name == "mine"
+
+
+def test_the_example_saves_and_resumes_all_in_this_format(tmp_path: Path) -> None:
+    config, launcher = recipe("example", tmp_path)
+    assert launcher == ["--standalone", "--nproc-per-node", "8"]
+    _check_checkpoint(as_dataclass(config.checkpoint))
+    assert as_dataclass(config.engine).use_megatron_fsdp
+    assert as_dataclass(config.optim).use_checkpoint_opt_param_scheduler
+    assert (config.trainer.resume_mode, config.trainer.default_local_dir) == ("auto", "/given/checkpoints")
 
 
 def test_the_grpo_script_has_the_same_layout(tmp_path: Path) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mbridge_fsdp_ckpt.care.size_and_age import bytes_in
-from mbridge_fsdp_ckpt.storage.commit import trackers
+from mbridge_fsdp_ckpt.storage.commit import methods
 from mbridge_fsdp_ckpt.storage.commit.retention import (
     Iteration,
+    Look,
     iterations,
     keeps,
+    look,
     named_by,
     prunable,
     remove_unless_kept,
@@ -26,12 +28,14 @@ class Pruning:
         keep: How many of the newest complete checkpoints stay.
         doomed: What goes, with its bytes.
         kept: Names of the others, with the reason.
+        shown: The identity of what goes.
     """
 
     root: AnyPath
     keep: int
     doomed: dict[Iteration, int]
     kept: dict[str, str]
+    shown: dict[Iteration, tuple[float, ...]]
 
     @property
     def size(self) -> int:
@@ -43,12 +47,17 @@ class Pruning:
 
         Raises:
             NotACheckpointError: The tracker is no longer legible.
+            OSError: The storage refused to remove one; the others are gone.
         """
-        removed = {}
+        removed, refused = {}, []
         for iteration, size in self.doomed.items():
-            still = iteration in prunable(self.root, self.keep)
-            if still and remove_unless_kept(iteration.directory):
-                removed[iteration] = size
+            try:
+                if remove_unless_kept(iteration.directory, self.keep, self.shown[iteration]):
+                    removed[iteration] = size
+            except OSError as error:
+                refused.append(error)
+        if refused:
+            raise refused[0]
         return removed
 
 
@@ -58,12 +67,13 @@ def plan_pruning(root: AnyPath, keep: int) -> Pruning:
     Raises:
         NotACheckpointError: The tracker is not legible: what must stay is not known.
     """
-    trackers.every_named(root)  # illegible ones are an error also where nothing is old enough to go
+    seen = look(root)  # illegible trackers are an error also where nothing is old enough to go
     doomed = {iteration: bytes_in(iteration.directory) for iteration in prunable(root, keep)}
-    return Pruning(root, keep, doomed, _kept(root, keep, doomed))
+    shown = {iteration: methods.identity(iteration.directory) for iteration in doomed}
+    return Pruning(root, keep, doomed, _kept(root, keep, doomed, seen), shown)
 
 
-def _kept(root: AnyPath, keep: int, doomed: dict[Iteration, int]) -> dict[str, str]:
+def _kept(root: AnyPath, keep: int, doomed: dict[Iteration, int], seen: Look) -> dict[str, str]:
     """Why each other directory stays."""
     there = iterations(root)
     newest = [iteration for iteration in there if iteration.complete][-keep:]
@@ -73,9 +83,9 @@ def _kept(root: AnyPath, keep: int, doomed: dict[Iteration, int]) -> dict[str, s
             continue
         if not iteration.complete:
             reason = "incomplete: no head, or being written"
-        elif iteration in newest and not named_by(iteration.directory):
+        elif iteration in newest and not named_by(iteration.directory, seen.named):
             reason = f"among the newest {keep}"
         else:
-            reason = keeps(iteration.directory) or "newer than it was"
+            reason = keeps(iteration.directory, seen=seen) or "newer than it was"
         reasons[iteration.directory.name] = reason
     return reasons

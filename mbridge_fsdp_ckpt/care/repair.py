@@ -11,10 +11,9 @@ Nothing that is committed is ever deleted, and trackers that mean a complete che
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 
 from rich.filesize import decimal
 
@@ -22,11 +21,13 @@ from mbridge_fsdp_ckpt.care.audit import Audit
 from mbridge_fsdp_ckpt.care.size_and_age import bytes_in, is_young
 from mbridge_fsdp_ckpt.errors import CheckpointError, NotACheckpointError
 from mbridge_fsdp_ckpt.storage.commit import methods, trackers
+from mbridge_fsdp_ckpt.storage.commit.lease import is_stale
 from mbridge_fsdp_ckpt.storage.commit.retention import iterations
 from mbridge_fsdp_ckpt.storage.files import check_content, entries, is_plain_file, read_bounded, replace_file
 from mbridge_fsdp_ckpt.storage.format.head import has_head
 from mbridge_fsdp_ckpt.storage.format.manifest import added_file, listed_files, read_manifest
 from mbridge_fsdp_ckpt.storage.format.names import (
+    DCP_METADATA,
     MANIFEST_NAME,
     MAX_TRAIN_STATE_BYTES,
     READING,
@@ -35,11 +36,14 @@ from mbridge_fsdp_ckpt.storage.format.names import (
     STATE_TRACKER,
     TRACKER,
     TRAIN_STATE,
+    Files,
     iteration_name,
     iteration_of,
     read_of,
+    suffix_of,
 )
 from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
+from mbridge_fsdp_ckpt.storage.stock.unpickler import files_named
 from mbridge_fsdp_ckpt.storage.store import AnyPath, store_of
 
 
@@ -52,12 +56,14 @@ class Step:
         path: What it is about.
         why: In words.
         take: Does it.
+        is_due: Looks whether it is still to be done.
     """
 
     action: str
     path: AnyPath
     why: str = field(compare=False)
     take: Callable[[], object] = field(compare=False)
+    is_due: Callable[[], bool] = field(compare=False, default=lambda: True)
 
 
 @dataclass(slots=True)
@@ -68,13 +74,11 @@ class Plan:
         steps: Not taken yet.
         left_alone: What, and why.
         broken: What, and why.
-        look_again: Makes the plan anew.
     """
 
     steps: list[Step] = field(default_factory=list)
     left_alone: list[tuple[AnyPath, str]] = field(default_factory=list)
     broken: list[tuple[AnyPath, str]] = field(default_factory=list)
-    look_again: Callable[[], Plan] | None = None
 
     @property
     def deletes(self) -> list[Step]:
@@ -84,16 +88,15 @@ class Plan:
     def carry_out(self) -> list[Step]:
         """Take the steps that are still to be taken, those that delete last; returns them in that order.
 
-        A question may have waited for its answer, and what is there has changed meanwhile.
+        A question may have waited for its answer: each step looks again at what it is about.
         """
-        taken: list[Step] = []
-        for shown in ([step for step in self.steps if step.action != "delete"], self.deletes):
-            now = self if self.look_again is None or not shown else self.look_again()
-            still = {step: step for step in now.steps}
-            due = [still[step] for step in shown if step in still]
-            for step in due:
+        taken = [step for step in self.steps if step.action != "delete" and step.is_due()]
+        for step in taken:
+            step.take()
+        for step in self.deletes:
+            if step.is_due():
                 step.take()
-            taken += due
+                taken.append(step)
         return taken
 
 
@@ -104,7 +107,7 @@ def plan_repair(root: AnyPath, *, force: bool) -> Plan:
         root: A run's root.
         force: Whether leftovers go that are young enough to belong to a save in progress.
     """
-    plan = Plan(look_again=partial(plan_repair, root, force=force))
+    plan = Plan()
     recovered = _plan_recovery(root, plan)
     _plan_tracker(root, plan, recovered)
     _plan_leftovers(root, plan, force=force)
@@ -124,8 +127,13 @@ def _plan_recovery(root: AnyPath, plan: Plan) -> dict[str, AnyPath]:
             continue
         found[name] = place
         why = f"{name} is {'empty' if target.exists() else 'missing'}: its save died between two renames"
-        plan.steps.append(Step("move back", place, why, partial(methods.recover, target)))
+        is_due = partial(_lies_aside, target, place)
+        plan.steps.append(Step("move back", place, why, partial(methods.recover, target), is_due))
     return found
+
+
+def _lies_aside(target: AnyPath, place: AnyPath) -> bool:
+    return methods.put_aside(target.parent).get(target.name) == place and not has_head(target)
 
 
 def _plan_tracker(root: AnyPath, plan: Plan, recovered: dict[str, AnyPath]) -> None:
@@ -137,16 +145,14 @@ def _plan_tracker(root: AnyPath, plan: Plan, recovered: dict[str, AnyPath]) -> N
         plan.broken.extend((folder, "a directory, not a tracker: move it away") for folder in folders)
         return
     for name in (STATE_TRACKER, TRACKER):
-        try:
-            found = trackers.read(root / name)
-        except NotACheckpointError as error:
-            trouble[name] = f"illegible: {error.found}"
-            continue
-        if found is not None and found.name in places:
-            named[name] = found.name
-        elif found is not None:
-            is_there = "not complete" if (root / found.name).is_dir() else "not there"
-            trouble[name] = f"names {found.name}, which is {is_there}"
+        found, wrong = _said_by(root / name)
+        if wrong:
+            trouble[name] = wrong
+        elif found in places:
+            named[name] = found
+        elif found:
+            is_there = "not complete" if (root / found).is_dir() else "not there"
+            trouble[name] = f"names {found}, which is {is_there}"
     if TRACKER not in named | trouble:
         trouble[TRACKER] = "missing"
     if not trouble:
@@ -157,6 +163,15 @@ def _plan_tracker(root: AnyPath, plan: Plan, recovered: dict[str, AnyPath]) -> N
         _plan_naming(root, plan, name, places[name], trouble, f"{tracker} names {name}")
     else:
         _plan_newest(root, plan, places, trouble)
+
+
+def _said_by(tracker: AnyPath) -> tuple[str, str]:
+    """The checkpoint that a tracker names, and what is wrong with it; both are empty where it is not there."""
+    try:
+        found = trackers.read(tracker)
+    except NotACheckpointError as error:
+        return "", f"illegible: {error.found}"
+    return "" if found is None else found.name, ""
 
 
 def _plan_newest(root: AnyPath, plan: Plan, places: dict[str, AnyPath], trouble: dict[str, str]) -> None:
@@ -212,16 +227,24 @@ def unreadable(directory: AnyPath) -> str:
 def _plan_naming(root: AnyPath, plan: Plan, name: str, place: AnyPath, trouble: dict[str, str], since: str) -> None:
     """Let both trackers name a checkpoint."""
     directory = root / name if place.name.startswith(REPLACED) else place
-    state, copy = _train_state(place), root / STATE_TRACKER
+    state, copy, tracker = _train_state(place), root / STATE_TRACKER, root / TRACKER
+    said = _said_by(copy), _said_by(tracker)
+
+    def is_due() -> bool:
+        return (_said_by(copy), _said_by(tracker)) == said and has_head(place)
+
+    def contradicts() -> bool:
+        return (_said_by(copy), _said_by(tracker)) == (said[0], (name, ""))
+
     if is_plain_file(state):
         take = partial(_copy_train_state, directory, copy)
-        plan.steps.append(Step("write", copy, f"a copy of {directory.name}/{TRAIN_STATE}", take))
+        plan.steps.append(Step("write", copy, f"a copy of {directory.name}/{TRAIN_STATE}", take, is_due))
     elif STATE_TRACKER in trouble:
         why = f"{trouble[STATE_TRACKER]}, and {directory.name} has no {TRAIN_STATE}"
-        plan.steps.append(Step("delete", copy, why, partial(_delete, copy)))
+        plan.steps.append(Step("delete", copy, why, partial(_delete, copy), contradicts))
     why = trouble.get(TRACKER) or f"{STATE_TRACKER} {trouble[STATE_TRACKER]}"
-    take = partial(replace_file, root / TRACKER, trackers.content(iteration_of(name)))
-    plan.steps.append(Step("write", root / TRACKER, f"{why}; {since}", take))
+    take = partial(replace_file, tracker, trackers.content(iteration_of(name)))
+    plan.steps.append(Step("write", tracker, f"{why}; {since}", take, is_due))
 
 
 def _train_state(directory: AnyPath) -> AnyPath:
@@ -233,32 +256,56 @@ def _train_state(directory: AnyPath) -> AnyPath:
 
 
 def _copy_train_state(directory: AnyPath, copy: AnyPath) -> None:
-    state = added_file(directory, TRAIN_STATE)
+    state = directory / TRAIN_STATE
     if (directory / MANIFEST_NAME).exists():
-        for entry in listed_files(read_manifest(directory)):
+        head = read_manifest(directory)
+        state = directory / Files(head.save, head.suffix).added(TRAIN_STATE)
+        for entry in listed_files(head):
             if directory / entry.name == state:
                 check_content(directory, entry)
     replace_file(copy, read_bounded(state, MAX_TRAIN_STATE_BYTES))
 
 
 def _plan_leftovers(root: AnyPath, plan: Plan, *, force: bool) -> None:
-    young: dict[str, bool] = {}
+    looks: dict[str, tuple[bool, set[str] | None, Callable[[], bool]]] = {}
     for path in methods.leftovers(root):
-        place = root / path.relative_to(str(root)).parts[0]  # one object may be old while a save goes on beside it
-        if str(place) not in young:
-            young[str(place)] = is_young(place)
-        if young[str(place)] and not force:
+        within = path.relative_to(str(root)).parts
+        place = root / within[0]  # one object may be old while a save goes on beside it
+        if place.name not in looks:
+            once = cache(partial(_is_left, place, force=force))  # it looks before the first of its objects goes
+            looks[place.name] = is_young(place), _in_stock_s_view(place), once
+        young, viewed, is_due = looks[place.name]
+        if path != place and (viewed is None or suffix_of("/".join(within[1:])) in viewed):
+            plan.left_alone.append((path, f"{DCP_METADATA} beside it names that save's files: {MANIFEST_NAME} is lost"))
+        elif young and not force:
             plan.left_alone.append((path, "touched within the last hour: a save may be in progress (--force)"))
         else:
             why = f"left by a save or a removal that died, {decimal(bytes_in(path))}"
-            plan.steps.append(Step("delete", path, why, partial(_delete_leftover, path, place)))
+            plan.steps.append(Step("delete", path, why, partial(_delete_leftover, path, place), is_due))
     marks: list[AnyPath] = [mark for mark in entries(root, READING) if read_of(mark.name)]
     for mark in sorted(marks, key=lambda path: path.name):
         if is_young(mark):
             plan.left_alone.append((mark, "somebody reads that checkpoint"))
         else:
             why = "left by a reader that gave no sign of life for an hour"
-            plan.steps.append(Step("delete", mark, why, partial(_delete, mark)))
+            plan.steps.append(Step("delete", mark, why, partial(_delete, mark), partial(is_stale, mark)))
+
+
+def _in_stock_s_view(directory: AnyPath) -> set[str] | None:
+    """Whose files `.metadata` names, where it has lost the manifest beside it; None where it does not tell."""
+    if (directory / MANIFEST_NAME).exists() or not (directory / DCP_METADATA).exists():
+        return set()
+    try:
+        return {suffix_of(name) for name in files_named(directory)}
+    except CheckpointError:
+        return None
+
+
+def _is_left(place: AnyPath, *, force: bool) -> bool:
+    """Whether an entry of a root is still a leftover, or has objects of dead saves, and nobody works in it."""
+    is_ours = place.name.startswith(".")
+    is_dead = methods.is_leftover(place) if is_ours else place.is_dir() and not (place / MANIFEST_NAME).exists()
+    return is_dead and not store_of(place).is_link() and (force or not is_young(place))
 
 
 def _delete_leftover(path: AnyPath, place: AnyPath) -> None:
@@ -268,13 +315,8 @@ def _delete_leftover(path: AnyPath, place: AnyPath) -> None:
         path: The leftover.
         place: What it lies in below the root, or is itself.
     """
-    if path != place and (place / MANIFEST_NAME).exists():
-        return
-    local = store_of(path).local
-    if local is not None and local.is_dir():
-        shutil.rmtree(local)
-    else:
-        _delete(path)
+    if path == place or not (place / MANIFEST_NAME).exists():
+        methods.discard(path)
 
 
 def _delete(path: AnyPath) -> None:

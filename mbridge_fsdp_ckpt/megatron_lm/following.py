@@ -15,8 +15,8 @@ from megatron.training import one_logger_utils, wandb_utils
 from megatron.training.utils import append_to_progress_log, is_last_rank, print_rank_0
 
 from mbridge_fsdp_ckpt.errors import NotACheckpointError
-from mbridge_fsdp_ckpt.storage.commit import removal, trackers
-from mbridge_fsdp_ckpt.storage.commit.retention import remove_unless_kept
+from mbridge_fsdp_ckpt.storage.commit import trackers
+from mbridge_fsdp_ckpt.storage.commit.retention import remove_later
 from mbridge_fsdp_ckpt.storage.format.names import TRACKER
 from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path
 
@@ -39,7 +39,7 @@ def publish(root: AnyPath, iteration: int, *, release: bool, interval: int | Non
     trackers.publish(root, None if release else iteration)
     if interval is not None and before not in (None, 0, iteration, chosen) and before % interval:
         old = as_path(stock.get_checkpoint_name(str(root), before, return_base_dir=True))
-        removal.later(f"removing {old}", lambda: remove_unless_kept(old))
+        remove_later(old)
 
 
 def _before(root: AnyPath) -> int | None:

@@ -16,10 +16,12 @@ from mbridge_fsdp_ckpt.storage.format.names import (
     MANIFEST_NAME,
     STOCK_FORMAT,
     iteration_of,
+    suffix_of,
 )
 from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
 from mbridge_fsdp_ckpt.storage.source import CheckpointSource, Head
 from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
+from mbridge_fsdp_ckpt.storage.stock.unpickler import files_named
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 REMEDIES: dict[DirectoryKind, tuple[str, ...]] = {
@@ -153,6 +155,9 @@ def _other_iterations(directory: AnyPath) -> str:
 def _check_written_by_stock(directory: AnyPath) -> None:
     """A lost manifest must not turn a checkpoint with checksums into one without."""
     found = sorted(path.name for path in entries(directory) if fnmatchcase(path.name, INDEXES))
+    if found and all(suffix_of(name) for name in found):  # of a save by marker that died, or of ours
+        named = {suffix_of(name) for name in files_named(directory)}
+        found = [name for name in found if suffix_of(name) in named]
     if found:
         raise DamagedCheckpointError(
             expected=f"{MANIFEST_NAME} beside the index files {', '.join(found[:3])}",

@@ -207,6 +207,46 @@ def test_what_came_to_be_read_while_it_asked_stays(root: Path, monkeypatch: pyte
     assert left(root) == [20, 30, 40, 50]
 
 
+def test_what_was_shown_goes_and_nothing_that_has_its_name_since(
+    root: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link to the root leads to another run when the question is answered."""
+    other, link = tmp_path_factory.mktemp("other"), tmp_path_factory.mktemp("links") / "latest"
+    for number in NUMBERS:
+        iteration(other, number)
+    link.symlink_to(root)
+
+    def confirm(question: str, *, yes: bool) -> None:
+        link.unlink()
+        link.symlink_to(other)
+
+    monkeypatch.setattr(command, "confirm", confirm)
+    assert data("prune", link, "--keep", 1, "--yes")["removed"] == []
+    assert [left(root), left(other)] == [[10, 20, 30, 40], [10, 20, 30, 40]]
+
+
+@pytest.mark.parametrize("spelled", ["{}/", "{}/.", "{}/iter_0000040/..", "{}//", "file://{}"])
+def test_a_root_may_be_spelled_in_other_ways(spelled: str, root: Path) -> None:
+    place = spelled.format(root)
+    with reading(root / "iter_0000010"):
+        assert data("prune", place, "--keep", 1, "--yes")["removed"] == ["iter_0000020", "iter_0000030"]
+    assert left(root) == [10, 40]
+
+
+def test_one_that_cannot_be_removed_keeps_no_other_and_is_named(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Path.rename
+
+    def rename(self: Path, to: Path) -> Path:
+        if self.name == "iter_0000010":
+            raise OSError(16, "Device or resource busy", str(self))
+        return original(self, to)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    shown = call("prune", root, "--keep", 1, "--yes")
+    assert (shown.exit_code, left(root)) == (1, [10, 40])
+    assert "iter_0000010" in shown.stderr
+
+
 def test_an_iteration_directory_is_no_root(root: Path) -> None:
     shown = call("prune", root / "iter_0000010", "--keep", 1, "--yes")
     assert shown.exit_code == 2

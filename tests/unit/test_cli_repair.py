@@ -11,15 +11,23 @@ from typing import Any
 import pytest
 from upath import UPath
 
+from mbridge_fsdp_ckpt.care import size_and_age
 from mbridge_fsdp_ckpt.care.repair import plan_repair
 from mbridge_fsdp_ckpt.cli import console as frame
+from mbridge_fsdp_ckpt.errors import DamagedCheckpointError
+from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.checksums import checksum
+from mbridge_fsdp_ckpt.storage.commit import methods, removal
 from mbridge_fsdp_ckpt.storage.entries import ExtraEntry
 from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
+from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
 from tests import trackers
+from tests.golden import archive
 from tests.unit import handmade
 from tests.unit.handmade import payload, write_manifest
+from tests.unit.holdings import holdings
 from tests.unit.test_cli import call, data, run
+from tests.unit.test_saving import prepared, save
 
 TRACKER, STATE = "latest_checkpointed_iteration.txt", "latest_train_state.pt"
 TEN, TWENTY = trackers.state(10), trackers.state(20)
@@ -332,6 +340,112 @@ def test_objects_of_dead_saves_by_marker_are_deleted(root: Path) -> None:
     found = data("repair", root, "--yes")
     assert done(found) == [("delete", f"__0_0-{TOKEN}.distcp"), ("delete", f"rank_00000-{TOKEN}.index")]
     assert names(dead) == ["notes.txt"]
+
+
+@pytest.mark.parametrize("state", ["dead", "running", "committed"])
+@pytest.mark.parametrize("local", [True, False])
+def test_added_files_of_a_running_or_committed_save_are_left_alone(local: bool, state: str, tmp_path: Path) -> None:
+    """They lie in a folder; what tells that their save is alive, or has committed, lies beside that."""
+    root: Any = tmp_path if local else UPath(f"memory://{tmp_path.name}")
+    dead, added = root / "iter_0000030", f"__added-{TOKEN}"
+    (dead / added).mkdir(parents=True)
+    (dead / added / "run_config.yaml").write_text("x")
+    (dead / f"__0_0-{TOKEN}.distcp").write_text("x")
+    if local:
+        age(dead)
+    plan = plan_repair(root, force=not local)
+    assert len(plan.deletes) == 2
+    if state == "running" and local:
+        os.utime(dead / f"__0_0-{TOKEN}.distcp")
+    elif state != "dead":
+        (dead / "manifest.json").write_text("{}")
+    assert len(plan.carry_out()) == (2 if state == "dead" else 0)
+    assert (dead / added / "run_config.yaml").exists() is (state != "dead")
+
+
+def test_what_stock_reads_without_its_manifest_is_left_alone(tmp_path: Path) -> None:
+    """Its objects are called like those of a dead save; a save that fails there leaves them as well."""
+    lost, old = tmp_path / "iter_0000010", f"__0_0-{TOKEN}.distcp"
+    save(lost, [prepared(holdings(0, 12))], Settings(commit="marker", dcp_metadata="always"))
+    assert removal.wait(30.0)
+    (lost / "manifest.json").unlink()
+    (lost / old).write_bytes(b"of a save that died")
+    before = set(names(lost))
+    found = data("repair", age(tmp_path), "--yes", code=1)
+    assert [Path(step["path"]).name for step in found["steps"]] == [old]
+    assert "names that save's files: manifest.json is lost" in found["left_alone"][-1]["why"]
+    assert set(names(lost)) == before - {old}
+    assert methods.condemn_leftovers(lost, "marker") == []
+    with pytest.raises(DamagedCheckpointError, match="index files"):
+        open_checkpoint(lost)
+
+
+def test_what_a_dead_save_left_in_a_stock_checkpoint_does_not_damage_it(tmp_path: Path) -> None:
+    directory = tmp_path / "iter_0000010"
+    archive.unpack(Path(archive.__file__).parent / "stock-0.19" / "torch_adam_1_rank.tar.xz", directory)
+    dead = [directory / f"__0_0-{TOKEN}.distcp", directory / f"rank_00000-{TOKEN}.index"]
+    for path in dead:
+        path.write_bytes(b"x")
+    assert open_checkpoint(directory).head.keys
+    found = data("repair", age(tmp_path), "--yes")
+    assert (tmp_path / TRACKER).read_text() == "10"
+    assert [step["path"] for step in found["steps"] if step["action"] == "delete"] == [str(path) for path in dead]
+
+
+def test_a_tracker_names_a_directory_of_exactly_its_name(root: Path) -> None:
+    (root / "iter_0000020").rename(root / "iter_20")
+    assert done(data("repair", root)) == [("write", STATE), ("write", TRACKER)]
+    assert (root / TRACKER).read_text() == "10"
+
+
+def test_a_death_while_an_old_one_is_deleted_leaves_no_half_to_be_moved_back(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dies(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    aside = age(handmade.make(root / f".replaced-iter_0000020-{TOKEN}"))
+    plan = plan_repair(root, force=False)
+    monkeypatch.setattr("shutil.rmtree", dies)
+    with pytest.raises(KeyboardInterrupt):
+        plan.carry_out()
+    assert [aside.exists(), methods.put_aside(root), len(list(root.glob(".deleted-*")))] == [False, {}, 1]
+
+
+def test_an_old_one_that_becomes_the_last_while_it_is_deleted_stays(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aside, original = age(handmade.make(root / f".replaced-iter_0000020-{TOKEN}")), Path.rename
+
+    def rename(self: Path, to: Path) -> Path:
+        if self == aside:
+            shutil.rmtree(root / "iter_0000020")
+        return original(self, to)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    plan_repair(root, force=False).carry_out()
+    assert (aside / "manifest.json").is_file()
+
+
+def test_a_root_is_searched_once_however_many_leftovers_it_has(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (root / "iter_0000030").mkdir()
+    for rank in range(8):
+        (root / "iter_0000030" / f"__{rank}_0-{TOKEN}.distcp").write_bytes(b"x")
+    age(root)
+    searched, leftovers, young = list[str](), methods.leftovers, size_and_age.is_young
+
+    def search(root: Any) -> Any:
+        searched.append("leftovers")
+        return leftovers(root)
+
+    def ask(place: Any) -> bool:
+        searched.append(place.name)
+        return young(place)
+
+    monkeypatch.setattr(methods, "leftovers", search)
+    monkeypatch.setattr("mbridge_fsdp_ckpt.care.repair.is_young", ask)
+    assert len(plan_repair(root, force=False).carry_out()) == 8
+    assert searched == ["leftovers", "iter_0000030", "iter_0000030"]
 
 
 def test_an_old_object_beside_a_new_one_is_left_alone(root: Path) -> None:

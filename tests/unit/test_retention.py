@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from upath import UPath
@@ -20,7 +21,7 @@ from upath import UPath
 from mbridge_fsdp_ckpt.care.prune import plan_pruning
 from mbridge_fsdp_ckpt.errors import NotACheckpointError
 from mbridge_fsdp_ckpt.settings import CommitMethod, Settings
-from mbridge_fsdp_ckpt.storage.commit import lease, removal, retention
+from mbridge_fsdp_ckpt.storage.commit import lease, methods, removal, retention
 from mbridge_fsdp_ckpt.storage.commit.retention import (
     Iteration,
     being_read,
@@ -29,6 +30,7 @@ from mbridge_fsdp_ckpt.storage.commit.retention import (
     prune,
     prune_later,
     reading,
+    remove_later,
     remove_unless_kept,
 )
 from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
@@ -83,6 +85,85 @@ def test_the_newest_stay(root: Path, keep: int, also_keep: int | None, expected:
     assert left(root) == [10, 20, 30, 40, 50], "asking removes nothing"
     assert numbers(prune(root, keep, also_keep)) == expected
     assert left(root) == [n for n in (10, 20, 30, 40, 50) if n not in expected]
+
+
+@pytest.mark.parametrize("name", ["iter_90", "iter_00000090", "iter_\u0660\u0660\u0660\u0660\u0660\u0669\u0660"])
+def test_an_iteration_is_called_as_a_run_looks_for_it(name: str, root: Path) -> None:
+    """Somebody's copy is neither the newest nor an old one."""
+    shutil.copytree(root / "iter_0000050", root / name)
+    shutil.copytree(root / "iter_0000050", root / name.replace("9", "0").replace("\u0669", "\u0660"))
+    assert numbers(prune(root, 1)) == [10, 20, 40]
+    assert (root / name).is_dir()
+
+
+def test_what_becomes_the_newest_while_others_go_stays(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody deletes newer ones while a slow storage deletes old ones."""
+    original = methods.remove
+
+    def remove(*arguments: Any) -> bool:
+        gone = original(*arguments)
+        shutil.rmtree(root / "iter_0000050", ignore_errors=True)
+        return gone
+
+    monkeypatch.setattr(methods, "remove", remove)
+    plan = plan_pruning(root, 2)
+    assert numbers(prune(root, 2)) == [10]
+    assert plan.carry_out() == {}
+    assert left(root) == [20, 30, 40]
+
+
+def test_a_root_is_looked_at_once_for_all_that_may_go(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, original = list[Path](), retention.look
+
+    def look(root: Path) -> retention.Look:
+        looks.append(root)
+        return original(root)
+
+    monkeypatch.setattr(retention, "look", look)
+    assert numbers(prunable(root, 1)) == [10, 20, 40]
+    assert looks == [root]
+
+
+def test_a_link_that_leads_elsewhere_by_now_takes_no_pruning_with_it(root: Path, tmp_path_factory: Any) -> None:
+    other, link = tmp_path_factory.mktemp("other"), tmp_path_factory.mktemp("links") / "latest"
+    shutil.copytree(root, other, dirs_exist_ok=True)
+    slow = threading.Event()
+    removal.later("a slow deletion", lambda: slow.wait(60.0))
+    link.symlink_to(root)
+    prune_later(link, 2)
+    remove_later(link / "iter_0000040")
+    link.unlink()
+    link.symlink_to(other)
+    slow.set()
+    assert removal.wait(30.0)
+    assert [left(root), left(other)] == [[30, 50], [10, 20, 30, 40, 50]]
+
+
+@pytest.mark.parametrize("moment", ["has_readable_head", "keeps"])
+def test_what_another_pruning_takes_first_fails_nobody(
+    moment: str, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = getattr(retention, moment)
+
+    def answer(directory: Path, *arguments: Any, **more: Any) -> Any:
+        found = asked(directory, *arguments, **more)
+        if directory.name == "iter_0000010" and (root / "now").exists():
+            shutil.rmtree(directory, ignore_errors=True)
+        return found
+
+    monkeypatch.setattr(retention, moment, answer)
+    (root / "now").touch()
+    assert remove_unless_kept(root / "iter_0000010")
+    assert not (root / "iter_0000010").exists()
+
+
+def test_a_lease_that_cannot_be_removed_keeps_no_checkpoint(root: Path) -> None:
+    """One that is a directory, or another user's."""
+    mark = root / ".reading-iter_0000020-0123456789ab"
+    mark.mkdir()
+    past = time.time() - lease.STALE_S - 5
+    os.utime(mark, (past, past))
+    assert numbers(prune(root, 1)) == [10, 20, 40]
 
 
 def test_what_somebody_reads_stays_until_it_is_read(root: Path) -> None:
@@ -171,8 +252,8 @@ def test_what_a_save_puts_in_its_place_meanwhile_stays(root: Path, monkeypatch: 
     """Between the last look and the removal a save commits; trackers follow later."""
     asked, looks = retention.keeps, itertools.count()
 
-    def keeps(directory: Path) -> str:
-        said = asked(directory)
+    def keeps(directory: Path, *arguments: Any, **more: Any) -> str:
+        said = asked(directory, *arguments, **more)
         if directory.name == "iter_0000020" and next(looks) == 1:  # the look before it goes
             directory.rename(root / "before")
             shutil.copytree(root / "before", directory)
@@ -190,8 +271,8 @@ def test_what_speaks_for_it_after_the_last_look_brings_it_back(
 ) -> None:
     asked, tracker = retention.keeps, root / "latest_checkpointed_iteration.txt"
 
-    def keeps(directory: Path) -> str:
-        said = asked(directory)
+    def keeps(directory: Path, *arguments: Any, **more: Any) -> str:
+        said = asked(directory, *arguments, **more)
         if directory.name == "iter_0000020":
             if meanwhile == "a reader":
                 (root / ".reading-iter_0000020-0123456789ab").touch()
@@ -270,7 +351,7 @@ RULES: list[Callable[[Path], object]] = [
 def test_all_that_removes_a_checkpoint_asks_one_function(
     root: Path, remove: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retention, "keeps", lambda directory: "a new rule")
+    monkeypatch.setattr(retention, "keeps", lambda directory, *arguments, **more: "a new rule")
     remove(root)
     assert removal.wait(30.0)
     assert left(root) == [10, 20, 30, 40, 50]
@@ -282,7 +363,7 @@ def test_nothing_else_removes_a_checkpoint() -> None:
     calls = [f"{file.relative_to(package)}:{line.strip()}" for file in package.rglob("*.py") for line in file.open()]
     calls = [call for call in calls if re.search(r"\b(methods|marker|rename)\.remove\(", call)]
     assert sorted(calls) == [
-        "storage/commit/methods.py:marker.remove(directory)",
+        "storage/commit/methods.py:return marker.remove(directory, may_go)",
         "storage/commit/methods.py:return rename.remove(local, may_go)",
         "storage/commit/retention.py:return methods.remove(directory, may_go)",
     ]
@@ -297,7 +378,8 @@ def test_objects_of_a_save_that_goes_on_in_a_removed_iteration_stay(tmp_path: Pa
     new = ["__0_0-0123456789ab.distcp", "rank_00000-0123456789ab.index", "run_config.yaml"]
     for name in new:
         (root / "iter_0000001" / name).write_bytes(b"x")
-    assert numbers(prune(root, 1)) == [1]
+    assert prune(root, 1) == []
+    assert methods.remove(root / "iter_0000001"), "as where that save begins after the last look"
     assert sorted(path.name for path in (root / "iter_0000001").iterdir()) == new
 
 
@@ -309,7 +391,8 @@ def test_objects_of_a_save_that_goes_on_in_a_removed_stock_checkpoint_stay() -> 
     new = ["__0_0-0123456789ab.distcp", "rank_00000-0123456789ab.index"]
     for name in new:
         (root / "iter_0000001" / name).write_bytes(b"x")
-    assert numbers(prune(root, 1)) == [1]
+    assert prune(root, 1) == []
+    assert methods.remove(root / "iter_0000001"), "as where that save begins after the last look"
     assert sorted(path.name for path in (root / "iter_0000001").iterdir()) == [*new, "train_state.pt"]
 
 

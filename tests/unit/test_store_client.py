@@ -9,17 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from mbridge_fsdp_ckpt.care import repair
 from mbridge_fsdp_ckpt.care.audit import Audit
+from mbridge_fsdp_ckpt.care.repair import plan_repair
 from mbridge_fsdp_ckpt.cli.app import application
 from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError, StoreClientError, describe_unexpected
 from mbridge_fsdp_ckpt.settings import Settings
-from mbridge_fsdp_ckpt.storage.commit import marker
-from mbridge_fsdp_ckpt.storage.commit.retention import reading
-from mbridge_fsdp_ckpt.storage.commit.target import check_replaceable
+from mbridge_fsdp_ckpt.storage.commit import marker, methods, removal
+from mbridge_fsdp_ckpt.storage.commit.retention import reading, remove_unless_kept
+from mbridge_fsdp_ckpt.storage.commit.target import check_replaceable, obstacle
 from mbridge_fsdp_ckpt.storage.store import as_path, store_of
+from tests.golden import archive
 from tests.unit.holdings import holdings
 from tests.unit.test_saving import prepared, save
 
@@ -81,7 +84,7 @@ def test_no_answer_is_never_taken_for_damage(monkeypatch: pytest.MonkeyPatch) ->
         "why a load would refuse it": lambda: repair.unreadable(target),
         "its train state": lambda: repair._train_state(target),
         "its audit": lambda: list(audit.findings()),
-        "what a removal takes": lambda: marker.remove(target),
+        "what a removal takes": lambda: marker.remove(target, lambda _: True),
         "copies that a save replaces": lambda: marker._copies(target),
         "what a save replaces": lambda: check_replaceable(stock),
     }
@@ -118,6 +121,76 @@ def test_the_command_says_in_one_line_what_a_client_says(
         assert isinstance(result.exception, SystemExit), repr(result.exception)
         assert result.stderr.startswith(f"{error}: ")
         assert len(result.stderr.splitlines()) == 1
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Objects of this name cannot be read."""
+    client: Any = import_module("fsspec.implementations.memory").MemoryFileSystem
+    original = client._open
+
+    def opened(self: Any, path: str, *args: Any, **kwargs: Any) -> Any:
+        if path.endswith(name):
+            raise ConnectionLostError("Could not connect to the endpoint URL")
+        return original(self, path, *args, **kwargs)
+
+    monkeypatch.setattr(client, "_open", opened)
+
+
+def objects() -> set[str]:
+    return set(import_module("fsspec.implementations.memory").MemoryFileSystem.store)
+
+
+@pytest.mark.parametrize("remove", [methods.remove, remove_unless_kept])
+def test_a_head_that_is_not_told_is_no_damaged_head_of_a_removal(
+    remove: Callable[[Any], bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one that is damaged nobody knows which objects are its own."""
+    target: Any = as_path("memory://bucket/run/iter_0000010")
+    save(target, [prepared(holdings(0, 12))], Settings())
+    store_of(target / "__0_0-0123456789ab.distcp").replace(b"of a save that goes on")
+    before = objects()
+    refuse(monkeypatch, "/manifest.json")
+    with pytest.raises(StoreClientError):
+        remove(target)
+    assert objects() == before
+
+
+def test_a_head_that_is_not_told_is_no_damaged_head_of_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody's own checkpoint of torch's is told by its head alone; and so are files that a save before added."""
+    torch.distributed.checkpoint.save({"x": torch.ones(2)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    target: Any = as_path("memory://bucket/run/iter_0000010")
+    for path in (tmp_path / "dcp").iterdir():
+        store_of(target / path.name).replace(path.read_bytes())
+    assert obstacle(target) is not None
+    ours: Any = as_path("memory://bucket/run/iter_0000020")
+    save(ours, [prepared(holdings(0, 12))], Settings())
+    before = objects()
+    refuse(monkeypatch, "/.metadata")
+    with pytest.raises(StoreClientError):
+        check_replaceable(target)
+    refuse(monkeypatch, "/manifest.json")
+    with pytest.raises(StoreClientError):
+        save(ours, [prepared(holdings(0, 12))], Settings())
+    assert removal.wait(30.0)
+    assert objects() == before
+
+
+@pytest.mark.parametrize("name", ["/manifest.json", ".index", "/.metadata"])
+def test_a_checkpoint_that_is_not_told_is_no_damaged_one_of_a_repair(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would let the trackers name an older one."""
+    root: Any = as_path("memory://bucket/run")
+    for number in (10, 20):
+        save(root / f"iter_{number:07d}", [prepared(holdings(0, 12))], Settings(dcp_metadata="always"))
+    if name == "/.metadata":
+        archive.unpack(Path(archive.__file__).parent / "stock-0.19" / "torch_adam_1_rank.tar.xz", tmp_path / "stock")
+        for path in (tmp_path / "stock").iterdir():
+            store_of(root / "iter_0000030" / path.name).replace(path.read_bytes())
+    assert len(plan_repair(root, force=False).steps) == 1
+    refuse(monkeypatch, name)
+    with pytest.raises(StoreClientError):
+        plan_repair(root, force=False)
 
 
 def test_an_unknown_scheme_is_named() -> None:

@@ -26,7 +26,8 @@ from mbridge_fsdp_ckpt.storage.commit import removal
 from mbridge_fsdp_ckpt.storage.commit.added import added_by, check_not_elsewhere
 from mbridge_fsdp_ckpt.storage.commit.content import Content
 from mbridge_fsdp_ckpt.storage.entries import ExtraEntry
-from mbridge_fsdp_ckpt.storage.files import entries, everything_in, file_checksum, replace_file, size_of
+from mbridge_fsdp_ckpt.storage.files import everything_in, file_checksum, replace_file, size_of
+from mbridge_fsdp_ckpt.storage.format.head import has_head
 from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
 from mbridge_fsdp_ckpt.storage.format.names import (
     DCP_METADATA,
@@ -154,10 +155,9 @@ def dead_objects(directory: AnyPath) -> list[AnyPath]:
     return [] if not directory.is_dir() or (directory / MANIFEST_NAME).exists() else _objects(directory)
 
 
-def holds_of_another(directory: AnyPath) -> bool:
-    """Whether a directory has objects of another save than the one that its manifest is of."""
-    suffixes = {suffix_of(path.name) for path in entries(directory)} - {""}
-    return bool(suffixes) and bool(suffixes - {_suffix_in(directory)})
+def of_another(directory: AnyPath) -> list[AnyPath]:
+    """Objects in a directory of another save than the one that its manifest is of."""
+    return _objects(directory, without=_suffix_in(directory) or "") if directory.is_dir() else []
 
 
 def condemned(target: AnyPath) -> list[AnyPath]:
@@ -165,17 +165,21 @@ def condemned(target: AnyPath) -> list[AnyPath]:
 
     The last one stays until that save commits, and so tells that other files there, which have no name of their own in
     each save, are nobody's: otherwise `target.check_replaceable` would refuse the target if that save died as well.
+    Where stock has a head, all stay until then: without its manifest our view reads them.
     """
-    return dead_objects(target)[:-1]
+    return [] if has_head(target) else dead_objects(target)[:-1]
 
 
-def remove(directory: AnyPath) -> None:
+def remove(directory: AnyPath, may_go: Callable[[AnyPath], bool]) -> bool:
     """Delete a checkpoint: first what makes it one, for stock and for us; last what tells what the rest was.
 
     Payload and index files of another save stay, and then files whose names are the same in each save, too: a run that
-    went back may be writing the same iteration anew.
+    went back may be writing the same iteration anew.  Where that save commits between the last question and the end of
+    the manifest, its objects stay, but the manifest is gone: a store compares and deletes nothing in one step.
     """
     own = _suffix_in(directory)
+    if not may_go(directory):
+        return False
     for name in (DCP_METADATA, MANIFEST_NAME):
         store_of(directory / name).remove()
     rest = [*everything_in(directory)]
@@ -186,6 +190,7 @@ def remove(directory: AnyPath) -> None:
     for path in sorted(rest, key=lambda path: is_part(_name(directory, path))):
         if path.is_file():
             store_of(path).remove()
+    return True
 
 
 def _is_own(name: str, suffix: str) -> bool:

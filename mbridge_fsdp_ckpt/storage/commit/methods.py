@@ -51,6 +51,21 @@ def leftovers(root: AnyPath) -> list[AnyPath]:
     return [*([] if local is None else rename.leftovers(local)), *marker.leftovers(root)]
 
 
+def is_leftover(place: AnyPath) -> bool:
+    """Whether an entry of a root of a file system is something that a dead save or removal left behind."""
+    local = store_of(place).local
+    return local is not None and rename.is_leftover(local)
+
+
+def discard(leftover: AnyPath) -> None:
+    """Delete one of a file system; what has become the last checkpoint of its name meanwhile stays."""
+    local = store_of(leftover).local
+    if local is not None and local.is_dir():
+        rename.discard(local)
+    else:
+        store_of(leftover).remove()
+
+
 def identity(directory: AnyPath) -> tuple[float, ...]:
     """What tells a checkpoint from another that takes its place, by rename or by its head.
 
@@ -73,12 +88,9 @@ def remove(directory: AnyPath, may_go: Callable[[AnyPath], bool] = lambda _: Tru
 
     Args:
         directory: The checkpoint.
-        may_go: Asked once more when nobody can reach it any more; where it says no, the checkpoint is put back.
+        may_go: Asked once more: on a file system when nobody can reach it any more, and put back where it may not.
     """
     local = store_of(directory).local
-    if local is not None:
-        return rename.remove(local, may_go)
-    if not may_go(directory):
-        return False
-    marker.remove(directory)
-    return True
+    if local is None:
+        return marker.remove(directory, may_go)
+    return rename.remove(local, may_go)

@@ -221,13 +221,26 @@ def leftovers(root: Path) -> list[AnyPath]:
 
 
 def _leftovers(root: Path) -> list[Path]:
-    if not root.is_dir():
-        return []
-    found = [path for mark in (STAGING, DELETED) for path in root.glob(f"{mark}*")]
-    found += [path for path in root.glob(f"{REPLACED}*") if has_readable_head(root / target_of(path.name))]
-    found = [path for path in found if target_of(path.name) and path.is_dir() and not path.is_symlink()]
-    found += [path for path in root.glob(".*") if TEMPORARY.fullmatch(path.name) and path.is_file()]
-    return sorted(found)
+    return sorted(path for path in root.glob(".*") if is_leftover(path)) if root.is_dir() else []
+
+
+def is_leftover(path: Path) -> bool:
+    """Whether it is something that a dead save or removal left behind, whosever it is."""
+    target = target_of(path.name)
+    if not target:
+        return TEMPORARY.fullmatch(path.name) is not None and path.is_file()
+    is_old = path.name.startswith(REPLACED)
+    return path.is_dir() and not path.is_symlink() and (not is_old or has_readable_head(path.parent / target))
+
+
+def discard(leftover: Path) -> None:
+    """Delete the directory of a leftover, renamed first: no half of an old checkpoint can be moved back."""
+    condemned = _condemned(leftover)
+    is_old = leftover.name.startswith(REPLACED) and condemned != leftover
+    if is_old and not has_head(leftover.parent / target_of(leftover.name)):
+        condemned.rename(leftover)
+        return
+    shutil.rmtree(condemned)
 
 
 def condemn_leftovers(target: Path) -> list[AnyPath]:

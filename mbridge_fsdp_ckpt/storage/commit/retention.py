@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ from mbridge_fsdp_ckpt.storage.format.names import (
     RELEASE,
     TRACKER,
     beside,
+    iteration_name,
     iteration_of,
     read_of,
 )
@@ -51,34 +52,80 @@ class Iteration:
 
 
 def iterations(root: AnyPath) -> list[Iteration]:
-    """The iteration directories below a root, oldest first."""
+    """The iteration directories below a root, oldest first: those whose names a run looks for, to the digit."""
     found = []
     for path in root.iterdir():
         number = iteration_of(path.name)
-        if number is not None and path.is_dir():
+        if number is not None and path.name == iteration_name(number) and path.is_dir():
             found.append(Iteration(number, path, has_readable_head(path)))
     return sorted(found, key=lambda iteration: iteration.number)
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What lies in a root at one moment and speaks for checkpoints in it.
+
+    Args:
+        named: What trackers name, as `trackers.every_named` has it.
+        leases: Of readers.
+        links: By their names, where links in it lead.
+    """
+
+    named: Mapping[int | None, str]
+    leases: Sequence[AnyPath]
+    links: Mapping[str, Path]
+
+
+def look(root: AnyPath) -> Look:
+    """Look at a root.
+
+    Raises:
+        NotACheckpointError: A tracker is not legible: what that names is not known.
+    """
+    found = entries(root)
+    links = {path.name: Path(os.path.realpath(str(path))) for path in found if store_of(path).is_link()}
+    return Look(trackers.every_named(root), [path for path in found if read_of(path.name)], links)
 
 
 def prunable(root: AnyPath, keep: int, also_keep: int | None = None) -> list[Iteration]:
     """Complete checkpoints older than the newest `keep`, without `also_keep` and those that `keeps` says stay."""
     complete = [iteration for iteration in iterations(root) if iteration.complete]
-    old = complete[: max(0, len(complete) - keep)]
-    return [i for i in old if i.number != also_keep and not keeps(i.directory)]
+    old = [iteration for iteration in complete[: max(0, len(complete) - keep)] if iteration.number != also_keep]
+    seen = look(root) if old else None
+    return [iteration for iteration in old if not keeps(iteration.directory, seen=seen)]
 
 
-def keeps(directory: AnyPath) -> str:
+def keeps(directory: AnyPath, keep: int = 0, seen: Look | None = None) -> str:
     """Why a complete checkpoint must not be removed, in words; empty where it may be.
+
+    Args:
+        directory: The checkpoint.
+        keep: How many of the newest stay.
+        seen: What its root was seen to have; None looks now.
 
     Raises:
         NotACheckpointError: A tracker beside it is not legible: what that names is not known.
     """
-    if tracker := named_by(directory):
+    seen = look(directory.parent) if seen is None else seen
+    try:
+        return _said_by(seen, directory) or _said_in(directory) or _among_newest(directory, keep)
+    except FileNotFoundError:  # another save, or another pruning, has changed it meanwhile
+        return "changed just now"
+
+
+def _said_by(seen: Look, directory: AnyPath) -> str:
+    """What beside a checkpoint speaks for it."""
+    if tracker := named_by(directory, seen.named):
         return "the tracker names it" if tracker == TRACKER else f"{tracker} names it"
-    if being_read(directory):
+    if _is_read(directory, seen.leases):
         return "being read"
-    if link := _link_to(directory):
+    if link := _link_to(directory, seen.links):
         return f"{link} leads to it"
+    return ""
+
+
+def _said_in(directory: AnyPath) -> str:
+    """What in a checkpoint, and its age, speak for it."""
     if _is_about_to_be_named(directory):
         return "saved just now: no tracker was written since"
     if _is_being_written(directory):
@@ -87,45 +134,52 @@ def keeps(directory: AnyPath) -> str:
     return found.found if found is not None else ""
 
 
-def named_by(directory: AnyPath) -> str:
-    """The tracker that names a checkpoint; empty where none does.
-
-    Raises:
-        NotACheckpointError: A tracker is not legible.
-    """
+def named_by(directory: AnyPath, named: Mapping[int | None, str]) -> str:
+    """Of what trackers name, the tracker that names a checkpoint; empty where none does."""
     number = iteration_of(directory.name)
-    for named, tracker in trackers.every_named(directory.parent).items():
-        if directory.name == RELEASE if named is None else named == number:
-            return tracker
-    return ""
+    return named.get(number, "") if number is not None or directory.name == RELEASE else ""
 
 
-def _link_to(directory: AnyPath) -> str:
+def _link_to(directory: AnyPath, links: Mapping[str, Path]) -> str:
     """The name of a link beside a directory that leads to it, or into it; empty where there is none."""
     local = store_of(directory).local
     if local is None:
         return ""
     place = Path(os.path.realpath(local.parent), local.name)
-    links = (path for path in entries(directory.parent) if path.name != directory.name and store_of(path).is_link())
-    return next((link.name for link in links if Path(os.path.realpath(str(link))).is_relative_to(place)), "")
+    return next((name for name, leads in links.items() if name != local.name and leads.is_relative_to(place)), "")
 
 
 def _is_about_to_be_named(directory: AnyPath) -> bool:
     """Whether it was committed within the hour, and after the trackers were written: a save lets them name it next."""
-    try:
-        head = head_of(directory)
-        published = [tracker.stat().st_mtime for tracker in trackers.present(directory.parent)]
-        if head is None or not published or head.stat().st_mtime <= max(published):
-            return False
-        return is_fresh(head, now(directory.parent))
-    except FileNotFoundError:  # another save has changed it meanwhile
-        return True
+    head = head_of(directory)
+    published = [tracker.stat().st_mtime for tracker in trackers.present(directory.parent)]
+    if head is None or not published or head.stat().st_mtime <= max(published):
+        return False
+    return is_fresh(head, now(directory.parent))
 
 
 def _is_being_written(directory: AnyPath) -> bool:
-    """Whether a save by marker goes on in it, on a file system: a removal takes the directory as a whole there."""
-    is_local = store_of(directory).local is not None
-    return is_local and marker.holds_of_another(directory) and not is_stale(directory)
+    """Whether a save by marker goes on in it: on a file system it renews the directory's time."""
+    others = marker.of_another(directory)
+    if not others or store_of(directory).local is not None:
+        return bool(others) and not is_stale(directory)
+    time = now(directory.parent)
+    return any(is_fresh(path, time) for path in others)
+
+
+def _among_newest(directory: AnyPath, keep: int) -> str:
+    """In words, that no `keep` complete checkpoints beside it are newer; empty where they are."""
+    number = iteration_of(directory.name)
+    if keep < 1 or number is None:
+        return ""
+    others = {iteration_of(path.name): path for path in entries(directory.parent)}
+    newer = sorted(n for n, path in others.items() if n is not None and n > number and path.name == iteration_name(n))
+    found = 0
+    for n in reversed(newer):
+        found += others[n].is_dir() and has_readable_head(others[n])
+        if found == keep:
+            return ""
+    return f"among the newest {keep}"
 
 
 def prune(root: AnyPath, keep: int, also_keep: int | None = None) -> list[Iteration]:
@@ -142,13 +196,13 @@ def prune(root: AnyPath, keep: int, also_keep: int | None = None) -> list[Iterat
     Raises:
         NotACheckpointError: A tracker is not legible.
     """
-    marks = [mark for mark in entries(root, READING) if read_of(mark.name)]
-    for mark in [mark for mark in marks if is_stale(mark)]:
-        store_of(mark).remove()
+    for mark in entries(root, READING):
+        if read_of(mark.name) and is_stale(mark):
+            _let_go(mark)
     removed = []
     for iteration in prunable(root, keep, also_keep):
         try:
-            if remove_unless_kept(iteration.directory):
+            if remove_unless_kept(iteration.directory, keep):
                 removed.append(iteration)
         except OSError as error:  # one that stays keeps no other
             _log.warning("%s could not be removed: %s", iteration.directory, error)
@@ -157,6 +211,7 @@ def prune(root: AnyPath, keep: int, also_keep: int | None = None) -> list[Iterat
 
 def prune_later(root: AnyPath, keep: int, also_keep: int | None = None) -> None:
     """Prune in the background: training goes on, whatever the storage says; see `prune`."""
+    root = _itself(root)
 
     def prune_and_say() -> None:
         for iteration in prune(root, keep, also_keep):
@@ -165,25 +220,42 @@ def prune_later(root: AnyPath, keep: int, also_keep: int | None = None) -> None:
     removal.later(f"pruning {root}", prune_and_say)
 
 
-def remove_unless_kept(directory: AnyPath) -> bool:
+def remove_later(directory: AnyPath) -> None:
+    """Remove one checkpoint in the background; see `remove_unless_kept`."""
+    directory = _itself(directory.parent) / directory.name
+    removal.later(f"removing {directory}", lambda: remove_unless_kept(directory))
+
+
+def _itself(directory: AnyPath) -> AnyPath:
+    """A directory of a file system as it is called without links: one may lead elsewhere by and by."""
+    local = store_of(directory).local
+    return directory if local is None else Path(os.path.realpath(local))
+
+
+def remove_unless_kept(directory: AnyPath, keep: int = 0, shown: tuple[float, ...] | None = None) -> bool:
     """Remove one checkpoint that nothing speaks for; whether it is gone.
 
     One that a save puts in its place meanwhile stays.
+
+    Args:
+        directory: The checkpoint.
+        keep: How many of the newest stay.
+        shown: The identity of the one that is meant, where somebody was asked about it.
 
     Raises:
         NotACheckpointError: A tracker is not legible.
         OSError: The storage refused.
     """
-    if not has_readable_head(directory):
-        return False
-    seen = methods.identity(directory)
-    if keeps(directory):
-        return False
 
     def may_go(place: AnyPath) -> bool:
-        return methods.identity(place) == seen and not keeps(directory)
+        return methods.identity(place) == seen and not keeps(directory, keep)
 
+    if not has_readable_head(directory):
+        return False
     try:
+        seen = methods.identity(directory)
+        if shown not in (None, seen) or keeps(directory, keep):
+            return False
         return methods.remove(directory, may_go)
     except FileNotFoundError:  # another one was faster
         return not has_readable_head(directory)
@@ -196,8 +268,7 @@ def reading(directory: AnyPath, *, enabled: bool = True) -> Iterator[Callable[[]
     The lease stands beside the directory itself, where it is reached through a link.  A reader who may not write there
     reads without protection.
     """
-    local = store_of(directory).local
-    directory = directory if local is None else Path(os.path.realpath(local))
+    directory = _itself(directory)
     lease = directory.parent / beside(READING, directory.name)
     try:
         if enabled and (directory.exists() or directory.name in methods.put_aside(directory.parent)):
@@ -224,5 +295,8 @@ def _let_go(lease: AnyPath) -> None:
 
 def being_read(directory: AnyPath) -> bool:
     """Whether a living reader keeps it."""
-    leases = (path for path in entries(directory.parent, READING) if read_of(path.name) == directory.name)
-    return not all(is_stale(lease) for lease in leases)
+    return _is_read(directory, entries(directory.parent, READING))
+
+
+def _is_read(directory: AnyPath, leases: Sequence[AnyPath]) -> bool:
+    return not all(is_stale(lease) for lease in leases if read_of(lease.name) == directory.name)

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint import filesystem, metadata
 
 from mbridge_fsdp_ckpt.errors import ManifestError
 from mbridge_fsdp_ckpt.storage.files import is_plain_file, opened, size_of
+from mbridge_fsdp_ckpt.storage.format.names import DCP_METADATA
 from mbridge_fsdp_ckpt.storage.ranges import Bytes
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
@@ -154,7 +155,7 @@ def read_metadata(path: AnyPath) -> Any:
     """
     if not is_plain_file(path) or size_of(path) > _MAX_METADATA_BYTES:
         raise malformed(path, f"a plain file of at most {_MAX_METADATA_BYTES} bytes", "another")
-    with opened(path) as file:
+    with opened(path) as file:  # that the storage does not answer says nothing of the file
         data = file.read(size_of(path))
     try:
         _check_claims(data)
@@ -167,6 +168,15 @@ def read_metadata(path: AnyPath) -> Any:
     if wrong is not None:
         raise malformed(path, "DCP metadata whose fields have their types", wrong)
     return found
+
+
+def files_named(directory: AnyPath) -> set[str]:
+    """The files of tensors and values that a directory's `.metadata` names.
+
+    Raises:
+        ManifestError: See `read_metadata`.
+    """
+    return {info.relative_path for info in read_metadata(directory / DCP_METADATA).storage_data.values()}
 
 
 def _wrong_fields(found: Any) -> Iterator[str]:

@@ -22,6 +22,7 @@ from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.storage.commit.retention import reading
 from mbridge_fsdp_ckpt.storage.files import is_plain_file
 from mbridge_fsdp_ckpt.storage.format.kinds import TORCH_DIST_COMMON
+from mbridge_fsdp_ckpt.storage.format.names import PROGRESS
 from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
 from mbridge_fsdp_ckpt.storage.opening import open_any
 from mbridge_fsdp_ckpt.storage.progress import Progress
@@ -120,7 +121,8 @@ class _Opened:
         directory = source.head.directory
         if is_plain_file(directory / TORCH_DIST_COMMON):
             self.values[TORCH_DIST_COMMON] = read_common_file(directory)
-        self.values |= source.read_train_state()
+        known = source.head.values
+        self.values |= {PROGRESS: known[PROGRESS]} if PROGRESS in known else source.read_train_state()
 
 
 def _compare_keys(a: CheckpointSource, b: CheckpointSource, pattern: str, found: Differences) -> list[str]:

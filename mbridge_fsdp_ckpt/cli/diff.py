@@ -45,7 +45,7 @@ def diff(
     if as_json:
         print_json(_as_data(places, found))
     else:
-        _show(places, found)
+        _show(places, found, "Equal." if values else "Keys, shapes and dtypes are equal.")
     if not found.equal:
         raise typer.Exit(1)
 
@@ -72,7 +72,7 @@ def _as_data(places: Sequence[AnyPath], found: Differences) -> dict[str, Any]:
     }
 
 
-def _show(places: Sequence[AnyPath], found: Differences) -> None:
+def _show(places: Sequence[AnyPath], found: Differences, equal: str) -> None:
     say(f"A  {places[0]}")
     say(f"B  {places[1]}")
     for side, names in (("A", found.only_in_a), ("B", found.only_in_b)):
@@ -96,7 +96,7 @@ def _show(places: Sequence[AnyPath], found: Differences) -> None:
     for note in found.notes:
         say(f"Note: {note}.")
     say(f"Compared {found.compared} tensors.")
-    say("Equal." if found.equal else "Different.", style="bold green" if found.equal else "bold red")
+    say(equal if found.equal else "Different.", style="bold green" if found.equal else "bold red")
 
 
 def _head(text: str) -> None:

@@ -31,9 +31,9 @@ def root_at(place: str) -> AnyPath:
 
     Raises:
         typer.BadParameter: It is an iteration directory.
-        NotACheckpointError: It is no directory.
+        NotACheckpointError: It is no directory, or has nothing in it of what a root has, but something else.
     """
-    from mbridge_fsdp_ckpt.storage.files import what_is_there
+    from mbridge_fsdp_ckpt.storage.files import entries, what_is_there
     from mbridge_fsdp_ckpt.storage.format.head import has_head
     from mbridge_fsdp_ckpt.storage.store import as_path
 
@@ -47,7 +47,29 @@ def root_at(place: str) -> AnyPath:
             remedy="Give the directory that holds iter_0000010.",
             key=str(root),
         )
+    _check_is_root(root, {path.name for path in entries(root)})
     return root
+
+
+def _check_is_root(root: AnyPath, names: set[str]) -> None:
+    """Of a mistyped directory nobody is told that there is nothing to do; an empty one may be a run's that begins."""
+    from mbridge_fsdp_ckpt.storage.files import what_is_there
+    from mbridge_fsdp_ckpt.storage.format.kinds import DESCRIPTIONS, kind_by_names
+    from mbridge_fsdp_ckpt.storage.format.names import RELEASE, STATE_TRACKER, TRACKER, iteration_of
+
+    of_verl = any(name.startswith("global_step_") for name in names)
+    of_root = {name for name in names if iteration_of(name) is not None or name.startswith(".")}
+    if not names or of_root or {RELEASE, STATE_TRACKER} & names or (TRACKER in names and not of_verl):
+        return
+    described = DESCRIPTIONS.get(kind_by_names(names))
+    raise NotACheckpointError(
+        expected="the root of a run's checkpoints",
+        found=": ".join(filter(None, (described, what_is_there(root)))),
+        remedy="VeRL looks after its root itself: trainer.max_actor_ckpt_to_keep."
+        if of_verl
+        else "Give the directory that holds iter_0000010.",
+        key=str(root),
+    )
 
 
 def draw_to(*drawings: tuple[str | None, Callable[[], bytes]]) -> list[str]:

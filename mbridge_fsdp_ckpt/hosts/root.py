@@ -16,6 +16,8 @@ from mbridge_fsdp_ckpt.storage.format.names import ITERATION, iteration_name
 from mbridge_fsdp_ckpt.storage.store import AnyPath
 
 _LISTED = 8  # iterations that an error names: the newest
+_VERLS = "global_step_"
+_TENSORS = ("actor/model/dist_ckpt", "model/dist_ckpt")  # of an actor, of the SFT trainer
 _VIEWS = 4  # different things that ranks see, of which an error tells
 
 
@@ -109,6 +111,7 @@ def existing(root: AnyPath, name: str, named_by: str, remedy: str) -> AnyPath:
     recover(directory)
     if not directory.is_dir():
         there = sorted(path.name for path in entries(root, ITERATION))
+        remedy = remedy if there else _in_verls(root) or remedy
         raise NotACheckpointError(
             expected=f"{name}, which {named_by} names",
             found=", ".join(there[-_LISTED:]) or f"no iteration directory; {what_is_there(root)}",
@@ -116,3 +119,12 @@ def existing(root: AnyPath, name: str, named_by: str, remedy: str) -> AnyPath:
             key=str(root),
         )
     return directory
+
+
+def _in_verls(root: AnyPath) -> str:
+    """What to give of a root of VeRL's, whose tracker has the same name; empty where it is none."""
+    steps = sorted(entries(root, _VERLS), key=lambda path: (len(path.name), path.name))
+    if not steps:
+        return ""
+    below = next((place for place in _TENSORS if (steps[-1] / place).is_dir()), _TENSORS[0])
+    return f"It is a root of VeRL's: give the directory that has the tensors, such as {steps[-1].name}/{below}."

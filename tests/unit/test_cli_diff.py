@@ -182,6 +182,7 @@ def test_other_state_is_compared_by_name(a: Path, tmp_path: Path) -> None:
         "values.opt_param_scheduler.steps": {"a": "(a tuple)", "b": "(a list)"},
     }
     assert data("diff", a, b, "--no-values")["equal"]
+    assert "Keys, shapes and dtypes are equal." in call("diff", a, b, "--no-values").stdout
 
 
 def test_a_pattern_leaves_the_rest_out(a: Path, tmp_path: Path) -> None:

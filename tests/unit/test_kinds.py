@@ -19,7 +19,9 @@ from mbridge_fsdp_ckpt.remedies import Door, through
 from mbridge_fsdp_ckpt.storage.commit.target import check_replaceable
 from mbridge_fsdp_ckpt.storage.format.kinds import DirectoryKind
 from mbridge_fsdp_ckpt.storage.opening import kind_of, open_checkpoint
+from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
 from tests.convert.storage_made import save_stock
+from tests.trackers import TRACKER, compressed
 from tests.unit import handmade
 from tests.unit.test_cli import call, data
 
@@ -266,3 +268,49 @@ def test_a_value_in_several_blocks_is_read_whole(tmp_path: Path) -> None:
     rewrite(directory, halve)
     both = open_checkpoint(directory).head.values["opt_param_scheduler"]["both"]
     assert both.tolist() == [[1, 1, 1], [2, 2, 2]]
+
+
+NO_ROOTS = ["plain DCP", "legacy", "VeRL's shards", "a step of VeRL", "Hugging Face", "another"]
+
+
+@pytest.mark.parametrize("command", [["prune", "--keep", 1], ["repair"]], ids=["prune", "repair"])
+def test_what_is_no_root_has_not_been_looked_at(command: list[Any], tmp_path: Path) -> None:
+    """A mistyped directory is not one in which there is nothing to do; an empty one may be a run's that begins."""
+    for name in NO_ROOTS:
+        make, kind, _ = KINDS[name]
+        done = call(*command, make(tmp_path / name))
+        assert done.exit_code in (1, 2), (name, done.stdout)
+        assert kind is DirectoryKind.DCP or "expected the root of a run's checkpoints" in done.stderr, name
+    verls = folder("global_step_20/actor/model/dist_ckpt/")(tmp_path / "of VeRL")
+    (verls / TRACKER).write_text("20")
+    done = call(*command, verls)
+    assert "max_actor_ckpt_to_keep" in done.stderr
+    assert (done.exit_code, (verls / TRACKER).read_text()) == (1, "20")
+    for made in (folder("release/"), folder(".staging-iter_0000010-x/"), lambda at: at.mkdir()):
+        made(tmp_path / "root")
+        assert call(*command, tmp_path / "root", "--dry-run").exit_code == 0
+        shutil.rmtree(tmp_path / "root")
+
+
+@pytest.mark.parametrize("below", ["actor/model/dist_ckpt", "model/dist_ckpt"])
+def test_a_root_of_verls_is_named(below: str, tmp_path: Path) -> None:
+    folder(f"global_step_20/{below}/", TRACKER)(tmp_path / "root")
+    (tmp_path / "root" / TRACKER).write_text("20")
+    assert f"global_step_20/{below}." in call("verify", tmp_path / "root").stderr
+
+
+def test_bridges_file_of_progress_is_read_once_and_not_if_it_is_compressed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`torch.save` compresses nothing: what does could be larger than memory."""
+    directory, read, looked = save_stock(tmp_path / "it"), DcpSource.read_train_state, list[DcpSource]()
+    monkeypatch.setattr(DcpSource, "read_train_state", lambda source: looked.append(source) or read(source))
+    assert call("diff", directory, directory).exit_code == 0
+    assert len(looked) == 2, "once of each side"
+    state = directory / "train_state.pt"
+    state.write_bytes(compressed(state.read_bytes()))
+    for line in (["verify"], ["inspect"], ["diff", directory]):
+        done = call(*line, directory)
+        assert done.exit_code == 1, line
+        assert "a compressed record" in done.stdout + done.stderr, line
+    assert "a compressed record" in call("convert", "from-stock", directory, tmp_path / "new").stderr

@@ -35,7 +35,7 @@ class Pruning:
     keep: int
     doomed: dict[Iteration, int]
     kept: dict[str, str]
-    shown: dict[Iteration, tuple[float, ...]]
+    shown: dict[Iteration, object]
 
     @property
     def size(self) -> int:

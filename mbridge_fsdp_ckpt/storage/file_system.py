@@ -84,6 +84,11 @@ class FileSystem:
         """See `store.Store`."""
         self.path.unlink(missing_ok=True)
 
+    def identity(self) -> tuple[int, ...]:
+        """See `store.Store`."""
+        status = self.path.stat()
+        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
     def below(self) -> Iterator[Path]:
         """See `store.Store`.
 

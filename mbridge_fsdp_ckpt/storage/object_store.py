@@ -62,6 +62,10 @@ class ObjectStore:
         with suppress(FileNotFoundError):
             self.path.fs.rm_file(self.path.path)
 
+    def identity(self) -> object:
+        """See `store.Store`: an entity tag where there is one; some stores tell times in whole seconds, or none."""
+        return self.path.fs.checksum(self.path.path)
+
     def below(self) -> Iterator[UPath]:
         """See `store.Store`: its objects; `UPath.rglob` takes the directory for a pattern, too."""
         place = self.path.path.rstrip("/") + "/"

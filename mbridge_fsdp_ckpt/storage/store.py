@@ -96,6 +96,9 @@ class Store(Protocol):
     def remove(self) -> None:
         """Delete the file of exactly this name, if there is one."""
 
+    def identity(self) -> object:
+        """What tells the file from another that takes its place; equal as long as it is there."""
+
     def below(self) -> Iterator[AnyPath]:
         """All that lies below the directory of exactly this name, each folder before what is in it; behind no link."""
 

@@ -15,8 +15,8 @@ from tests.trackers import STATE, TRACKER, state
 HOUR = 3600.0
 SAVE = "fedcba987654"
 """Of the objects of a save that goes on."""
-LINKED, ALONE = 90, 77
-"""Iterations: a link, and one of which only what an overwriting put aside is there."""
+LINKED, ALONE, DEAD = 90, 77, 71
+"""Iterations: a link, one of which only what an overwriting put aside is there, and old objects of a dead save."""
 
 NAMES = (
     ("run[1]", "run1"),
@@ -26,6 +26,9 @@ NAMES = (
     ("with space", "with%20space"),
     ("läuf-Ä", "lauf-A"),
     ("a#b", "a"),
+    ("{a,b}", "a"),
+    ("~root", "root"),
+    ("-rf", "rf"),
     ("plain", "plain2"),
 )
 """A run, and one beside it that its name matches as a pattern, or is otherwise close to."""
@@ -33,10 +36,10 @@ NAMES = (
 STORES = "file system", "in memory", "S3"
 PATHS = "prune", "retention", "removal thread", "repair", "overwriting save", "failed save", "aborted conversion"
 EVENTS = {
-    "prune": ("nothing", "a rewind", "a reader comes", "a tracker becomes illegible"),
+    "prune": ("nothing", "a rewind", "a reader comes", "a tracker becomes illegible", "saved anew"),
     "retention": ("nothing", "a rewind", "a reader comes", "a tracker becomes illegible", "saved anew"),
     "removal thread": ("nothing", "a rewind", "a reader comes", "a tracker becomes illegible", "saved anew"),
-    "repair": ("nothing", "a leftover is renewed"),
+    "repair": ("nothing", "a leftover is renewed", "saved anew"),
     "overwriting save": ("nothing", "a pruning follows the commit"),
     "failed save": ("nothing",),
     "aborted conversion": ("nothing",),
@@ -54,6 +57,9 @@ ANYWHERE = (
     "somebody's file in it",
     "a root in it",
     "objects of a save in it",
+    "a copy of another spelling",
+    "tracker with CRLF",
+    "root spelled otherwise",
 )
 LOCAL = (
     *("reader through a link", "link beside", "link into it", "link out of it", "a link under an iteration's name"),
@@ -151,9 +157,8 @@ def drawn(store: str, path: str, event: str, seed: str) -> Case:
     trackers = rng.choice(TRACKERS[1:] if event == "a pruning follows the commit" else TRACKERS)
     case = Case(store, path, event, names, kinds, trackers, (named[0], named[1]), frozenset(special))
     also = rng.choice((None, None, rng.choice(numbers))) if path == "retention" else None
-    return replace(
-        case, keep=rng.randint(1, 3), also_keep=also, target=target, marker=marker, other=rng.choice(numbers)
-    )
+    other = DEAD if path == "repair" else rng.choice(numbers)
+    return replace(case, keep=rng.randint(1, 3), also_keep=also, target=target, marker=marker, other=other)
 
 
 def trackers_of(kind: str, named: tuple[int, int]) -> Files:
@@ -186,8 +191,7 @@ def after(case: Case) -> Case:
     if case.event == "a tracker becomes illegible":
         return replace(case, trackers="illegible")
     if case.event == "saved anew" and may_be_saved(case, name_of(case.other)):
-        kinds, written = case.kinds | {case.other: "ours"}, {("saved just now", case.other)}
-        return replace(case, kinds=kinds, special=case.special - {("objects of a save in it", case.other)} | written)
+        return _saved(case, case.other, by_marker=not case.is_local)
     return case
 
 
@@ -207,7 +211,8 @@ def stays(case: Case, number: int) -> bool:
     is_read |= case.has("stale lease", number) and not case.has_times
     unpublished = case.has("saved just now", number) and case.trackers != "none" and case.has_times
     is_other = case.has("a root in it", number) or number == LINKED
-    is_other |= case.is_local and case.has("objects of a save in it", number)
+    is_other |= case.has("objects of a save in it", number)
+    is_other |= case.has("objects of the save before in it", number) and not case.has_times
     return number in names_in_trackers(case) or is_read or leads or unpublished or is_other
 
 
@@ -241,6 +246,8 @@ def made(case: Case, whole: dict[str, Files]) -> list[tuple[str, bytes, float]]:
         found += [(f"{own}/{own}/{name}", data, 3 * HOUR) for name, data in whole["ours"].items()]
         found += [(f"{own}/.staging-{name}-{n:012x}/a", b"x", 0.0) for n, name in enumerate(case.names)]
     for name, data in trackers_of(case.trackers, case.named).items():
+        if name == TRACKER and case.has("tracker with CRLF"):
+            data += b"\r\n"
         if case.has("tracker through a link"):
             found.append((f"{own}/of-{name}", data, 2 * HOUR))
             name, data = name, LINK + f"of-{name}".encode()
@@ -275,6 +282,8 @@ def _special(case: Case, ours: Files) -> list[tuple[str, bytes, float]]:
         }
         if what in places:
             found.append((*places[what], 2 * HOUR if what == "stale lease" else old))
+        if what == "a copy of another spelling":
+            found += [(f"iter_{number}/{file}", data, 3 * HOUR) for file, data in ours.items()]
         if what == "link into it":
             found.append((f"{name}/notes/text.txt", b"z", 3 * HOUR))
         if what.startswith(("staging,", "deleted,")):
@@ -284,7 +293,7 @@ def _special(case: Case, ours: Files) -> list[tuple[str, bytes, float]]:
         if what == "replaced, alone":
             found += [(f".replaced-{name_of(ALONE)}-{mark}/{file}", data, 2 * HOUR) for file, data in ours.items()]
         if what.startswith("dead objects"):
-            folder = name_of(71 if old else 72)
+            folder = name_of(DEAD if old else 72)
             found += [(f"{folder}/__{rank}_0-{mark}.distcp", b"x", old) for rank in (0, 1)]
         if what == "objects of a save in it":
             found += [(f"{name}/{file}", b"x", 0.0) for file in OBJECTS]
@@ -331,6 +340,8 @@ def left(case: Case, before: Files) -> Left:
         _save(case, name_of(case.other), found)
     if case.path == "prune":
         shown = doomed(case)
+        if case.event == "saved anew" and may_be_saved(case, name_of(case.other)):  # it is another one since
+            shown -= {case.other}
         _remove(then, shown & doomed(then), found)
     elif case.path == "retention":
         found.drop(*(path for path in before if is_stale_lease(case, path)))
@@ -344,20 +355,24 @@ def left(case: Case, before: Files) -> Left:
     elif case.path in ("overwriting save", "failed save"):
         _save(case, case.target, found, fails=case.path == "failed save")
         if case.event != "nothing" and may_be_saved(case, case.target):
-            then = _saved(case)
+            then = _saved(case, number_in(case.target), by_marker=case.marker or not case.is_local)
             found.drop(*(path for path in before if is_stale_lease(case, path)))
             _remove(then, doomed(then), found)
     return found
 
 
-def _saved(case: Case) -> Case:
-    """The case after a save of its target."""
-    number = number_in(case.target)
+def _saved(case: Case, number: int, *, by_marker: bool) -> Case:
+    """The case after a save; what that replaces by marker is deleted later than this."""
     if number < 0:
         return case
-    special = case.special - {("objects of a save in it", number)} | {("saved just now", number)}
-    if not case.marker:
-        special -= {("link out of it", number), ("somebody's file in it", number)}
+    young = ("objects of a save in it", number)
+    special = case.special - {young} | {("saved just now", number)}
+    if not by_marker:
+        special -= {("link out of it", number), ("somebody's file in it", number), ("link into it", number)}
+    elif young in case.special and case.kinds.get(number) != "headless":
+        special |= {young}
+    elif case.kinds.get(number) == "ours" and not case.is_local:
+        special |= {("objects of the save before in it", number)}
     return replace(case, kinds=case.kinds | {number: "ours"}, special=frozenset(special))
 
 
@@ -373,7 +388,7 @@ def is_stale_lease(case: Case, path: str) -> bool:
 def is_leftover(case: Case, path: str) -> bool:
     """Whether it is one whose age counts."""
     tops = [f"{case.names[0]}/{top}" for top, (kind, _, _) in leftovers(case, [path]).items() if kind]
-    dead = f"{case.names[0]}/{name_of(71)}"
+    dead = f"{case.names[0]}/{name_of(DEAD)}"
     return path.startswith((*tops, dead)) or is_stale_lease(case, path)
 
 
@@ -381,13 +396,11 @@ def _remove(case: Case, numbers: Iterable[int], found: Left) -> None:
     own = case.names[0]
     for number in numbers:
         place = f"{own}/{name_of(number)}"
-        if case.has("objects of a save in it", number):  # not local: what that save has written stays
-            fixed = [p for p in found.files if p.startswith((f"{place}/notes", *(f"{place}/{o}" for o in OBJECTS)))]
-            stay = {path: found.files[path] for path in fixed}
-            found.drop(place)
-            found.files |= stay
-        else:
-            found.drop(place)
+        stay = {}
+        if case.has("objects of the save before in it", number):  # whose other files these are nobody can tell
+            stay = {path: data for path, data in found.files.items() if path.startswith(f"{place}/")}
+        found.drop(place)
+        found.files |= stay
 
 
 def leftovers(case: Case, paths: Iterable[str]) -> dict[str, tuple[str, str, bool]]:
@@ -429,7 +442,7 @@ def _save(case: Case, target: str, found: Left, *, fails: bool = False) -> None:
     parts = [path.removeprefix(f"{place}/") for path in found.files if path.startswith(f"{place}/")]
     suffixed = sorted(name for name in parts if "-" in name and name.startswith(("__", "rank_", "group_")))
     if fails:
-        dead = suffixed[:-1] if marker and "manifest.json" not in parts else []
+        dead = suffixed[:-1] if marker and not {"manifest.json", ".metadata"} & {*parts} else []
         found.drop(*(f"{place}/{name}" for name in dead))
     elif marker:
         found.drop(*(f"{place}/{name}" for name in (*suffixed, *REPLACED)))
@@ -441,6 +454,7 @@ def _save(case: Case, target: str, found: Left, *, fails: bool = False) -> None:
 
 def _repair(case: Case, before: Files, found: Left) -> None:
     own, renewed = case.names[0], case.event == "a leftover is renewed" or not case.has_times
+    saved = case.event == "saved anew"
     complete = set(case.complete)
     for top, (kind, aim, old) in leftovers(case, before).items() if case.is_local else ():
         if kind == "replaced" and aim == name_of(ALONE):
@@ -451,7 +465,8 @@ def _repair(case: Case, before: Files, found: Left) -> None:
         elif old and not renewed and (kind != "replaced" or _is_complete(case, aim)):
             found.drop(f"{own}/{top}")
     if not renewed:
-        found.drop(f"{own}/{name_of(71)}", *(path for path in before if is_stale_lease(case, path)))
+        found.drop(*(path for path in before if is_stale_lease(case, path)))
+        found.drop(*() if saved else [f"{own}/{name_of(DEAD)}"])
     _repair_trackers(case, complete, found)
 
 

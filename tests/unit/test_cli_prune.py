@@ -225,6 +225,19 @@ def test_what_was_shown_goes_and_nothing_that_has_its_name_since(
     assert [left(root), left(other)] == [[10, 20, 30, 40], [10, 20, 30, 40]]
 
 
+def test_what_was_shown_goes_and_nothing_that_was_saved_in_its_place_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a store that tells no times, of the same size."""
+    root = UPath("memory://shown")
+    for number in NUMBERS:
+        iteration(root, number)
+
+    def confirm(question: str, *, yes: bool) -> None:
+        (root / "iter_0000010" / "manifest.json").write_bytes(b"")
+
+    monkeypatch.setattr(command, "confirm", confirm)
+    assert data("prune", str(root), "--keep", 1, "--yes")["removed"] == ["iter_0000020", "iter_0000030"]
+
+
 @pytest.mark.parametrize("spelled", ["{}/", "{}/.", "{}/iter_0000040/..", "{}//", "file://{}"])
 def test_a_root_may_be_spelled_in_other_ways(spelled: str, root: Path) -> None:
     place = spelled.format(root)

@@ -66,8 +66,8 @@ def discard(leftover: AnyPath) -> None:
         store_of(leftover).remove()
 
 
-def identity(directory: AnyPath) -> tuple[float, ...]:
-    """What tells a checkpoint from another that takes its place, by rename or by its head.
+def identity(directory: AnyPath) -> object:
+    """What tells a checkpoint from another that takes its place: the identity of its head.
 
     Raises:
         FileNotFoundError: It is gone.
@@ -75,12 +75,7 @@ def identity(directory: AnyPath) -> tuple[float, ...]:
     head = head_of(directory)
     if head is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(directory))
-    status = head.stat()
-    found = [status.st_size, status.st_mtime]
-    if store_of(directory).local is not None:
-        status = directory.stat()
-        found += [status.st_dev, status.st_ino]
-    return tuple(found)
+    return store_of(head).identity()
 
 
 def remove(directory: AnyPath, may_go: Callable[[AnyPath], bool] = lambda _: True) -> bool:

@@ -52,13 +52,19 @@ class Iteration:
 
 
 def iterations(root: AnyPath) -> list[Iteration]:
-    """The iteration directories below a root, oldest first: those whose names a run looks for, to the digit."""
+    """The iteration directories below a root, oldest first."""
     found = []
     for path in root.iterdir():
-        number = iteration_of(path.name)
-        if number is not None and path.name == iteration_name(number) and path.is_dir():
+        number = _number_of(path.name)
+        if number is not None and path.is_dir():
             found.append(Iteration(number, path, has_readable_head(path)))
     return sorted(found, key=lambda iteration: iteration.number)
+
+
+def _number_of(name: str) -> int | None:
+    """The iteration of which a run looks for a directory of exactly this name; None of a copy called `iter_10`."""
+    number = iteration_of(name)
+    return number if number is not None and name == iteration_name(number) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,11 +175,11 @@ def _is_being_written(directory: AnyPath) -> bool:
 
 def _among_newest(directory: AnyPath, keep: int) -> str:
     """In words, that no `keep` complete checkpoints beside it are newer; empty where they are."""
-    number = iteration_of(directory.name)
+    number = _number_of(directory.name)
     if keep < 1 or number is None:
         return ""
-    others = {iteration_of(path.name): path for path in entries(directory.parent)}
-    newer = sorted(n for n, path in others.items() if n is not None and n > number and path.name == iteration_name(n))
+    others = {_number_of(path.name): path for path in entries(directory.parent)}
+    newer = sorted(n for n in others if n is not None and n > number)
     found = 0
     for n in reversed(newer):
         found += others[n].is_dir() and has_readable_head(others[n])
@@ -232,7 +238,7 @@ def _itself(directory: AnyPath) -> AnyPath:
     return directory if local is None else Path(os.path.realpath(local))
 
 
-def remove_unless_kept(directory: AnyPath, keep: int = 0, shown: tuple[float, ...] | None = None) -> bool:
+def remove_unless_kept(directory: AnyPath, keep: int = 0, shown: object = None) -> bool:
     """Remove one checkpoint that nothing speaks for; whether it is gone.
 
     One that a save puts in its place meanwhile stays.

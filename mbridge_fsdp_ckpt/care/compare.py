@@ -234,4 +234,8 @@ def same_value(a: Any, b: Any) -> bool:
         return bool(a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes())
     if isinstance(a, float):
         return (math.isnan(a) and math.isnan(b)) or (a == b and math.copysign(1.0, a) == math.copysign(1.0, b))
+    if isinstance(a, complex):
+        return same_value(a.real, b.real) and same_value(a.imag, b.imag)
+    if isinstance(a, (set, frozenset)):  # in which 1, 1.0 and True are one element
+        return len(a) == len(b) and all(any(same_value(one, other) for other in b) for one in a)
     return bool(a == b)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import islice
 from typing import Any
 
 from mbridge_fsdp_ckpt.care.compare import (
@@ -20,9 +21,9 @@ from mbridge_fsdp_ckpt.convert.torch_dist.common import read_common_file
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.storage.commit.retention import reading
-from mbridge_fsdp_ckpt.storage.files import is_plain_file
+from mbridge_fsdp_ckpt.storage.files import entries, file_checksum, is_plain_file
 from mbridge_fsdp_ckpt.storage.format.kinds import TORCH_DIST_COMMON
-from mbridge_fsdp_ckpt.storage.format.names import PROGRESS
+from mbridge_fsdp_ckpt.storage.format.names import MANIFEST_NAME, PROGRESS, TRAIN_STATE, is_part
 from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
 from mbridge_fsdp_ckpt.storage.opening import open_any
 from mbridge_fsdp_ckpt.storage.progress import Progress
@@ -87,6 +88,7 @@ def differences(
             found.notes.append("what tensors and other state hold was not compared (--no-values)")
         else:
             _compare_values(one, other, pattern, found)
+            _name_what_is_left_out(one.source, other.source, found)
         if not found.looked_at:
             raise _nothing(pattern)
         if not values:
@@ -177,6 +179,29 @@ def _compare_values(one: _Opened, other: _Opened, pattern: str, found: Differenc
     for name in sorted(unlike(left, right)):
         if fnmatchcase(name, pattern):
             found.values[name] = _text(left, name), _text(right, name)
+
+
+def _name_what_is_left_out(a: CheckpointSource, b: CheckpointSource, found: Differences) -> None:
+    """Note what is in the checkpoints, and was not compared."""
+    own = {name for source in (a, b) for record in islice(source.ranks(), 1) for name in record.values}
+    if own:
+        found.notes.append(f"not compared, being of single ranks: {', '.join(sorted(own))}")
+    ours, theirs = _files(a), _files(b)
+    others = sorted(name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name))
+    if others:
+        named = ", ".join(others[:20]) + (", ..." if len(others) > 20 else "")
+        found.notes.append(f"files beside the tensors are others, which was not looked into: {named}")
+
+
+def _files(source: CheckpointSource) -> dict[str, str]:
+    """Files of the run beside the tensors, each with its checksum; of stock's train state the content is compared."""
+    directory = source.head.directory
+    if source.head.files or (directory / MANIFEST_NAME).exists():
+        found = {entry.name: entry.checksum for entry in source.head.files}
+    else:
+        plain = [path for path in entries(directory) if is_plain_file(path)]
+        found = {path.name: file_checksum(path) for path in plain if not is_part(path.name)}
+    return {name: found[name] for name in found if not is_part(name) and name not in (TRAIN_STATE, TORCH_DIST_COMMON)}
 
 
 def _by_parameter(source: CheckpointSource) -> dict[str, Any]:

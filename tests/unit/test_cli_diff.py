@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import math
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ import torch
 from torch.distributed import checkpoint as dcp
 
 from mbridge_fsdp_ckpt.care import compare
+from mbridge_fsdp_ckpt.care.compare import same_value
 from mbridge_fsdp_ckpt.plan.boxes import Box, whole
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.storage import source
@@ -22,6 +26,7 @@ from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter
 from mbridge_fsdp_ckpt.storage.format.schema import VERSION, Manifest
 from mbridge_fsdp_ckpt.storage.format.told import count_keys, together, write_group_index, write_own_index
 from mbridge_fsdp_ckpt.storage.format.values import encode, hash_of
+from tests.unit import handmade
 from tests.unit.handmade import write_manifest
 from tests.unit.test_cli import call, data
 
@@ -221,6 +226,34 @@ def test_stock_and_safe_may_be_compared(a: Path, stock: Path, tmp_path: Path) ->
     assert list(found["tensors"]) == [STEP]
     assert list(found["values"]) == ["hyperparameters.module.weight.lr", "values.iteration"]
     assert found["notes"] == ["values that one of the formats does not have were not compared: train_state"]
+
+
+def test_leaves_that_python_calls_equal_are_told_apart(stock: Path, tmp_path: Path) -> None:
+    """Stock's pickles may hold complex numbers and sets; those of other types are equal to Python."""
+    leaves = [0j, complex(0, -0.0), complex(math.nan, 0), {1}, {True}, {1.0}, {0.0}, {-0.0}, frozenset({1})]
+    for one, other in itertools.product(leaves, leaves):
+        assert same_value(one, copy.deepcopy(other)) == (one is other), (one, other)
+    sides = [tmp_path / "one", tmp_path / "other"]
+    for side, value in zip(sides, ({"set": {1}, "z": 0j}, {"set": {True}, "z": complex(0, -0.0)}), strict=True):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.save({"model": {"weight": torch.ones(2)}, "more": value}, checkpoint_id=side, no_dist=True)
+    assert list(data("diff", *sides, code=1)["values"]) == ["values.more.set", "values.more.z"]
+
+
+def test_what_was_not_compared_is_named(stock: Path, tmp_path: Path) -> None:
+    """Files beside the tensors, and what each rank keeps of its own, differed without a word."""
+    other = tmp_path / "other"
+    shutil.copytree(stock, other)
+    for directory, text in ((stock, "a"), (other, "b")):
+        (directory / "run_config.yaml").write_text(text)
+        (directory / "same.json").write_text("{}")
+    (other / "vocabulary.txt").write_text("a b c")
+    found = data("diff", stock, other)
+    named = "files beside the tensors are others, which was not looked into: run_config.yaml, vocabulary.txt"
+    assert (found["equal"], found["notes"]) == (True, [named])
+    sides = [handmade.make(tmp_path / name) for name in ("c", "d")]
+    assert data("diff", *sides)["notes"] == ["not compared, being of single ranks: rng_state"]
 
 
 def test_damaged_bytes_are_a_named_error_not_a_difference(a: Path, tmp_path: Path) -> None:

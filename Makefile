@@ -3,7 +3,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-portable test-window test-point test-all test-quick bench gpu-bundle docs lint lock clean uv core dev full
+.PHONY: help demo test test-change test-portable test-window test-point test-all test-quick bench gpu-bundle docs lint lock clean uv core dev full
 
 # A folder of requirements/stacks, each with an environment of its own
 export STACK ?= current
@@ -27,6 +27,9 @@ else
 	$(RUN) python -m pytest --ignore tests/unit
 	for stack in verl newest-torch; do $(MAKE) test-portable STACK=$$stack; done
 endif
+
+test-change: dev ## Unit tests and golden checkpoints, without Transformer Engine: what CI runs on each change
+	$(RUN) python -m pytest --numprocesses 2 tests/unit tests/golden
 
 # Hosts that no check installs on a stack lie beside it as files, to be read.
 test-portable: dev ## Tests that need no Transformer Engine, on another STACK: two minutes

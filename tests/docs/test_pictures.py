@@ -1,4 +1,4 @@
-"""The committed pictures are what the script draws, and the first pages begin with them."""
+"""The committed pictures are what the script draws, and the tables of figures what the results hold."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import figures
 from tools import pictures
 
 REPOSITORY = Path(__file__).parents[2]
+PAGES = [REPOSITORY / "README.md", *(REPOSITORY / "docs").rglob("*.md")]
+SHOWN = re.compile(r"!\[([^]]+)\]\([^)]*pictures/\w+\.svg\)")
 
 
 def test_the_pictures_are_those_of_the_script() -> None:
@@ -18,9 +21,22 @@ def test_the_pictures_are_those_of_the_script() -> None:
     assert committed == drawn, "run: python -m tools.pictures"
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
-def test_a_first_page_shows_a_save_and_the_plot_before_any_prose(page: str) -> None:
-    title, *lines = [line for line in (REPOSITORY / page).read_text().splitlines() if line]
-    assert title.startswith("# ")
-    shown = [re.fullmatch(r"!\[[^]]+\]\((?:docs/)?pictures/(\w+)\.svg\)", line) for line in lines[:2]]
-    assert [found and found[1] for found in shown] == ["save", "stock"]
+def test_no_figure_stands_in_the_text_beside_a_picture() -> None:
+    """It is read aloud in the picture's place, and would be a second source of what was measured."""
+    texts = [text for page in PAGES for text in SHOWN.findall(page.read_text())]
+    assert len(texts) >= 3
+    assert [text for text in texts if re.search(r"\d[.,\d]", text)] == []
+
+
+@pytest.mark.parametrize("page", figures.PAGES, ids=lambda page: page.name)
+def test_the_figures_of_a_page_are_those_of_the_results(page: Path) -> None:
+    text = page.read_text()
+    assert figures.MARKED.search(text)
+    assert figures.rewritten(text) == text, "run: python -m benchmarks.figures"
+
+
+def test_a_figure_that_the_results_have_not_is_an_error() -> None:
+    assert figures.rewritten("<!-- figures: small -->\n| 9 |\n<!-- end -->").count("| 0.07 |") == 2
+    for title, keys, column in (("none", ("load",), "s"), ("4 GB", ("none",), "s"), ("4 GB", ("load",), "none")):
+        with pytest.raises(LookupError, match="none"):
+            figures.cell("disk", title, keys, column)

@@ -1,4 +1,7 @@
-"""The scripts of examples/, run as they are on CPU ranks; examples/verl.sh is composed in tests/verl/test_config.py."""
+"""The scripts of examples/ and the snippets of README.md, run as they are on CPU ranks.
+
+examples/verl.sh and README's line for VeRL are composed in tests/verl/test_config.py.
+"""
 
 from __future__ import annotations
 
@@ -56,13 +59,22 @@ def test_native_asynchronous_and_elsewhere(pool: RankPool, tmp_path: Path) -> No
     )
 
 
+def test_the_snippets_without_a_framework(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(running.native_snippets, str(tmp_path), ranks=2) == [(10, True)] * 2
+    guide = (running.README.parent / "docs" / "native.md").read_text()
+    assert running.snippets()[2] in guide
+    assert running.snippets()[0] in (running.README.parent / "docs" / "bridge.md").read_text()
+
+
 @pytest.mark.bridge
-def test_bridge(bridge_pool: RankPool, tmp_path: Path) -> None:
+def test_bridge_and_its_snippet(bridge_pool: RankPool, tmp_path: Path) -> None:
+    """What README's snippet saves, the example goes on from."""
+
     def script(folder: Path) -> Script:
         places = [f"checkpoint.{name}={folder}" for name in ("save", "load")]
         return Script("bridge.py", str(folder), (*CPU, *places), te_modules=True)
 
-    (whole,) = filter(None, bridge_pool.run(running.run, script(tmp_path / "a"), ranks=2))
+    (whole,) = filter(None, bridge_pool.run(running.bridge_snippet, script(tmp_path / "a"), ranks=2))
     copy = Path(as_it_was(tmp_path / "a", tmp_path / "b"))
     (resumed,) = filter(None, bridge_pool.run(running.run, script(copy), ranks=2))
     assert list(whole) == [1, 2, 3, 4]

@@ -248,6 +248,8 @@ def test_every_override_in_the_documentation_composes() -> None:
     """Each block of shell code is overrides of one trainer, one a line."""
     blocks = re.findall(r"```sh\n(.*?)```", (REPOSITORY / "docs/verl.md").read_text(), re.DOTALL)
     assert len(blocks) == 5
+    assert f"\n{BY_CLASS}\n" in (REPOSITORY / "README.md").read_text()
+    assert BY_CLASS in blocks[0].splitlines()
     for block in blocks:
         overrides = [word for line in block.splitlines() for word in shlex.split(line)]
         ppo = all(re.match(r"\+?(actor_rollout_ref|critic|ray_kwargs)\.", override) for override in overrides)

@@ -6,17 +6,18 @@ import json
 import re
 import sys
 import zipfile
+from importlib import import_module
 from importlib.metadata import distribution, distributions
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from packaging.requirements import Requirement
 
 import mbridge_fsdp_ckpt
 from tests.packaging.conftest import REPOSITORY, run
 
+yaml: Any = import_module("yaml")  # it brings no types
 OURS = "mbridge-fsdp-ckpt"
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-index", "--dry-run")
 

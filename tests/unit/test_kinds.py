@@ -304,7 +304,12 @@ def test_bridges_file_of_progress_is_read_once_and_not_if_it_is_compressed(
 ) -> None:
     """`torch.save` compresses nothing: what does could be larger than memory."""
     directory, read, looked = save_stock(tmp_path / "it"), DcpSource.read_train_state, list[DcpSource]()
-    monkeypatch.setattr(DcpSource, "read_train_state", lambda source: looked.append(source) or read(source))
+
+    def counted(source: DcpSource) -> Any:
+        looked.append(source)
+        return read(source)
+
+    monkeypatch.setattr(DcpSource, "read_train_state", counted)
     assert call("diff", directory, directory).exit_code == 0
     assert len(looked) == 2, "once of each side"
     state = directory / "train_state.pt"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from mbridge_fsdp_ckpt.testing.modules import is_installed
@@ -12,6 +13,8 @@ from tests.whole_run import CURRENT, STACK, WholeRun
 
 pytest_plugins = ["mbridge_fsdp_ckpt.testing.pytest_plugin"]
 
+hypothesis.settings.register_profile("untimed", deadline=None)  # a busy machine fails no property
+hypothesis.settings.load_profile("untimed")
 _UNIT = Path(__file__).parent / "unit"
 _OF_BRIDGE = ("transformer_engine", "megatron.bridge")
 

@@ -107,7 +107,7 @@ def _tensors(draw: st.DrawFn) -> dict[str, torch.Tensor]:
     return found
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     tensors=_tensors(),
     ranks=st.integers(1, 4),

@@ -23,7 +23,6 @@ BOUND = 64 << 20  # bytes; the checkpoints have some thousands
 
 fuzzed = hypothesis.settings(
     max_examples=EXAMPLES,
-    deadline=None,
     database=None,
     derandomize=False,
     print_blob=True,

@@ -34,6 +34,11 @@ _REMEDY = (
     "Slots that may be cast, in {allow_cast}.",
     "Weights alone are loaded with {weights_only}.",
 )
+WITHOUT_STATE = (
+    "Load a checkpoint of the same optimizer.",
+    "Or begin with a fresh one: name optimizer.* in {allow_missing}.",
+    "Weights alone are loaded with {weights_only}.",
+)
 _KEYS_COMPARED = 50_000  # with one that is missing
 
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from mbridge_fsdp_ckpt.agree.agreement import Agreement
-from mbridge_fsdp_ckpt.errors import ConfigurationError, FamilyError
+from mbridge_fsdp_ckpt.errors import ConfigurationError, FamilyError, KeyMismatchError
 from mbridge_fsdp_ckpt.families import default_registry
 from mbridge_fsdp_ckpt.live.copies import Mates, ranks_with_copies
 from mbridge_fsdp_ckpt.live.fp8.owners import restorations
@@ -18,14 +18,16 @@ from mbridge_fsdp_ckpt.live.holdings import KeyFilter, OptimizerPart, holds_some
 from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module
 from mbridge_fsdp_ckpt.live.optimizer.adapters import grouped
 from mbridge_fsdp_ckpt.live.optimizer.base import STEP, Hyperparameters, SlotSpec
+from mbridge_fsdp_ckpt.live.optimizer.torch_optimizer import not_of
 from mbridge_fsdp_ckpt.live.planned import Planned, plan_model
 from mbridge_fsdp_ckpt.live.topology import coordinates
-from mbridge_fsdp_ckpt.loading.match import LiveState, Match, check_coverage, covered
+from mbridge_fsdp_ckpt.loading.match import WITHOUT_STATE, LiveState, Match, check_coverage, covered
 from mbridge_fsdp_ckpt.loading.own_state import OwnState
 from mbridge_fsdp_ckpt.loading.renaming import under_new_names
 from mbridge_fsdp_ckpt.plan.boxes import Box
-from mbridge_fsdp_ckpt.plan.keys import KeyEntry
+from mbridge_fsdp_ckpt.plan.keys import STATE_PREFIX, KeyEntry
 from mbridge_fsdp_ckpt.plan.pieces import ParameterPlan
+from mbridge_fsdp_ckpt.remedies import remedy
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.storage.commit.methods import recover
 from mbridge_fsdp_ckpt.storage.files import malformed
@@ -151,6 +153,7 @@ def open_and_match(directory: AnyPath, wanted: Wanted, settings: Settings, agree
         match = _match(opened, everything=True)
     if opened.with_state:
         _check_groups(opened)
+        _check_classes(opened)
     match.finish()
     opened.asked, opened.let_go, opened.skipped = match.asked, match.let_go, match.skipped
     opened.offered = source.share(agreement.rank, agreement.world_size)
@@ -271,6 +274,29 @@ def _check_groups(opened: Opened) -> None:
                         found=f"{name} was saved with another {', '.join(unlike)}",
                         remedy="Build the optimizer with the param groups it was saved with.",
                     )
+
+
+def _check_classes(opened: Opened) -> None:
+    """An optimizer of another class is told by its slots; one that kept none, by its hyperparameters.
+
+    Raises:
+        KeyMismatchError: All parameters of a param group were saved without state, by an optimizer of another class.
+    """
+    for part in opened.parts:
+        for group, plans in zip(part.adapter.groups(), part.group_plans(), strict=True):
+            names = [plan.layout.optimizer_name for plan in plans]
+            saved = next((name for name in names if name in opened.hyperparameters), None)
+            kept = any(opened.slots.get(plan.state_name(each)) for plan in plans for each in plan.components)
+            if saved is None or kept or opened.settings.may_be_missing(f"{STATE_PREFIX}{saved}.*"):
+                continue
+            strange = not_of(opened.hyperparameters[saved], group.hyperparameters)
+            if strange:
+                raise KeyMismatchError(
+                    expected=f"a checkpoint of {part.adapter.class_name(group.parameters[0])}",
+                    found=f"one of an optimizer without state, with {strange}",
+                    remedy=remedy(*WITHOUT_STATE),
+                    key=saved,
+                )
 
 
 def _same(one: object, other: object) -> bool:

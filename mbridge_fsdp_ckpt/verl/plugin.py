@@ -3,6 +3,8 @@
 These are replaced, here and nowhere else, once VeRL has imported the module; they act for our format name alone:
 
     MegatronCheckpointManager.__init__                          refuses what cannot work, before training
+    MegatronCheckpointManager.load_checkpoint                   all ranks find what they are to load
+    CheckpointHandler._determine_resume_path                    the same, where the SFT trainer looks on each rank
     MegatronCheckpointManager._save_megatron_fsdp_checkpoint    the sharded checkpoint of Megatron-FSDP
     MegatronCheckpointManager._load_megatron_fsdp_checkpoint
     MegatronCheckpointManager._dispatch_finalize                what follows a save, once that is committed
@@ -24,10 +26,11 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mbridge_fsdp_ckpt.errors import ConfigurationError
+from mbridge_fsdp_ckpt.errors import ConfigurationError, NotACheckpointError
 from mbridge_fsdp_ckpt.hosts.after_import import AfterImport
 from mbridge_fsdp_ckpt.hosts.options import check, forget, tell
 from mbridge_fsdp_ckpt.hosts.patching import Patches
@@ -38,6 +41,7 @@ from mbridge_fsdp_ckpt.versions import probe, require
 MANAGER_MODULE = "verl.utils.checkpoint.megatron_checkpoint_manager"
 ENGINE_MODULE = "verl.workers.engine.megatron.transformer_impl"
 WORKER_MODULE = "verl.workers.engine_workers"
+HANDLER_MODULE = "verl.utils.checkpoint.checkpoint_handler"
 
 _hook: AfterImport | None = None
 _patches = Patches()
@@ -52,8 +56,14 @@ def install() -> None:
     """Replace the methods above in modules that are loaded, and in others when they are.  Idempotent."""
     global _hook
     if _hook is None:
-        patches = {MANAGER_MODULE: _patch_manager, ENGINE_MODULE: _patch_engine, WORKER_MODULE: _patch_worker}
-        _hook = AfterImport(patches)
+        _hook = AfterImport(
+            {
+                MANAGER_MODULE: _patch_manager,
+                ENGINE_MODULE: _patch_engine,
+                WORKER_MODULE: _patch_worker,
+                HANDLER_MODULE: _patch_handler,
+            }
+        )
         _hook.install()
 
 
@@ -75,6 +85,7 @@ def uninstall() -> None:
 def _patch_manager(module: ModuleType) -> None:
     methods: _Makers = {
         "__init__": _checked,
+        "load_checkpoint": _looking,
         "_save_megatron_fsdp_checkpoint": _saving,
         "_load_megatron_fsdp_checkpoint": functools.partial(_loading, module),
         "_dispatch_finalize": _dispatching,
@@ -91,6 +102,10 @@ def _patch_engine(module: ModuleType) -> None:
 
 def _patch_worker(module: ModuleType) -> None:
     _patch(module, "ActorRolloutRefWorker", {"update_weights": _waking})
+
+
+def _patch_handler(module: ModuleType) -> None:
+    _patch(module, "CheckpointHandler", {"_determine_resume_path": _resuming})
 
 
 def _patch(module: ModuleType, name: str, methods: _Makers) -> None:
@@ -161,6 +176,52 @@ def _saving(stock: _Method) -> _Method:
         return save(manager, dist_checkpoint_path, choice.settings)
 
     return save
+
+
+def _looking(stock: _Method) -> _Method:
+    @functools.wraps(stock)
+    def load_checkpoint(manager: Any, local_path: str | None, *args: Any, **kwargs: Any) -> Any:
+        """A host without the directory would fail alone, before it meets the others."""
+        if local_path is not None and manager.use_megatron_fsdp and choice_of(manager.checkpoint_config) is not None:
+            _agree(manager, lambda: _existing(local_path))
+        return stock(manager, local_path, *args, **kwargs)
+
+    return load_checkpoint
+
+
+def _resuming(stock: _Method) -> _Method:
+    @functools.wraps(stock)
+    def determine_resume_path(handler: Any) -> Any:
+        """A driver of Ray's has no manager: it looks once for all."""
+        manager = getattr(handler.engine, "checkpoint_mananager", None)
+        if not getattr(manager, "use_megatron_fsdp", False):
+            return stock(handler)
+        return _agree(manager, lambda: stock(handler))
+
+    return determine_resume_path
+
+
+def _agree(manager: Any, look: Callable[[], Any]) -> Any:
+    """What ranks find, if all find the same; see `hosts.root`."""
+    from mbridge_fsdp_ckpt.hosts.root import same_on_all_ranks
+    from mbridge_fsdp_ckpt.remedies import Door, through
+
+    choice = choice_of(manager.checkpoint_config)
+    if choice is None:
+        return look()
+    with through(Door.VERL):
+        return same_on_all_ranks(look, lambda path: path or "no checkpoint", choice.settings)
+
+
+def _existing(local_path: str) -> str:
+    if not Path(local_path).is_dir():
+        raise NotACheckpointError(
+            expected="the directory of a step of VeRL",
+            found="no such directory",
+            remedy="Give a path that leads to the same shared directory on every host.",
+            key=local_path,
+        )
+    return local_path
 
 
 def _loading(module: Any, stock: _Method) -> _Method:

@@ -224,6 +224,29 @@ def _with(kind: Any, seed: int, **settings: Any) -> Trainable:
     return trainable
 
 
+def of_other_classes(directory: str) -> list[str]:
+    """Checkpoints of SGD that keeps nothing, and of Adam, loaded into AdamW: errors, and whether its rule stays."""
+    said = []
+    for kind, settings in (
+        (torch.optim.SGD, Settings()),
+        (torch.optim.SGD, Settings(allow_missing=("optimizer.*",))),
+        (torch.optim.Adam, Settings()),
+    ):
+        saved, live = _with(kind, 8), _with(torch.optim.AdamW, 9)
+        saved.step(0)
+        mbridge_fsdp_ckpt.save(directory, model=saved.model, optimizer=saved.optimizer)
+        before = oracle.live(live)
+        try:
+            mbridge_fsdp_ckpt.load(directory, model=live.model, optimizer=live.optimizer, settings=settings)
+        except CheckpointError as error:
+            assert oracle.live(live) == before
+            said.append(f"{type(error).__name__}: {error}")
+        else:
+            decoupled = {group["decoupled_weight_decay"] for group in live.optimizer.optimizer.param_groups}
+            said.append(f"loaded, decoupled: {decoupled}")
+    return said
+
+
 class MyAdamW(torch.optim.AdamW):
     """A class of somebody's own that keeps what torch's keeps."""
 

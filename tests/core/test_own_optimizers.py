@@ -86,6 +86,15 @@ def test_switches_that_decide_slots_stay_with_the_slots(megatron_ranks: RankPool
     assert math.isfinite(found["loss"])
 
 
+def test_another_class_is_named_also_where_it_kept_nothing(megatron_ranks: RankPool, tmp_path: Path) -> None:
+    """SGD without momentum has no state that could be missed, and its learning rate would be AdamW's."""
+    refused, allowed, of_adam = megatron_ranks.run(own_optimizers.of_other_classes, str(tmp_path), ranks=1)[0]
+    assert refused.startswith("KeyMismatchError: ")
+    assert "dampening, momentum, nesterov, as torch.optim.SGD has them" in refused
+    assert "torch.optim.adamw.AdamW" in refused
+    assert allowed == of_adam == "loaded, decoupled: {True}"
+
+
 def test_a_subclass_of_an_optimizer_of_torch_takes_its_state(megatron_ranks: RankPool, tmp_path: Path) -> None:
     saved = megatron_ranks.run(cases.train_and_save, str(tmp_path), own_optimizers.MODEL, 1, ranks=2)
     losses = megatron_ranks.run(own_optimizers.into_a_subclass, str(tmp_path), ranks=2)

@@ -308,7 +308,7 @@ def test_bridges_file_of_progress_is_read_once_and_not_if_it_is_compressed(
     """`torch.save` compresses nothing: what does could be larger than memory."""
     directory, read, looked = save_stock(tmp_path / "it"), DcpSource.read_train_state, list[DcpSource]()
 
-    def counted(source: DcpSource) -> Any:
+    def counted(source: DcpSource) -> dict[str, Any]:
         looked.append(source)
         return read(source)
 

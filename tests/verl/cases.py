@@ -69,6 +69,22 @@ def resume_each(first: Setup, steps: int, others: list[tuple[Setup, bool]]) -> l
     return found
 
 
+def resume_where_ranks_see_different_things(setup: Setup, other: str) -> list[str]:
+    """What the SFT trainer's resume says, and a load of a given path, where the last rank sees another state."""
+    engine = tiny.build(setup)
+    run = tiny.handler(setup, engine)
+    path = f"{setup.directory}/global_step_2"
+    if torch.distributed.get_rank():
+        run.default_local_dir, path = other, f"{other}/global_step_2"
+    said = []
+    for action in (run.load_checkpoint, partial(engine.load_checkpoint, path)):
+        try:
+            said.append(f"went on: {action()}")
+        except CheckpointError as error:
+            said.append(str(error))
+    return said
+
+
 def train_and_be_killed(setup: Setup, steps: int, save_at: tuple[int, ...]) -> None:
     """Like `train`; then the process ends by SIGKILL."""
     train(setup, steps, save_at)

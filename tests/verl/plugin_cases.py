@@ -136,13 +136,14 @@ def install_and_uninstall(setup: Setup) -> dict[str, bool]:
     """Whether the plug-in's import replaced methods, once, and undoing it brings back all that was there before."""
     import megatron.core.optimizer as megatron_optimizer
     from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+    from verl.utils.checkpoint import CheckpointHandler
     from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager
     from verl.workers.engine.megatron.transformer_impl import MegatronEngine
 
     from mbridge_fsdp_ckpt.verl import install, uninstall
 
     def methods() -> dict[str, Any]:
-        owners = (MegatronCheckpointManager, MegatronEngine)
+        owners = (MegatronCheckpointManager, MegatronEngine, CheckpointHandler)
         return {f"{owner.__name__}.{name}": value for owner in owners for name, value in vars(owner).items()}
 
     at_import = methods()
@@ -160,7 +161,9 @@ def install_and_uninstall(setup: Setup) -> dict[str, bool]:
     return {
         "just these were replaced": changed
         == {
+            "CheckpointHandler._determine_resume_path",
             "MegatronCheckpointManager.__init__",
+            "MegatronCheckpointManager.load_checkpoint",
             "MegatronCheckpointManager._save_megatron_fsdp_checkpoint",
             "MegatronCheckpointManager._load_megatron_fsdp_checkpoint",
             "MegatronCheckpointManager._dispatch_finalize",

@@ -62,6 +62,22 @@ def test_a_killed_run_repeats_the_uninterrupted_one(
     assert any(name.startswith("slot.") and name.endswith("exp_avg") for name in whole[0]["end"])
 
 
+def test_where_ranks_see_different_things_none_resumes(setup: Setup, verl_ranks: RankPool, tmp_path: Path) -> None:
+    """The SFT trainer looks on each rank for itself; a path that a driver gives may not be there on one host."""
+    root, empty = Path(setup.directory), tmp_path / "empty"
+    empty.mkdir()
+    (root / "global_step_2").mkdir(parents=True)
+    (root / "latest_checkpointed_iteration.txt").write_text("2")
+    limited = setup.on(mbridge_config={**setup.mbridge_config, "fsdp_dtensor_safe": {"time_limit": 30}})
+    by_rank = verl_ranks.run(cases.resume_where_ranks_see_different_things, limited, str(empty))
+    assert by_rank[0] == by_rank[1]
+    resume, load = by_rank[0]
+    assert "expected all ranks to find the same checkpoint to load" in resume
+    assert f"on rank 0 {root}/global_step_2; on rank 1 no checkpoint" in resume
+    assert "rank 1" in load
+    assert f"{empty}/global_step_2" in load
+
+
 def numbers(rate: float, decay: float, beta: float) -> list[tuple[float, float, float]]:
     """Of a step: biases and norms do not decay."""
     return [(rate, 0.0, beta), (rate, decay, beta)]

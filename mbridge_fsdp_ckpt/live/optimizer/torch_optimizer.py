@@ -37,6 +37,9 @@ Where they differ, so do the slots, and the load is refused; or the user allowed
 what its own slots are for.
 """
 
+_OF_SEVERAL = frozenset({"amsgrad", "maximize", "bias_correction", "decoupled_weight_decay"})
+"""Hyperparameters that some of the optimizers have between which state moves, and others have not."""
+
 _NOT_HYPERPARAMETERS = frozenset({"params", "param_names"})
 """What a param group holds and is (`Optimizer.add_param_group`): the live optimizer's, whatever was saved."""
 
@@ -183,18 +186,38 @@ def set_hyperparameters(
     """
     if groups is None:
         return
+    of_class = {"decoupled_weight_decay"} if isinstance(optimizer, torch.optim.AdamW) else set[str]()  # as in torch
     for live, saved in zip(optimizer.param_groups, groups, strict=True):
         of_others = _constructor_names() - live.keys() if is_known else frozenset[str]()
         switches = {
             name for name in _DECIDE_SLOTS & live.keys() & saved.keys() if bool(live[name]) != bool(saved[name])
         }
-        for name in saved.keys() - _KERNELS - _NOT_HYPERPARAMETERS - of_others - switches - set(without):
+        for name in saved.keys() - _KERNELS - _NOT_HYPERPARAMETERS - of_others - of_class - switches - set(without):
             live[name] = restored(live.get(name), saved[name])
+
+
+def not_of(saved: Hyperparameters, live: Hyperparameters) -> str:
+    """Which saved hyperparameters an optimizer of the live one's class does not have, and whose they are; or "".
+
+    Args:
+        saved: Of a param group of the checkpoint.
+        live: Of that group here.
+    """
+    strange = (saved.keys() & _constructor_names()) - live.keys() - _OF_SEVERAL - _KERNELS
+    if not strange:
+        return ""
+    kinds = [kind for kind in _kinds() if strange <= inspect.signature(kind).parameters.keys()]
+    whose = f", as {' or '.join(f'torch.optim.{kind.__name__}' for kind in kinds)} has them" if kinds else ""
+    return f"{', '.join(sorted(strange))}{whose}"
+
+
+def _kinds() -> list[Any]:
+    """Torch's optimizers."""
+    return [kind for kind in vars(torch.optim).values() if inspect.isclass(kind)]
 
 
 @cache
 def _constructor_names() -> frozenset[str]:
     """What constructors of torch's optimizers and of FusedAdam take."""
-    kinds = [kind for kind in vars(torch.optim).values() if inspect.isclass(kind)]
-    named = {name for kind in kinds for name in inspect.signature(kind).parameters}
+    named = {name for kind in _kinds() for name in inspect.signature(kind).parameters}
     return frozenset(named | {"bias_correction", "decoupled_weight_decay"})

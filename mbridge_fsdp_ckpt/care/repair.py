@@ -274,14 +274,15 @@ def _plan_leftovers(root: AnyPath, plan: Plan, *, force: bool) -> None:
         if place.name not in looks:
             once = cache(partial(_is_left, place, force=force))  # it looks before the first of its objects goes
             looks[place.name] = is_young(place), _in_stock_s_view(place), once
-        young, viewed, is_due = looks[place.name]
+        young, viewed, once = looks[place.name]
         if path != place and (viewed is None or suffix_of("/".join(within[1:])) in viewed):
             plan.left_alone.append((path, f"{DCP_METADATA} beside it names that save's files: {MANIFEST_NAME} is lost"))
         elif young and not force:
             plan.left_alone.append((path, "touched within the last hour: a save may be in progress (--force)"))
         else:
             why = f"left by a save or a removal that died, {decimal(bytes_in(path))}"
-            plan.steps.append(Step("delete", path, why, partial(_delete_leftover, path, place), is_due))
+            is_due = partial(_is_left_now, path, place, once)
+            plan.steps.append(Step("delete", path, why, partial(methods.discard, path), is_due))
     marks: list[AnyPath] = [mark for mark in entries(root, READING) if read_of(mark.name)]
     for mark in sorted(marks, key=lambda path: path.name):
         if is_young(mark):
@@ -308,15 +309,9 @@ def _is_left(place: AnyPath, *, force: bool) -> bool:
     return is_dead and not store_of(place).is_link() and (force or not is_young(place))
 
 
-def _delete_leftover(path: AnyPath, place: AnyPath) -> None:
-    """Delete a directory, a temporary file, or an object whose save has not committed meanwhile.
-
-    Args:
-        path: The leftover.
-        place: What it lies in below the root, or is itself.
-    """
-    if path == place or not (place / MANIFEST_NAME).exists():
-        methods.discard(path)
+def _is_left_now(path: AnyPath, place: AnyPath, once: Callable[[], bool]) -> bool:
+    """The same of a place itself, or of an object in it: its save may commit while others are deleted."""
+    return once() and (path == place or not (place / MANIFEST_NAME).exists())
 
 
 def _delete(path: AnyPath) -> None:

@@ -15,7 +15,7 @@ from tests.trackers import STATE, TRACKER, state
 HOUR = 3600.0
 SAVE = "fedcba987654"
 """Of the objects of a save that goes on."""
-LINKED, ALONE, DEAD = 90, 77, 71
+LINKED, ALONE, DEAD = 0, 77, 71
 """Iterations: a link, one of which only what an overwriting put aside is there, and old objects of a dead save."""
 
 NAMES = (
@@ -95,6 +95,7 @@ class Case:
         target: What a save or a conversion is to write, or a removal thread to remove.
         marker: Whether a save commits by marker.
         other: The iteration of an event.
+        late: Whether the event comes between the last look before a removal and the removal.
     """
 
     store: str
@@ -110,6 +111,7 @@ class Case:
     target: str = ""
     marker: bool = False
     other: int = 0
+    late: bool = False
 
     def has(self, what: str, number: int | None = None) -> bool:
         """Whether something is there, of an iteration or of any."""
@@ -145,7 +147,8 @@ def drawn(store: str, path: str, event: str, seed: str) -> Case:
     kinds = {number: rng.choice(("ours", "ours", "ours", "stock", "headless")) for number in numbers}
     kinds[numbers[0]] = "ours"
     choices = [*ANYWHERE, *LEFTOVERS, *(LOCAL if store == STORES[0] else ())]
-    special = {(rng.choice(choices), rng.choice(numbers)) for _ in range(rng.randint(0, 6))}
+    old = numbers[: max(1, len(numbers) // 2)]  # of which more may go
+    special = {(rng.choice(choices), rng.choice((*old, *numbers))) for _ in range(rng.randint(0, 7))}
     fixed = {"a link under an iteration's name": LINKED, "replaced, alone": ALONE}
     special = {(what, fixed.get(what, number)) for what, number in special}
     named = sorted(rng.choices(numbers, k=2), reverse=True)
@@ -158,7 +161,8 @@ def drawn(store: str, path: str, event: str, seed: str) -> Case:
     case = Case(store, path, event, names, kinds, trackers, (named[0], named[1]), frozenset(special))
     also = rng.choice((None, None, rng.choice(numbers))) if path == "retention" else None
     other = DEAD if path == "repair" else rng.choice(numbers)
-    return replace(case, keep=rng.randint(1, 3), also_keep=also, target=target, marker=marker, other=other)
+    case = replace(case, keep=rng.randint(1, 3), also_keep=also, target=target, marker=marker, other=other)
+    return replace(case, late=event in EVENTS["prune"][1:4] and rng.random() < 0.4)
 
 
 def trackers_of(kind: str, named: tuple[int, int]) -> Files:
@@ -345,10 +349,10 @@ def left(case: Case, before: Files) -> Left:
         _remove(then, shown & doomed(then), found)
     elif case.path == "retention":
         found.drop(*(path for path in before if is_stale_lease(case, path)))
-        _remove(then, doomed(then), found)
+        _remove(then, doomed(then) & (doomed(case) if case.late else doomed(then)), found)
     elif case.path == "removal thread":
-        number = number_in(case.target)
-        goes = number in then.complete and not stays(then, number) and then.trackers != "illegible"
+        number, looks = number_in(case.target), (case, then) if case.late else (then,)
+        goes = all(number in of.complete and not stays(of, number) and of.trackers != "illegible" for of in looks)
         _remove(then, {number} if goes else set(), found)
     elif case.path == "repair":
         _repair(case, before, found)

@@ -342,9 +342,11 @@ def test_objects_of_dead_saves_by_marker_are_deleted(root: Path) -> None:
     assert names(dead) == ["notes.txt"]
 
 
-@pytest.mark.parametrize("state", ["dead", "running", "committed"])
+@pytest.mark.parametrize("state", ["dead", "running", "committed", "committed meanwhile"])
 @pytest.mark.parametrize("local", [True, False])
-def test_added_files_of_a_running_or_committed_save_are_left_alone(local: bool, state: str, tmp_path: Path) -> None:
+def test_added_files_of_a_running_or_committed_save_are_left_alone(
+    local: bool, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They lie in a folder; what tells that their save is alive, or has committed, lies beside that."""
     root: Any = tmp_path if local else UPath(f"memory://{tmp_path.name}")
     dead, added = root / "iter_0000030", f"__added-{TOKEN}"
@@ -353,13 +355,15 @@ def test_added_files_of_a_running_or_committed_save_are_left_alone(local: bool, 
     (dead / f"__0_0-{TOKEN}.distcp").write_text("x")
     if local:
         age(dead)
+    if state == "committed meanwhile":
+        monkeypatch.setattr(methods, "discard", lambda path: (dead / "manifest.json").write_text("{}"))
     plan = plan_repair(root, force=not local)
     assert len(plan.deletes) == 2
     if state == "running" and local:
         os.utime(dead / f"__0_0-{TOKEN}.distcp")
-    elif state != "dead":
+    elif state in ("running", "committed"):
         (dead / "manifest.json").write_text("{}")
-    assert len(plan.carry_out()) == (2 if state == "dead" else 0)
+    assert len(plan.carry_out()) == {"dead": 2, "committed meanwhile": 1}.get(state, 0)
     assert (dead / added / "run_config.yaml").exists() is (state != "dead")
 
 

@@ -209,6 +209,13 @@ _TOUCHED: dict[Need, dict[str, dict[str, str]]] = {
             f"{_TRAINING}.utils.checkpoint_utils": "read_run_config",
             "megatron.bridge.utils.instantiate_utils": "instantiate",
         },
+        "convert/torch_dist/arguments.py": {
+            f"{_TRAINING}.mlm_compat.arguments": "_transformer_config_from_args(args)",
+            f"{_TRAINING}.mlm_compat.model": "_gpt_provider(args)",
+            "megatron.core.tensor_parallel": "set_defaults_if_not_set_tensor_model_parallel_attributes",
+            "megatron.core.optimizer": "OptimizerConfig",
+            "megatron.core.transformer.module": "Float16Module",
+        },
         "convert/torch_dist/description.py": {
             "megatron.core.dist_checkpointing.dict_utils": "nested_values",
             "megatron.core.dist_checkpointing.mapping": "ShardedTensor ShardedTensorFactory",

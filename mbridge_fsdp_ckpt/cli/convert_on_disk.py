@@ -38,14 +38,15 @@ def from_torch_dist(
         bool,
         typer.Option(
             "--trust-run-config",
-            help="Let Bridge call what the checkpoint's run configuration names, which can be any code. Needed.",
+            help="Let Bridge call what a run configuration names, which can be any code. Needed where there is one.",
         ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Convert Megatron's torch_dist checkpoint, which Bridge wrote, into fsdp_dtensor_safe.
+    """Convert Megatron's torch_dist checkpoint, which Bridge or Megatron-LM wrote, into fsdp_dtensor_safe.
 
-    The model is built from the checkpoint's run_config.yaml, in one process, without a GPU or memory for its weights.
+    The model is built from the checkpoint's run_config.yaml, or Megatron-LM's arguments where there is none, in one
+    process, without a GPU or memory for its weights.
     Optimizer state comes along where it was saved by parameter (dist_ckpt_optim_fully_reshardable=True).
     """
     from mbridge_fsdp_ckpt.convert import on_disk

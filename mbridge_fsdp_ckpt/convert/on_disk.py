@@ -60,9 +60,10 @@ def from_stock(source: str, destination: str, progress: Progress) -> Report:
 
 
 def from_torch_dist(source: str, destination: str, progress: Progress, *, trust_run_config: bool) -> Report:
-    """Convert Megatron's torch_dist checkpoint, which Bridge wrote, into fsdp_dtensor_safe.
+    """Convert Megatron's torch_dist checkpoint, which Bridge or Megatron-LM wrote, into fsdp_dtensor_safe.
 
-    The model is built from the checkpoint's run_config.yaml, in one process, without a GPU or memory for its weights.
+    The model is built from the checkpoint's run_config.yaml, or Megatron-LM's arguments where there is none, in one
+    process, without a GPU or memory for its weights.
     Optimizer state comes along where it was saved by parameter (dist_ckpt_optim_fully_reshardable=True).
 
     Args:

@@ -27,24 +27,32 @@ _MODEL = shlex.split("""
     --no-create-attention-mask-in-dataloader
     --micro-batch-size 1 --eval-iters 0 --eval-interval 1000 --log-interval 1
     --lr 1e-3 --min-lr 0 --lr-decay-iters 100 --lr-warmup-iters 0 --lr-decay-style cosine
-    --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer
+    --use-distributed-optimizer
     --no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion --no-bias-swiglu-fusion
     --no-bias-dropout-fusion --no-rope-fusion --no-check-for-nan-in-loss-and-grad
     --distributed-backend gloo --distributed-timeout-minutes 5 --no-gradient-reduce-div-fusion
 """)
+_FSDP = ["--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params"]
 _NOT_IN_A_WHEEL: dict[str, Any] = {"modelopt.torch.distill.plugins.megatron": None}
 """With ModelOpt, megatron-core 0.18 needs `megatron.post_training`, which only a checkout of Megatron-LM has."""
 
 
 @no_process_group
 def pretrain(
-    ckpt_format: str, directory: str, iterations: int, *more: str, save_every: int = 2, load: bool = True
+    ckpt_format: str,
+    directory: str,
+    iterations: int,
+    *more: str,
+    save_every: int = 2,
+    load: bool = True,
+    wrapped: bool = True,
 ) -> dict[str, Any]:
     """Train; how the command ended, and what the optimizer's kernels were handed in each iteration."""
     replace_cuda_only_kernels()
     fewer_documents()
     where = ["--ckpt-format", ckpt_format, "--save", directory, *(["--load", directory] if load else [])]
     how_long = ["--train-iters", str(iterations), "--save-interval", str(save_every)]
+    where += _FSDP if wrapped else []
     batch = [] if "--step-batch-size-schedule" in more else ["--global-batch-size", "8"]
     container: Any = argparse._ActionsContainer
     with ExitStack() as stack:
@@ -52,7 +60,7 @@ def pretrain(
         stack.enter_context(patch.object(sys, "path", list(sys.path)))
         stack.enter_context(patch.object(container, "add_argument", container.add_argument))
         stack.enter_context(patch.dict(sys.modules, _NOT_IN_A_WHEEL))
-        stack.enter_context(patch.dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS="8"))
+        stack.enter_context(patch.dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS="8" if wrapped else "1"))
         from mbridge_fsdp_ckpt import megatron_lm
         from mbridge_fsdp_ckpt.cli import run  # noqa: F401
         from mbridge_fsdp_ckpt.cli.app import main  # noqa: F401

@@ -39,6 +39,7 @@ class Common:
         groups: The optimizer's param groups.
         sharding: How the optimizer's state was saved; empty where there is none.
         left_out: Names of state that is no plain data.
+        arguments: Megatron-LM's, all of them; empty where Bridge saved.
     """
 
     content: Mapping[str, Any]
@@ -46,6 +47,7 @@ class Common:
     groups: Sequence[dict[str, Any]]
     sharding: frozenset[str]
     left_out: tuple[str, ...]
+    arguments: Mapping[str, Any]
 
     @property
     def no_optimizer(self) -> str:
@@ -102,6 +104,7 @@ def read_common(source: DcpSource) -> Common:
         groups=[dict(group) for one in inner if isinstance(one, dict) for group in one.get("param_groups", ())],
         sharding=frozenset(str(part.get("param_state_sharding_type", "unknown")) for part in parts),
         left_out=tuple(left_out),
+        arguments=state[ARGUMENTS] if isinstance(state.get(ARGUMENTS), dict) else {},
     )
 
 

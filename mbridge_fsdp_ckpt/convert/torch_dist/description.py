@@ -1,8 +1,8 @@
 """Megatron's `torch_dist` checkpoints in this format's terms: weights, and optimizer state where it goes by parameter.
 
-The model is built from the checkpoint's run configuration, in one process, unsharded and without memory for its
-parameters.  Megatron-Core says where `torch_dist` has each of them (`sharded_state_dict`), this package's plan where
-they belong here.  Tensors are then copied from directory to directory.
+The model is built from the checkpoint's run configuration, or from Megatron-LM's arguments, in one process, unsharded
+and without memory for its parameters.  Megatron-Core says where `torch_dist` has each of them (`sharded_state_dict`),
+this package's plan where they belong here.  Tensors are then copied from directory to directory.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def describe_torch_dist(
     """
     require("save and load", "conversion", "torch_dist")
     with _quiet(), job():
-        model = UnshardedModel.of(source.head.directory, trusted=trust_run_config)
+        model = UnshardedModel.of(source.head.directory, common.arguments, trusted=trust_run_config)
         planned = plan_model(PlainModel(model.module))
         parts = _described(model.module, planned, common, source.tensors)
         tensors = {id(item.plan): local_shard(item.tensor) for item in planned}
@@ -168,7 +168,7 @@ def _refuse(missing: list[str], unlike: list[str], others: list[str], stored: Ma
     ]
     if found:
         raise KeyMismatchError(
-            expected=f"the tensors of the model that {RUN_CONFIG} describes",
+            expected=f"the tensors of the model that {RUN_CONFIG}, or Megatron-LM's arguments, describe",
             found="; ".join(found),
             remedy="Nothing was written. Adapters alone, and models changed after the run, cannot be converted.",
         )

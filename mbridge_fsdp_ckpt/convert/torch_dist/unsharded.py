@@ -1,4 +1,7 @@
-"""The model of a `torch_dist` checkpoint, from its run configuration: unsharded, and of tensors without memory."""
+"""The model of a `torch_dist` checkpoint, unsharded, and of tensors without memory.
+
+It is built from Bridge's run configuration, or from Megatron-LM's arguments where there is none.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from mbridge_fsdp_ckpt.bridge.names import RUN_CONFIG
 from mbridge_fsdp_ckpt.bridge.without_gpu import as_if_there_was_one
 from mbridge_fsdp_ckpt.convert import hugging_face
 from mbridge_fsdp_ckpt.convert.description import Parameters
+from mbridge_fsdp_ckpt.convert.torch_dist.arguments import built
 from mbridge_fsdp_ckpt.convert.torch_dist.common import Common
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.families.naming import is_expert_name
@@ -35,36 +39,41 @@ class UnshardedModel:
     vocabulary_size: int | None
 
     @classmethod
-    def of(cls, directory: AnyPath, *, trusted: bool) -> UnshardedModel:
+    def of(cls, directory: AnyPath, arguments: Mapping[str, Any], *, trusted: bool) -> UnshardedModel:
         """Build it; a process group exists.
+
+        Args:
+            directory: The checkpoint.
+            arguments: Megatron-LM's; they serve where there is no run configuration.
+            trusted: Whether the run configuration is.
 
         Raises:
             ConfigurationError: Bridge cannot, or the run configuration is not trusted.
         """
-        _check_run_config(directory, trusted=trusted)
+        by_arguments = bool(arguments) and not (directory / RUN_CONFIG).is_file()
+        if not by_arguments:
+            _check_run_config(directory, trusted=trusted)
         try:
-            provider, optimizer = _configured(directory)
-            with as_if_there_was_one():
-                chunks = provider.provide_distributed_model(wrap_with_ddp=False, init_model_with_meta_device=True)
+            return cls(*built(arguments, directory), None) if by_arguments else cls(*_configured(directory))
         except ConfigurationError:
             raise
         except Exception as error:  # whatever a configuration of this or another version makes of it
+            source = "Megatron-LM's arguments" if by_arguments else RUN_CONFIG
             raise ConfigurationError(
-                expected=f"a model that Megatron-Bridge builds from {RUN_CONFIG}",
+                expected=f"a model that Megatron-Bridge builds from {source}",
                 found=f"{type(error).__name__}: {' '.join(str(error).split())[:500]}",
-                remedy="Was the checkpoint written by another version of Megatron-Bridge, or a model of your own? "
+                remedy="Was the checkpoint written by another version, or is it a model of your own? "
                 "Then import the module that defines it first.",
-                key=str(directory / RUN_CONFIG),
+                key=str(directory),
             ) from error
-        return cls(chunks[0], optimizer, tokens_of(provider))
 
 
 def _check_run_config(directory: AnyPath, *, trusted: bool) -> None:
     if not (directory / RUN_CONFIG).is_file():
         raise ConfigurationError(
-            expected=f"{RUN_CONFIG} in the checkpoint, to build the model from",
-            found="no such file",
-            remedy="Convert checkpoints of Megatron-LM to Megatron-Bridge's first, or go through Hugging Face.",
+            expected=f"{RUN_CONFIG} in the checkpoint, or Megatron-LM's arguments, to build the model from",
+            found="neither",
+            remedy="Load it with what wrote it, and save it with its arguments; or go through Hugging Face.",
             key=str(directory),
         )
     if not trusted:
@@ -76,8 +85,8 @@ def _check_run_config(directory: AnyPath, *, trusted: bool) -> None:
         )
 
 
-def _configured(directory: AnyPath) -> tuple[Any, Any]:
-    """Bridge's model provider and optimizer settings.  Bridge's list of allowed targets keeps no code out."""
+def _configured(directory: AnyPath) -> tuple[Any, Any, int | None]:
+    """The model, optimizer settings and tokens by Bridge.  Its list of allowed targets keeps no code out."""
     from megatron.bridge.training.model_load_save import load_model_config
     from megatron.bridge.training.utils.checkpoint_utils import read_run_config
     from megatron.bridge.utils.instantiate_utils import instantiate
@@ -88,7 +97,9 @@ def _configured(directory: AnyPath) -> tuple[Any, Any]:
         setattr(provider, name, 1 if name.startswith("pipeline") else None)
     hugging_face.configure(provider, precision, hugging_face.Sizes(expert_tensor=1))
     settings = read_run_config(str(directory / RUN_CONFIG)).get("optimizer")
-    return provider, instantiate(settings) if settings else None
+    with as_if_there_was_one():
+        chunks = provider.provide_distributed_model(wrap_with_ddp=False, init_model_with_meta_device=True)
+    return chunks[0], instantiate(settings) if settings else None, tokens_of(provider)
 
 
 def hyperparameters_of(model: UnshardedModel, planned: Iterable[Planned], common: Common) -> tuple[Parameters, str]:

@@ -271,9 +271,9 @@ def _plan_leftovers(root: AnyPath, plan: Plan, *, force: bool) -> None:
     for path in methods.leftovers(root):
         within = path.relative_to(str(root)).parts
         place = root / within[0]  # one object may be old while a save goes on beside it
-        if place.name not in looks:
-            once = cache(partial(_is_left, place, force=force))  # it looks before the first of its objects goes
-            looks[place.name] = is_young(place), _in_stock_s_view(place), once
+        if place.name not in looks:  # it is looked at once more, before the first of its objects goes
+            again = cache(partial(_is_left, place, force=force))
+            looks[place.name] = is_young(place), _in_stock_s_view(place), again
         young, viewed, once = looks[place.name]
         if path != place and (viewed is None or suffix_of("/".join(within[1:])) in viewed):
             plan.left_alone.append((path, f"{DCP_METADATA} beside it names that save's files: {MANIFEST_NAME} is lost"))

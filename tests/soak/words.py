@@ -62,7 +62,8 @@ MATRICES = {
         "removal of one checkpoint in the background, a save that overwrites, one that fails, a conversion that is "
         "interrupted; in between the run goes back, a reader comes, a tracker becomes illegible, or a save commits. A "
         "case passes if exactly what the rules name is gone, computed from the description of the case apart from the "
-        "package, and if every other file of both runs is there, byte for byte.",
+        "package, and if every other file of both runs is there, byte for byte. `make test` makes the same draws each "
+        "time.",
     ),
     "signals": (
         "Signals and forks",

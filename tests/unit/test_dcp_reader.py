@@ -1,8 +1,10 @@
 """Stock checkpoints, written by torch itself, are read to the bit without unpickling what could run code."""
 
 import copy
+import pickle
 import random
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -226,3 +228,24 @@ def test_one_element_of_any_stride_is_read_where_it_is_wanted(tmp_path: Path) ->
     assert source.read(chunk).stride() == (8,)
     source.read_part(chunk, Place(0, memory), Scratch())
     assert memory.view(np.float32).tolist() == [3.0]
+
+
+def test_a_value_in_several_chunks_is_read_whole(tmp_path: Path) -> None:
+    """A tensor that is no weight and no slot, of which two ranks hold half each, as their one metadata says."""
+    halves = {"low": torch.arange(3.0), "high": torch.arange(3.0, 5.0)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"model": {"weight": torch.ones(2)}, "more": halves}, checkpoint_id=tmp_path, no_dist=True)
+    found = pickle.loads((tmp_path / ".metadata").read_bytes())
+    chunks, whole = [], found.state_dict_metadata["more.low"]
+    for name, offset in (("low", 0), ("high", 3)):
+        entry = found.state_dict_metadata.pop(f"more.{name}")
+        chunks.append(replace(entry.chunks[0], offsets=torch.Size([offset])))
+        [index] = [index for index in found.storage_data if index.fqn == f"more.{name}"]
+        moved = replace(index, fqn="more.whole", offset=torch.Size([offset]))
+        found.storage_data[moved] = found.storage_data.pop(index)
+        del found.planner_data[f"more.{name}"]
+    found.state_dict_metadata["more.whole"] = replace(whole, size=torch.Size([5]), chunks=chunks)
+    found.planner_data["more.whole"] = ("more", "whole")
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(found))
+    assert DcpSource(tmp_path).read_values("more")["more"]["whole"].tolist() == [0, 1, 2, 3, 4]

@@ -17,7 +17,7 @@ help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
 
 demo: core ## Show the package at work on CPU ranks (a minute or two, set-up included)
-	@$(RUN) python -m mbridge_fsdp_ckpt.testing.demo $(ARGS)
+	@$(RUN) python -m testing.demo $(ARGS)
 
 test: full $(IF_CURRENT) ## Linters, then tests on the real stack: half an hour (its first set-up compiles for about 10 minutes)
 ifneq ($(STACK)$(ARGS),current)

@@ -37,8 +37,8 @@ from benchmarks import peers, plots
 from benchmarks.large import MODELS, Benchmark, Compared, Expected, Numbers, slowest, untrained
 from benchmarks.memory import Reserve, trim
 from benchmarks.usage import Usage, Watched
-from mbridge_fsdp_ckpt.testing.gpu.state import tensors
-from mbridge_fsdp_ckpt.testing.models import Recipe, Trainable
+from testing.gpu.state import tensors
+from testing.models import Recipe, Trainable
 
 KINDS = (
     "ours",

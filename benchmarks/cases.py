@@ -21,13 +21,13 @@ from benchmarks.costs import Call, Cost, slowest
 from benchmarks.model import Size
 from benchmarks.training import DIST, SAFE, STOCK, RankReport, Training, train
 from benchmarks.usage import descendants
-from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
-from mbridge_fsdp_ckpt.testing.ranks import RankPool, no_process_group
+from mbridge_fsdp_ckpt.opening import open_checkpoint
+from testing.ranks import RankPool, no_process_group
 
 PRELOAD = (
     "transformer_engine.pytorch",
     "megatron.bridge.training.pretrain",
-    "mbridge_fsdp_ckpt.bridge.manager",
+    "mbridge_fsdp_ckpt.integrations.bridge.manager",
 )
 """What the ranks import before CUDA is replaced, Transformer Engine first."""
 

@@ -47,9 +47,9 @@ from benchmarks.cache import prepare_cache
 from benchmarks.large import Benchmark, Compared, Expected, Numbers, slowest, untrained
 from benchmarks.memory import Beforehand, Reserve, trim
 from benchmarks.resharded import Resharded
-from mbridge_fsdp_ckpt.storage.blocks import new_block
-from mbridge_fsdp_ckpt.testing.gpu.state import tensors
-from mbridge_fsdp_ckpt.testing.models import Recipe, Trainable
+from mbridge_fsdp_ckpt.io.buffers import new_block
+from testing.gpu.state import tensors
+from testing.models import Recipe, Trainable
 
 RAW = {
     "write": ("raw write, page cache", "raw write, direct"),

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from mbridge_fsdp_ckpt.hosts import corrections
-from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
-from mbridge_fsdp_ckpt.testing.models import Recipe, Trainable, build
-from mbridge_fsdp_ckpt.testing.modules import MEGATRON_MODULES, installed
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from mbridge_fsdp_ckpt.upstream_fixes import corrections
+from testing.kernels import replace_cuda_only_kernels
+from testing.models import Recipe, Trainable, build
+from testing.modules import MEGATRON_MODULES, installed
+from testing.ranks import RankPool
 from tools.circumstances import circumstances
 
 

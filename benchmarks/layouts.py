@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 import mbridge_fsdp_ckpt
 from benchmarks.cases import leave
 from benchmarks.large import untrained
-from mbridge_fsdp_ckpt.testing.gpu.state import clear
-from mbridge_fsdp_ckpt.testing.models import Recipe, Trainable
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from testing.gpu.state import clear
+from testing.models import Recipe, Trainable
+from testing.ranks import RankPool
 
 LAYOUT: dict[str, Any] = {"tensor": 2}
 """The other one: each rank holds a part of every matrix, where data parallelism gives it some matrices as a whole."""

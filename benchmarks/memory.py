@@ -17,9 +17,9 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
+from mbridge_fsdp_ckpt.io.ranges import Arena
 from mbridge_fsdp_ckpt.live import huge_pages
 from mbridge_fsdp_ckpt.loading import fill
-from mbridge_fsdp_ckpt.storage.ranges import Arena
 
 
 def trim() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from mbridge_fsdp_ckpt.testing.kernels import CpuNorm
+from testing.kernels import CpuNorm
 
 SEQUENCE, VOCABULARY = 32, 128
 

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor, ones
 
 from benchmarks import peers
 from benchmarks.layouts import LAYOUT, digest, elsewhere, require_same
+from mbridge_fsdp_ckpt.opening import open_checkpoint
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
-from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,11 +25,11 @@ from rich.console import Console
 
 import mbridge_fsdp_ckpt
 from benchmarks.cache import prepare_cache
-from mbridge_fsdp_ckpt.storage.reading import FileReader
-from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
-from mbridge_fsdp_ckpt.testing.models import Recipe, build
-from mbridge_fsdp_ckpt.testing.modules import MEGATRON_MODULES, installed
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from mbridge_fsdp_ckpt.io.reading import FileReader
+from testing.kernels import replace_cuda_only_kernels
+from testing.models import Recipe, build
+from testing.modules import MEGATRON_MODULES, installed
+from testing.ranks import RankPool
 from tools.circumstances import circumstances
 
 RESULTS = Path(__file__).parent / "results" / "sharing"

@@ -16,19 +16,19 @@ from pathlib import Path
 
 from rich.console import Console
 
+from mbridge_fsdp_ckpt.dcp.writer import write_dcp_view
+from mbridge_fsdp_ckpt.format.columns import Columns
+from mbridge_fsdp_ckpt.format.group_index import merged
+from mbridge_fsdp_ckpt.format.names import FORMAT_NAME, Files
+from mbridge_fsdp_ckpt.format.own_index import RankIndex, own_index
+from mbridge_fsdp_ckpt.format.reader import SafeSource
+from mbridge_fsdp_ckpt.format.rows import Chunk
+from mbridge_fsdp_ckpt.format.schema import VERSION, IndexEntry, Manifest
+from mbridge_fsdp_ckpt.io.entries import FileEntry
+from mbridge_fsdp_ckpt.io.ranges import ByteRange
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.settings import AUTO_DCP_CHUNKS
-from mbridge_fsdp_ckpt.storage.entries import FileEntry
-from mbridge_fsdp_ckpt.storage.format.columns import Columns
-from mbridge_fsdp_ckpt.storage.format.group_index import merged
-from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, Files
-from mbridge_fsdp_ckpt.storage.format.own_index import RankIndex, own_index
-from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
-from mbridge_fsdp_ckpt.storage.format.rows import Chunk
-from mbridge_fsdp_ckpt.storage.format.schema import VERSION, IndexEntry, Manifest
-from mbridge_fsdp_ckpt.storage.ranges import ByteRange
-from mbridge_fsdp_ckpt.storage.stock.writer import write_dcp_view
 from tools.circumstances import circumstances
 
 RESULTS = Path(__file__).parent / "results" / "stock_view"

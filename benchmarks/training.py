@@ -16,11 +16,11 @@ import torch.distributed as dist
 import mbridge_fsdp_ckpt
 from benchmarks.costs import Call, Cost, Kind, Part
 from benchmarks.model import Size, build_config
-from mbridge_fsdp_ckpt.hosts import pending
-from mbridge_fsdp_ckpt.hosts.patching import Patches
-from mbridge_fsdp_ckpt.testing.collectives import CollectiveCounts, count_collectives
-from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
-from mbridge_fsdp_ckpt.testing.ranks import no_process_group
+from mbridge_fsdp_ckpt.integrations.common import pending
+from mbridge_fsdp_ckpt.patching import Patches
+from testing.collectives import CollectiveCounts, count_collectives
+from testing.kernels import replace_cuda_only_kernels
+from testing.ranks import no_process_group
 
 STOCK, SAFE, DIST = "fsdp_dtensor", mbridge_fsdp_ckpt.FORMAT_NAME, "torch_dist"
 
@@ -231,9 +231,9 @@ def _measured(format_name: str, meter: Meter, report: RankReport) -> Iterator[No
     """Wrap what is measured, for as long as the block runs."""
     from megatron.bridge.training import checkpointing, setup
 
-    from mbridge_fsdp_ckpt.agree.agreement import Agreement
+    from mbridge_fsdp_ckpt.coordination.coordination import Agreement
     from mbridge_fsdp_ckpt.loading import fill
-    from mbridge_fsdp_ckpt.saving import outgoing, snapshot
+    from mbridge_fsdp_ckpt.saving import snapshot, write_plan
 
     create = setup.create_checkpoint_manager
 
@@ -251,7 +251,7 @@ def _measured(format_name: str, meter: Meter, report: RankReport) -> Iterator[No
         ("preparation", checkpointing, checkpointing.preprocess_fsdp_dtensor_state_dict),
         ("preparation", snapshot, snapshot.look),
         ("preparation", snapshot, snapshot.plan_save),
-        ("preparation", outgoing, outgoing.announce),
+        ("preparation", write_plan, write_plan.announce),
         ("gather", fill, fill.refresh),
     ]
     for part, owner, function in parts:

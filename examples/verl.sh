@@ -15,7 +15,7 @@ export CUDA_DEVICE_MAX_CONNECTIONS=32 # Megatron-FSDP overlaps communication on 
 exec torchrun --standalone --nproc-per-node 8 -m verl.trainer.sft_trainer \
   engine=megatron optim=megatron \
   engine.use_megatron_fsdp=True \
-  checkpoint._target_=mbridge_fsdp_ckpt.verl.config.SafeCheckpointConfig \
+  checkpoint._target_=mbridge_fsdp_ckpt.integrations.verl.config.SafeCheckpointConfig \
   'checkpoint.save_contents=["model","optimizer","extra"]' \
   optim.use_checkpoint_opt_param_scheduler=True \
   model.path="$MODEL_PATH" \

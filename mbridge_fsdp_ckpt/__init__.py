@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, STOCK_FORMAT
+from mbridge_fsdp_ckpt.format.names import FORMAT_NAME, STOCK_FORMAT
 
 if TYPE_CHECKING:
-    from mbridge_fsdp_ckpt.bridge import register, unregister
     from mbridge_fsdp_ckpt.checkpoint import (
         Loaded,
         Saved,
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
         release_staging,
         save,
     )
+    from mbridge_fsdp_ckpt.integrations.bridge import register, unregister
 
 __version__ = "0.1.0"
 
@@ -59,8 +59,8 @@ _HOMES = {
     "load_weights_only": "checkpoint",
     "release_staging": "checkpoint",
     "save": "checkpoint",
-    "register": "bridge",
-    "unregister": "bridge",
+    "register": "integrations.bridge",
+    "unregister": "integrations.bridge",
 }
 
 

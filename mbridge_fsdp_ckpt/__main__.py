@@ -1,5 +1,5 @@
 """`python -m mbridge_fsdp_ckpt`."""
 
-from mbridge_fsdp_ckpt.cli.app import main
+from mbridge_fsdp_ckpt.tools.command.app import main
 
 main()

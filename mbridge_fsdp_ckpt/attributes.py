@@ -7,14 +7,14 @@ from __future__ import annotations
 
 ATTRIBUTES: dict[str, dict[str, str]] = {
     "a MegatronFSDP module": {
-        "live/megatron_fsdp.py": "get_distributed_index param_and_grad_buffer",
+        "live/readers/megatron_fsdp.py": "get_distributed_index param_and_grad_buffer",
         "live/topology.py": (
             "ddp_config.data_parallel_sharding_strategy ddp_config.num_distributed_optimizer_instances"
         ),
         "loading/fill.py": "install_optimized_model_weights synchronize_param_gather start_param_sync",
     },
     "a parameter of Megatron-FSDP": {
-        "live/megatron_fsdp.py": "orig_param megatron_fsdp_dist_index.tp_dim",
+        "live/readers/megatron_fsdp.py": "orig_param megatron_fsdp_dist_index.tp_dim",
         "live/mesh.py": (
             "megatron_fsdp_dist_index.dp_shard_dim megatron_fsdp_dist_index.dp_outer_dim megatron_fsdp_dist_index."
             "use_hybrid_fsdp megatron_fsdp_dist_index.hsdp_outer_dp_shard megatron_fsdp_dist_index.get_root_mesh"
@@ -33,13 +33,13 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         ),
     },
     "a MegatronCheckpointManager": {
-        "verl/plugin.py": "checkpoint_config use_megatron_fsdp role model _load_model_as_hf_via_bridge",
-        "verl/manager.py": (
+        "integrations/verl/plugin.py": "checkpoint_config use_megatron_fsdp role model _load_model_as_hf_via_bridge",
+        "integrations/verl/manager.py": (
             "checkpoint_load_contents checkpoint_save_contents get_rng_state lr_scheduler optimizer "
             "previous_global_step provider should_load_extra should_load_hf_model should_load_model "
             "should_load_optimizer should_save_extra should_save_model should_save_optimizer"
         ),
-        "verl/restoration.py": "use_checkpoint_opt_param_scheduler",
+        "integrations/verl/restoration.py": "use_checkpoint_opt_param_scheduler",
     },
 }
 """By what an object is, in words, and file: dotted attributes, with spaces between them."""

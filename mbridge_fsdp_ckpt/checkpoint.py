@@ -9,7 +9,7 @@ Megatron-FSDP gathers compute weights after an optimizer step, at its very end. 
 all.  Until the second meeting of a save the previous checkpoint is untouched; until the first meeting of a load has
 passed, so are model and optimizer.
 
-A save in the background takes the same steps in a process of its own (`saving.beside`), while training goes on.
+A save in the background takes the same steps in a process of its own (`saving.background`), while training goes on.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack, overload
 
-from mbridge_fsdp_ckpt.agree.agreement import next_agreement
-from mbridge_fsdp_ckpt.agree.elsewhere import Seat
-from mbridge_fsdp_ckpt.agree.outcome import Outcome
-from mbridge_fsdp_ckpt.live.holdings import KeyFilter
+from mbridge_fsdp_ckpt.coordination.coordination import next_agreement
+from mbridge_fsdp_ckpt.coordination.delegated import Seat
+from mbridge_fsdp_ckpt.coordination.outcome import Outcome
+from mbridge_fsdp_ckpt.io.progress_bar import job_bar
+from mbridge_fsdp_ckpt.io.store import AnyPath, as_path, called
+from mbridge_fsdp_ckpt.live.local_shards import KeyFilter
 from mbridge_fsdp_ckpt.live.optimizer import loss_scales
 from mbridge_fsdp_ckpt.loading import run as loading
-from mbridge_fsdp_ckpt.loading.loaded import Loaded
 from mbridge_fsdp_ckpt.loading.opened import Wanted
+from mbridge_fsdp_ckpt.loading.result import Loaded
 from mbridge_fsdp_ckpt.loading.run import Accept
 from mbridge_fsdp_ckpt.phases import Phases, tell
 from mbridge_fsdp_ckpt.remedies import Door, entrance
 from mbridge_fsdp_ckpt.saving import run as saving
 from mbridge_fsdp_ckpt.saving import snapshot
-from mbridge_fsdp_ckpt.saving.beside.handle import Saving
-from mbridge_fsdp_ckpt.saving.beside.order import Order
-from mbridge_fsdp_ckpt.saving.beside.trainer import trainer
+from mbridge_fsdp_ckpt.saving.background.async_saves import trainer
+from mbridge_fsdp_ckpt.saving.background.handle import Saving
+from mbridge_fsdp_ckpt.saving.background.order import Order
 from mbridge_fsdp_ckpt.saving.commit import Job
-from mbridge_fsdp_ckpt.saving.saved import Saved
+from mbridge_fsdp_ckpt.saving.result import Saved
 from mbridge_fsdp_ckpt.saving.writer import Watching
 from mbridge_fsdp_ckpt.settings import Settings
-from mbridge_fsdp_ckpt.storage.bar import job_bar
-from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path, called
 
 __all__ = [
     "Loaded",

@@ -38,14 +38,14 @@ CALLERS = {
     "saving/snapshot.py": "`save`, whatever plugs it in",
     "loading/opened.py": "`load`, whatever plugs it in",
     "live/fp8/state.py": "either, where a model has FP8 scaling state",
-    "bridge/plugin.py": "`register()`",
-    "bridge/plain_model.py": "a model that nothing wraps, such as `load_megatron_model` fills",
-    "convert/hugging_face.py": "`convert import` and `export`",
-    "convert/torch_dist/description.py": "`convert from-torch-dist`",
-    "rehearsal/shards.py": "`rehearse`",
-    "rehearsal/slots.py": "`rehearse`, where the optimizer is FusedAdam",
-    "megatron_lm/plugin.py": "`megatron_lm.register()`",
-    "verl/plugin.py": "VeRL's plug-in",
+    "integrations/bridge/plugin.py": "`register()`",
+    "integrations/bridge/plain_model.py": "a model that nothing wraps, such as `load_megatron_model` fills",
+    "tools/convert/hugging_face.py": "`convert import` and `export`",
+    "tools/convert/torch_dist/description.py": "`convert from-torch-dist`",
+    "tools/estimate/shards.py": "`rehearse`",
+    "tools/estimate/slots.py": "`rehearse`, where the optimizer is FusedAdam",
+    "integrations/megatron_lm/plugin.py": "`megatron_lm.register()`",
+    "integrations/verl/plugin.py": "VeRL's plug-in",
 }
 """Who looks, as a user knows it, by the file that calls `require`."""
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from mbridge_fsdp_ckpt.testing.modules import is_installed
+from testing.modules import is_installed
 from tests.soak import sampling
 from tests.whole_run import CURRENT, STACK, WholeRun
 
-pytest_plugins = ["mbridge_fsdp_ckpt.testing.pytest_plugin"]
+pytest_plugins = ["testing.pytest_plugin"]
 
 hypothesis.settings.register_profile("untimed", deadline=None)  # a busy machine fails no property
 hypothesis.settings.load_profile("untimed")

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from mbridge_fsdp_ckpt.bridge import options as bridge
-from mbridge_fsdp_ckpt.hosts.options import Handling, Option
-from mbridge_fsdp_ckpt.megatron_lm import options as megatron_lm
-from mbridge_fsdp_ckpt.verl import options as verl
+from mbridge_fsdp_ckpt.integrations.bridge import options as bridge
+from mbridge_fsdp_ckpt.integrations.common.options import Handling, Option
+from mbridge_fsdp_ckpt.integrations.megatron_lm import options as megatron_lm
+from mbridge_fsdp_ckpt.integrations.verl import options as verl
 
 PAGE = Path(__file__).parents[1] / "docs" / "options.md"
 TABLES: dict[str, tuple[Option, ...]] = {
@@ -55,7 +55,7 @@ An option that a later release adds is warned of where it is set.
 INTRODUCTIONS = {
     "Megatron-Bridge": "`ConfigContainer.validate` checks them, and each save and load refuses again.",
     "Megatron-LM": "`validate_args` checks them, and each save refuses again. `Settings` are given to "
-    "`mbridge_fsdp_ckpt.megatron_lm.register`.",
+    "`mbridge_fsdp_ckpt.integrations.megatron_lm.register`.",
     "VeRL": "Fields of a role's `checkpoint`, checked when its checkpoint manager is built.",
 }
 ORDER = (Handling.OBEYED, Handling.IN_PART, Handling.REFUSED, Handling.NO_EFFECT)

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from mbridge_fsdp_ckpt.testing.modules import installed, is_installed
-from mbridge_fsdp_ckpt.testing.outcomes import RankFailed, RanksHung
-from mbridge_fsdp_ckpt.testing.pytest_plugin import RANKS
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
-from mbridge_fsdp_ckpt.testing.templates import Templates
+from testing.modules import installed, is_installed
+from testing.outcomes import RankFailed, RanksHung
+from testing.pytest_plugin import RANKS
+from testing.ranks import RankPool
+from testing.templates import Templates
 
 HANG_S = 100.0
 KILLED = "the process ended with return code -"
@@ -81,4 +81,4 @@ def is_gloos(failure: RanksHung | RankFailed) -> bool:
 
 
 def _is_ours(line: str) -> bool:
-    return "/mbridge_fsdp_ckpt/" in line and "/mbridge_fsdp_ckpt/testing/" not in line
+    return "/mbridge_fsdp_ckpt/" in line and "/testing/" not in line

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from pathlib import Path
 
-from mbridge_fsdp_ckpt.testing.machine import machine, output, versions
+from testing.machine import machine, output, versions
 
 _CHECKOUT = Path(__file__).parents[1]
 

@@ -7,6 +7,8 @@ _venv=$_root/.venv
 _nvidia=$_venv/lib/python3.12/site-packages/nvidia
 
 export PATH=$_venv/bin:$PATH
+# Test support and recipes lie beside the package, and are not installed with it.
+export PYTHONPATH=$_root${PYTHONPATH:+:$PYTHONPATH}
 # Transformer Engine opens CUDA's libraries by name; where no CUDA toolkit is installed, only torch's wheels hold them.
 export LD_LIBRARY_PATH=$_nvidia/nccl/lib:$_nvidia/cudnn/lib:$_nvidia/cu13/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 # Every rank imports torch and Megatron; without their bytecode on disk each one compiles them again.

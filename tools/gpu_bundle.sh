@@ -20,8 +20,9 @@ grep '^pip==' "$pins/lock.txt" >>"$work/pins.txt" # such a machine need not have
 .venv/bin/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir "$work/wheels" --requirement "$work/pins.txt"
 .venv/bin/uv build --quiet --out-dir "$work/own" # by a source archive: build/ may hold what is no longer in the package
 mv "$work"/own/*.whl "$work/wheels"
+git ls-files -z testing | xargs -0 cp --parents --target-directory "$work/wheels" # the check itself, which no wheel has
 
-if [[ -n $(git status --porcelain -- mbridge_fsdp_ckpt pyproject.toml) ]]; then changes=" with changes"; else changes=; fi
+if [[ -n $(git status --porcelain -- mbridge_fsdp_ckpt testing pyproject.toml) ]]; then changes=" with changes"; else changes=; fi
 echo "$(git rev-parse HEAD)$changes" >"$work/wheels/commit"
 size=$(du --bytes --summarize "$work/wheels" | cut -f 1)
 if ((size > most)); then

@@ -26,5 +26,5 @@ pip=("$bundle"/pip-*.whl) # the machine need not have one
 # All of the bundle, whatever the machine has of it: pip would hold what is there against all that torch declares.
 timeout "$install_limit" "$python" "${pip[0]}/pip" --isolated install --quiet --no-index --no-deps --no-warn-conflicts \
   --disable-pip-version-check --target "$work" "$bundle"/*.whl
-export PYTHONPATH=$work${PYTHONPATH:+:$PYTHONPATH}
-"$python" -P -m mbridge_fsdp_ckpt.testing.gpu --commit "$(<"$bundle/commit")" "$@"
+export PYTHONPATH=$work:$bundle${PYTHONPATH:+:$PYTHONPATH}
+"$python" -P -m testing.gpu --commit "$(<"$bundle/commit")" "$@"

@@ -1,6 +1,6 @@
 """JSON schemas of the files on disk, for readers in other languages.
 
-`python -m tools.json_schema` writes them to docs/schema.  They are made from `storage.format.schema`, so that they say
+`python -m tools.json_schema` writes them to docs/schema.  They are made from `format.schema`, so that they say
 what the package checks.  What JSON Schema cannot say is in docs/format.md: checksums, boxes inside shapes, bytes
 inside files; and that a count is written without a point (to JSON Schema, 1.0 is an integer).
 """
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mbridge_fsdp_ckpt.storage.format.schema import VERSION, IndexHeader, Manifest, RankOwn
+from mbridge_fsdp_ckpt.format.schema import VERSION, IndexHeader, Manifest, RankOwn
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 

@@ -29,9 +29,9 @@ def on_rank(directory: str, layers: int, repeats: int) -> Times:
     import torch.distributed as dist
 
     import mbridge_fsdp_ckpt
-    from mbridge_fsdp_ckpt.hosts import corrections
-    from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
-    from mbridge_fsdp_ckpt.testing.models import Recipe, build
+    from mbridge_fsdp_ckpt.upstream_fixes import corrections
+    from testing.kernels import replace_cuda_only_kernels
+    from testing.models import Recipe, build
 
     replace_cuda_only_kernels()
     corrections.apply(__name__)
@@ -79,8 +79,8 @@ def _wrap_in_linear_time() -> None:
 
 def _run(ranks: int, layers: int, repeats: int) -> None:
     """In a process of one checkout: the slowest rank of each save and load, and how many chunks there are."""
-    from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
-    from mbridge_fsdp_ckpt.testing.ranks import RankPool
+    from mbridge_fsdp_ckpt.opening import open_checkpoint
+    from testing.ranks import RankPool
 
     module = __import__("chunks")  # what ranks import
     with tempfile.TemporaryDirectory() as folder, RankPool(ranks, time_limit=3000.0, nan_memory=False) as pool:

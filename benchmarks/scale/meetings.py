@@ -27,8 +27,8 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from benchmarks.scale import polling
-from mbridge_fsdp_ckpt.agree import sketches
-from mbridge_fsdp_ckpt.agree.agreement import Agreement
+from mbridge_fsdp_ckpt.coordination.coordination import Agreement
+from mbridge_fsdp_ckpt.coverage import plans
 from mbridge_fsdp_ckpt.plan.tiling import PRIME
 
 RANKS = 64, 256, 1024
@@ -150,13 +150,13 @@ def _serve(folder: Path) -> None:
 def _attend(folder: Path, size: int, port: int, repeats: int, rank: int) -> None:
     store = Counted(port)
     agreement = Agreement("scale", rank, size, _LIMIT_S, store)
-    message = [(rank + 1) * bucket * 0x9E3779B97F4A7C15 % PRIME for bucket in range(sketches.BUCKETS)]
+    message = [(rank + 1) * bucket * 0x9E3779B97F4A7C15 % PRIME for bucket in range(plans.BUCKETS)]
 
     def tree(number: int) -> None:
-        agreement.meet(f"meeting {number}", message, _judge, sketches.added)
+        agreement.meet(f"meeting {number}", message, _judge, plans.added)
 
     def poll(number: int) -> None:
-        polling.meet(store, f"polled/{number}", rank, size, message, lambda all_of: _judge(sketches.added(all_of)))
+        polling.meet(store, f"polled/{number}", rank, size, message, lambda all_of: _judge(plans.added(all_of)))
 
     for protocol, meet in zip(PROTOCOLS, (tree, poll), strict=True):
         ends = []
@@ -171,7 +171,7 @@ def _attend(folder: Path, size: int, port: int, repeats: int, rank: int) -> None
 
 
 def _judge(sketch: list[int]) -> int:
-    return len(sketches.remainders_of(sketch))
+    return len(plans.remainders_of(sketch))
 
 
 def _write(path: Path, text: str) -> None:

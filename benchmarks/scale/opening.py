@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Literal
 
 from benchmarks.scale.synthetic import FILES, SLOTS, STEP, Synthetic, told_of
+from mbridge_fsdp_ckpt.commit.finishing import finish, head
+from mbridge_fsdp_ckpt.commit.rename import RenameCommit
+from mbridge_fsdp_ckpt.format.write_results import count_keys
+from mbridge_fsdp_ckpt.opening import open_checkpoint
 from mbridge_fsdp_ckpt.plan.boxes import Box
-from mbridge_fsdp_ckpt.storage.commit.rename import RenameCommit
-from mbridge_fsdp_ckpt.storage.finishing import finish, head
-from mbridge_fsdp_ckpt.storage.format.told import count_keys
-from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
 
 RANKS = 64, 256, 1024, 4096, 16_384
 CHUNKS = 1000, 10_000

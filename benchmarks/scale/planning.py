@@ -19,14 +19,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 
-from mbridge_fsdp_ckpt.live.megatron_fsdp import tensors_of
-from mbridge_fsdp_ckpt.rehearsal.choices import Choices, describe
-from mbridge_fsdp_ckpt.rehearsal.model import RehearsedModel, Subject, optimizer_over
-from mbridge_fsdp_ckpt.rehearsal.world import as_rank
+from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import tensors_of
 from mbridge_fsdp_ckpt.saving.snapshot import look, plan_save
+from mbridge_fsdp_ckpt.tools.estimate.choices import Choices, describe
+from mbridge_fsdp_ckpt.tools.estimate.model import RehearsedModel, Subject, optimizer_over
+from mbridge_fsdp_ckpt.tools.estimate.world import as_rank
 
 _ABOUT = (__doc__ or "").partition("\n")[2].strip()
-MODEL = "qwen35_397b_a17b_pretrain"
+MODEL = "recipes.qwen:qwen35_397b_a17b_pretrain"
 RANKS = 8, 512, 8960
 SHARES, LATER = 8, 9
 MOST_EXPERTS = 64

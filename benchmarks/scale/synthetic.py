@@ -16,19 +16,19 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from mbridge_fsdp_ckpt.agree.protocol import children_of
+from mbridge_fsdp_ckpt.coordination.protocol import children_of
+from mbridge_fsdp_ckpt.format import columns
+from mbridge_fsdp_ckpt.format.columns import Array, Columns, key_hash
+from mbridge_fsdp_ckpt.format.manifest import manifest_bytes, read_manifest
+from mbridge_fsdp_ckpt.format.names import FORMAT_NAME, Files
+from mbridge_fsdp_ckpt.format.schema import VERSION, IndexEntry, Manifest, RankOwn
+from mbridge_fsdp_ckpt.format.sums import sums_bytes
+from mbridge_fsdp_ckpt.format.values import hash_of
+from mbridge_fsdp_ckpt.format.write_results import Told
+from mbridge_fsdp_ckpt.io.checksums import checksum
+from mbridge_fsdp_ckpt.io.files import Json
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.keys import MODEL_PREFIX, KeyEntry, slot_key
-from mbridge_fsdp_ckpt.storage.checksums import checksum
-from mbridge_fsdp_ckpt.storage.files import Json
-from mbridge_fsdp_ckpt.storage.format import columns
-from mbridge_fsdp_ckpt.storage.format.columns import Array, Columns, key_hash
-from mbridge_fsdp_ckpt.storage.format.manifest import manifest_bytes, read_manifest
-from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, Files
-from mbridge_fsdp_ckpt.storage.format.schema import VERSION, IndexEntry, Manifest, RankOwn
-from mbridge_fsdp_ckpt.storage.format.sums import sums_bytes
-from mbridge_fsdp_ckpt.storage.format.told import Told
-from mbridge_fsdp_ckpt.storage.format.values import hash_of
 
 SLOTS = ("", "exp_avg", "exp_avg_sq")
 STEP = "step"

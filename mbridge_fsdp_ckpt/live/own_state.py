@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from mbridge_fsdp_ckpt.families.wrapping import unwrapped
-from mbridge_fsdp_ckpt.live.megatron_fsdp import EXTRA_STATE, naming_of, whole_layout
+from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import EXTRA_STATE, naming_of, whole_layout
 from mbridge_fsdp_ckpt.plan.layout import ParameterLayout
-from mbridge_fsdp_ckpt.plan.pieces import ParameterPlan, plan_parameter
+from mbridge_fsdp_ckpt.plan.slices import ParameterPlan, plan_parameter
 
 LARGEST = 1 << 26
 """Bytes on disk of what one module keeps."""

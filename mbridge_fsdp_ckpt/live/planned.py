@@ -14,7 +14,7 @@ import torch
 
 from mbridge_fsdp_ckpt.families.hidden import refuse_hidden
 from mbridge_fsdp_ckpt.families.registry import default_registry
-from mbridge_fsdp_ckpt.live.megatron_fsdp import ModelParameter, local_shard, model_parameters, tensors_of
+from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import ModelParameter, local_shard, model_parameters, tensors_of
 from mbridge_fsdp_ckpt.live.refusals import refuse_unreadable
 from mbridge_fsdp_ckpt.live.structure import (
     JobMarks,
@@ -26,8 +26,8 @@ from mbridge_fsdp_ckpt.live.structure import (
     places_of,
     structure_of,
 )
-from mbridge_fsdp_ckpt.plan.pieces import ParameterPlan, plan_parameter
 from mbridge_fsdp_ckpt.plan.shares import shared_out
+from mbridge_fsdp_ckpt.plan.slices import ParameterPlan, plan_parameter
 
 
 class Planned(NamedTuple):
@@ -136,7 +136,7 @@ def _plans(tensors: list[ModelParameter]) -> Iterator[tuple[ParameterPlan, bool]
     """Each tensor's plan, and whether it is a buffer.
 
     Ranks share out what they hold of parameters.  Which buffers a rank has may depend on what it has computed: each of
-    them has a writer of its own (`plan.pieces.owner`).
+    them has a writer of its own (`plan.slices.owner`).
     """
     plans = list(map(_plan, tensors))
     parameters = [(plan, tensor) for plan, tensor in zip(plans, tensors, strict=True) if tensor.context is not None]

@@ -15,7 +15,7 @@ from weakref import ref
 import torch
 
 from mbridge_fsdp_ckpt.families.registry import default_registry
-from mbridge_fsdp_ckpt.live.megatron_fsdp import both_parameters
+from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import both_parameters
 from mbridge_fsdp_ckpt.live.topology import coordinates, topology
 
 _NONE: Mapping[str, Any] = {}

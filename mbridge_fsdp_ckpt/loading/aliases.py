@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mbridge_fsdp_ckpt.agree.agreement import Agreement
+from mbridge_fsdp_ckpt.coordination.coordination import Agreement
 from mbridge_fsdp_ckpt.errors import KeyMismatchError
 from mbridge_fsdp_ckpt.loading.destinations import Destination
 from mbridge_fsdp_ckpt.loading.opened import Opened

@@ -16,9 +16,9 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from mbridge_fsdp_ckpt.agree.agreement import Agreement
-from mbridge_fsdp_ckpt.agree.connection import Store
-from mbridge_fsdp_ckpt.agree.meeting import a_while, values, wait_for
+from mbridge_fsdp_ckpt.coordination.connection import Store
+from mbridge_fsdp_ckpt.coordination.coordination import Agreement
+from mbridge_fsdp_ckpt.coordination.meeting import a_while, values, wait_for
 
 
 def connected(store: Store, name: str, place: int, size: int, agreement: Agreement) -> Any:

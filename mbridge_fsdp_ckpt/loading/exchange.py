@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from mbridge_fsdp_ckpt.agree.agreement import Agreement
-from mbridge_fsdp_ckpt.agree.connection import Store
-from mbridge_fsdp_ckpt.agree.outcome import Outcome
+from mbridge_fsdp_ckpt.coordination.connection import Store
+from mbridge_fsdp_ckpt.coordination.coordination import Agreement
+from mbridge_fsdp_ckpt.coordination.outcome import Outcome
 from mbridge_fsdp_ckpt.errors import (
     CheckpointError,
     ErrorData,
@@ -33,14 +33,14 @@ from mbridge_fsdp_ckpt.errors import (
     RankMissingError,
     brief,
 )
-from mbridge_fsdp_ckpt.live.copies import Ranks
+from mbridge_fsdp_ckpt.format.source import StoredChunk
+from mbridge_fsdp_ckpt.io.checksums import digest
+from mbridge_fsdp_ckpt.live.replicas import Ranks
 from mbridge_fsdp_ckpt.loading.connections import connected, gather
 from mbridge_fsdp_ckpt.loading.opened import Opened
 from mbridge_fsdp_ckpt.loading.sharing import ALIGNED, Parcel, Sharing, parcels, rounds
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.remedies import remedy
-from mbridge_fsdp_ckpt.storage.checksums import digest
-from mbridge_fsdp_ckpt.storage.source import StoredChunk
 
 Read = Callable[[StoredChunk], torch.Tensor]
 """Gives a chunk's elements, until the next one is read."""

@@ -9,9 +9,12 @@ from typing import Any
 
 import torch
 
-from mbridge_fsdp_ckpt.agree.agreement import Agreement
+from mbridge_fsdp_ckpt.coordination.coordination import Agreement
 from mbridge_fsdp_ckpt.errors import InternalError
-from mbridge_fsdp_ckpt.live.megatron_fsdp import local_shard, storage_of
+from mbridge_fsdp_ckpt.format.source import StoredChunk
+from mbridge_fsdp_ckpt.io.progress import Progress
+from mbridge_fsdp_ckpt.io.ranges import Arena, Scratch
+from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import local_shard, storage_of
 from mbridge_fsdp_ckpt.loading import aliases, state
 from mbridge_fsdp_ckpt.loading.destinations import Targets, add_targets, refuse_copy
 from mbridge_fsdp_ckpt.loading.exchange import Exchange
@@ -22,9 +25,6 @@ from mbridge_fsdp_ckpt.loading.state import Allocated
 from mbridge_fsdp_ckpt.phases import Phases
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
-from mbridge_fsdp_ckpt.storage.progress import Progress
-from mbridge_fsdp_ckpt.storage.ranges import Arena, Scratch
-from mbridge_fsdp_ckpt.storage.source import StoredChunk
 
 
 @dataclass(frozen=True, slots=True)

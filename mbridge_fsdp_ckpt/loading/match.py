@@ -11,16 +11,16 @@ from typing import NamedTuple
 import torch
 
 from mbridge_fsdp_ckpt.errors import KeyMismatchError, ManifestError
+from mbridge_fsdp_ckpt.format.source import CheckpointSource, StoredChunk
 from mbridge_fsdp_ckpt.live.optimizer.base import MASTER, STEP, SlotSpec, is_same_class, unless_known
 from mbridge_fsdp_ckpt.live.planned import Planned
 from mbridge_fsdp_ckpt.plan.boxes import Box, Shape, whole
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
 from mbridge_fsdp_ckpt.plan.keys import STATE_PREFIX, KeyEntry
-from mbridge_fsdp_ckpt.plan.pieces import Component, ParameterPlan
+from mbridge_fsdp_ckpt.plan.slices import Component, ParameterPlan
 from mbridge_fsdp_ckpt.plan.tiling import tiling_defect
 from mbridge_fsdp_ckpt.remedies import remedy
 from mbridge_fsdp_ckpt.settings import Settings
-from mbridge_fsdp_ckpt.storage.source import CheckpointSource, StoredChunk
 
 NAMED = 20  # names that an error lists
 _KEPT_WITH_SCALES = ("float16", "uint8")

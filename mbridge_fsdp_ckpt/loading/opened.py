@@ -9,31 +9,31 @@ from typing import Any, Protocol
 
 import torch
 
-from mbridge_fsdp_ckpt.agree.agreement import Agreement
+from mbridge_fsdp_ckpt.commit.methods import recover
+from mbridge_fsdp_ckpt.coordination.coordination import Agreement
 from mbridge_fsdp_ckpt.errors import ConfigurationError, FamilyError, KeyMismatchError
 from mbridge_fsdp_ckpt.families import default_registry
-from mbridge_fsdp_ckpt.live.copies import Mates, ranks_with_copies
+from mbridge_fsdp_ckpt.format.source import CheckpointSource, RankRecord, StoredChunk, sizes_of
+from mbridge_fsdp_ckpt.io.files import malformed
+from mbridge_fsdp_ckpt.io.store import AnyPath
 from mbridge_fsdp_ckpt.live.fp8.owners import restorations
-from mbridge_fsdp_ckpt.live.holdings import KeyFilter, OptimizerPart, holds_some, optimizer_parts
-from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module
+from mbridge_fsdp_ckpt.live.local_shards import KeyFilter, OptimizerPart, holds_some, optimizer_parts
 from mbridge_fsdp_ckpt.live.optimizer.adapters import grouped
 from mbridge_fsdp_ckpt.live.optimizer.base import STEP, Hyperparameters, SlotSpec
 from mbridge_fsdp_ckpt.live.optimizer.torch_optimizer import not_of
 from mbridge_fsdp_ckpt.live.planned import Planned, plan_model
+from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import find_fsdp_module
+from mbridge_fsdp_ckpt.live.replicas import Mates, ranks_with_copies
 from mbridge_fsdp_ckpt.live.topology import coordinates
 from mbridge_fsdp_ckpt.loading.match import WITHOUT_STATE, LiveState, Match, check_coverage, covered
 from mbridge_fsdp_ckpt.loading.own_state import OwnState
 from mbridge_fsdp_ckpt.loading.renaming import under_new_names
+from mbridge_fsdp_ckpt.opening import check_other_files, open_checkpoint
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.keys import STATE_PREFIX, KeyEntry
-from mbridge_fsdp_ckpt.plan.pieces import ParameterPlan
+from mbridge_fsdp_ckpt.plan.slices import ParameterPlan
 from mbridge_fsdp_ckpt.remedies import remedy
 from mbridge_fsdp_ckpt.settings import Settings
-from mbridge_fsdp_ckpt.storage.commit.methods import recover
-from mbridge_fsdp_ckpt.storage.files import malformed
-from mbridge_fsdp_ckpt.storage.opening import check_other_files, open_checkpoint
-from mbridge_fsdp_ckpt.storage.source import CheckpointSource, RankRecord, StoredChunk, sizes_of
-from mbridge_fsdp_ckpt.storage.store import AnyPath
 from mbridge_fsdp_ckpt.versions import require
 
 

@@ -19,16 +19,16 @@ from typing import Any
 import torch
 
 from mbridge_fsdp_ckpt.errors import UnsupportedStateError
+from mbridge_fsdp_ckpt.format.names import FORMAT_NAME
+from mbridge_fsdp_ckpt.format.source import CheckpointSource, StoredChunk
+from mbridge_fsdp_ckpt.format.values import decode
+from mbridge_fsdp_ckpt.io.files import malformed, parse_json
 from mbridge_fsdp_ckpt.live.own_state import LARGEST, can_be_set, is_nothing, keys_of, plan_of
 from mbridge_fsdp_ckpt.live.planned import Planned
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
 from mbridge_fsdp_ckpt.plan.keys import MODEL_PREFIX, KeyEntry
-from mbridge_fsdp_ckpt.plan.pieces import ParameterPlan
+from mbridge_fsdp_ckpt.plan.slices import ParameterPlan
 from mbridge_fsdp_ckpt.remedies import remedy
-from mbridge_fsdp_ckpt.storage.files import malformed, parse_json
-from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME
-from mbridge_fsdp_ckpt.storage.format.values import decode
-from mbridge_fsdp_ckpt.storage.source import CheckpointSource, StoredChunk
 
 
 @dataclass(frozen=True, slots=True)

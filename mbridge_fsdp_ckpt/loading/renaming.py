@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from mbridge_fsdp_ckpt.format.source import CheckpointSource, RankRecord, StoredChunk
+from mbridge_fsdp_ckpt.io.ranges import Place, Scratch
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
-from mbridge_fsdp_ckpt.plan.pieces import ParameterPlan
-from mbridge_fsdp_ckpt.storage.ranges import Place, Scratch
-from mbridge_fsdp_ckpt.storage.source import CheckpointSource, RankRecord, StoredChunk
+from mbridge_fsdp_ckpt.plan.slices import ParameterPlan
 
 _OLD, _NEW = ".mtp_model_layer.", ".transformer_layer."
 

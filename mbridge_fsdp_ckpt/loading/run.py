@@ -9,22 +9,24 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
-from mbridge_fsdp_ckpt.agree.agreement import Agreement, next_agreement
-from mbridge_fsdp_ckpt.agree.outcome import Outcome
-from mbridge_fsdp_ckpt.agree.wire import nothing
+from mbridge_fsdp_ckpt.commit.retention import reading
+from mbridge_fsdp_ckpt.coordination.coordination import Agreement, next_agreement
+from mbridge_fsdp_ckpt.coordination.messages import nothing
+from mbridge_fsdp_ckpt.coordination.outcome import Outcome
 from mbridge_fsdp_ckpt.errors import CheckpointError
+from mbridge_fsdp_ckpt.io.progress_bar import job_bar
+from mbridge_fsdp_ckpt.io.store import AnyPath, as_path, called
 from mbridge_fsdp_ckpt.live.optimizer import loss_scales
-from mbridge_fsdp_ckpt.loading import asking, exchange, fill, loaded, opened, state
+from mbridge_fsdp_ckpt.loading import exchange, fill, key_check, opened, state
+from mbridge_fsdp_ckpt.loading import result as loaded
 from mbridge_fsdp_ckpt.loading.budget import read_budget
-from mbridge_fsdp_ckpt.loading.loaded import Loaded
+from mbridge_fsdp_ckpt.loading.key_check import combine_identities, judge_identities
 from mbridge_fsdp_ckpt.loading.match import NAMED
 from mbridge_fsdp_ckpt.loading.opened import Opened, Wanted
+from mbridge_fsdp_ckpt.loading.result import Loaded
 from mbridge_fsdp_ckpt.loading.sharing import reads_are_shared
 from mbridge_fsdp_ckpt.phases import Phases, tell
 from mbridge_fsdp_ckpt.settings import Settings
-from mbridge_fsdp_ckpt.storage.bar import job_bar
-from mbridge_fsdp_ckpt.storage.commit.retention import reading
-from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path, called
 
 _log = logging.getLogger(__name__)
 
@@ -59,7 +61,7 @@ def run(
         if shared:
             with phases("agree"):
                 read = prepared.message(lambda own: [own.opened.source.head.identity])
-                agreement.meet("agreement on what to read", read, asking.judge_identities, asking.combine_identities)
+                agreement.meet("agreement on what to read", read, judge_identities, combine_identities)
             stack.callback(prepared.value.staged.exchange.leave)
         stage = partial(fill.stage, budget=read_budget(settings), agreement=agreement)
         staged = prepared.then(lambda own: stage(own.staged), agreement.rank, "reading the checkpoint")
@@ -98,17 +100,17 @@ class _Prepared:
 
 def _agree(prepared: Outcome[_Prepared], staged: Outcome[int], agreement: Agreement) -> list[str]:
     """The first meeting, and those that it calls for; returns the keys that were skipped."""
-    asked = exchange.message(staged, lambda lost: asking.announce(prepared.value.opened, lost))
+    asked = exchange.message(staged, lambda lost: key_check.announce(prepared.value.opened, lost))
     judged = agreement.meet(
-        "verification", asked, lambda whole: asking.judge(prepared.value.opened, whole), asking.combine
+        "verification", asked, lambda whole: key_check.judge(prepared.value.opened, whole), key_check.combine
     )
     found = prepared.value.opened
     if judged["slots_differ"]:
         found_again = Outcome.of(lambda: opened.look_again(found), agreement.rank, "reading the index again")
         agreement.meet("slots of parameters", found_again.brought, nothing, nothing)
     for buckets in judged["disputed"]:
-        named = asking.by_name(found, buckets)
-        agreement.meet("unexpected keys", named, asking.judge_named, asking.combine_named)
+        named = key_check.by_name(found, buckets)
+        agreement.meet("unexpected keys", named, key_check.judge_named, key_check.combine_named)
     return judged["skipped"]
 
 

@@ -17,15 +17,15 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from mbridge_fsdp_ckpt.live.copies import Mates, Ranks
+from mbridge_fsdp_ckpt.format.source import StoredChunk
+from mbridge_fsdp_ckpt.io.store import AnyPath, is_local
+from mbridge_fsdp_ckpt.live.replicas import Mates, Ranks
 from mbridge_fsdp_ckpt.loading.match import in_file_order
 from mbridge_fsdp_ckpt.loading.opened import Opened
 from mbridge_fsdp_ckpt.plan.boxes import Box, FlatRange, boxes_of
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
-from mbridge_fsdp_ckpt.plan.pieces import Component, ParameterPlan
+from mbridge_fsdp_ckpt.plan.slices import Component, ParameterPlan
 from mbridge_fsdp_ckpt.settings import Settings
-from mbridge_fsdp_ckpt.storage.source import StoredChunk
-from mbridge_fsdp_ckpt.storage.store import AnyPath, is_local
 
 LARGEST_CIRCLE = 64
 """Of more mates so many form a circle: what a rank connects to and buffers does not grow with the job."""

@@ -12,12 +12,12 @@ from functools import partial
 import torch
 
 from mbridge_fsdp_ckpt.errors import ConfigurationError, UnsupportedStateError
-from mbridge_fsdp_ckpt.live.holdings import OptimizerPart
+from mbridge_fsdp_ckpt.live.local_shards import OptimizerPart
 from mbridge_fsdp_ckpt.live.optimizer.base import MASTER, STATISTICS, STEP, Hyperparameters, Slot
 from mbridge_fsdp_ckpt.loading.destinations import Targets, add_targets, scalar
 from mbridge_fsdp_ckpt.loading.opened import Opened
 from mbridge_fsdp_ckpt.plan.boxes import Box
-from mbridge_fsdp_ckpt.plan.pieces import ParameterPlan
+from mbridge_fsdp_ckpt.plan.slices import ParameterPlan
 from mbridge_fsdp_ckpt.remedies import remedy
 
 

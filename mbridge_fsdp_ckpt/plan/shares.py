@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from mbridge_fsdp_ckpt.families.naming import is_expert_name
-from mbridge_fsdp_ckpt.plan.pieces import ParameterPlan, Piece
+from mbridge_fsdp_ckpt.plan.slices import ParameterPlan, Piece
 
 SLIVER = 1 << 14
 """Bytes: less of a block than this is not cut off it, and a line is not cut into parts of less than twice this."""

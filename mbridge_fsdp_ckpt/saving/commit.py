@@ -10,25 +10,24 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypedDict
 
-from mbridge_fsdp_ckpt.agree import sketches
-from mbridge_fsdp_ckpt.agree.agreement import Agreement
-from mbridge_fsdp_ckpt.agree.rows import Rows
-from mbridge_fsdp_ckpt.agree.sketches import BlockRow
+from mbridge_fsdp_ckpt.commit import methods, removal
+from mbridge_fsdp_ckpt.commit.content import Commit
+from mbridge_fsdp_ckpt.commit.finishing import finish, head
+from mbridge_fsdp_ckpt.commit.target import check_replaceable
+from mbridge_fsdp_ckpt.coordination.coordination import Agreement
+from mbridge_fsdp_ckpt.coverage import plans, replicas
+from mbridge_fsdp_ckpt.coverage.plans import BlockRow
+from mbridge_fsdp_ckpt.coverage.replicas import CopyRow
+from mbridge_fsdp_ckpt.coverage.rows import Rows
 from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError, ReplicaMismatchError, describe_unexpected
+from mbridge_fsdp_ckpt.format.names import Files, token
+from mbridge_fsdp_ckpt.format.values import encode_mapping
+from mbridge_fsdp_ckpt.format.write_results import Told, count_keys, together
+from mbridge_fsdp_ckpt.io.store import AnyPath
 from mbridge_fsdp_ckpt.plan.keys import Section
-from mbridge_fsdp_ckpt.saving import replicas
-from mbridge_fsdp_ckpt.saving.outgoing import Announced
-from mbridge_fsdp_ckpt.saving.replicas import CopyRow
+from mbridge_fsdp_ckpt.saving.write_plan import Announced
 from mbridge_fsdp_ckpt.saving.writer import Place, Written
 from mbridge_fsdp_ckpt.settings import Settings
-from mbridge_fsdp_ckpt.storage.commit import methods, removal
-from mbridge_fsdp_ckpt.storage.commit.content import Commit
-from mbridge_fsdp_ckpt.storage.commit.target import check_replaceable
-from mbridge_fsdp_ckpt.storage.finishing import finish, head
-from mbridge_fsdp_ckpt.storage.format.names import Files, token
-from mbridge_fsdp_ckpt.storage.format.told import Told, count_keys, together
-from mbridge_fsdp_ckpt.storage.format.values import encode_mapping
-from mbridge_fsdp_ckpt.storage.store import AnyPath
 from mbridge_fsdp_ckpt.versions import writer_versions
 
 _log = logging.getLogger(__name__)
@@ -91,12 +90,12 @@ class Job:
                 remedy="Pass the optimizer on every rank, or on none.",
             )
         self._sections, self._topology = sections, announced["topology"]
-        self._remainders = sketches.remainders_of(announced["sketch"])
+        self._remainders = plans.remainders_of(announced["sketch"])
         return {"disputed": list(self._remainders), "place": None if self._remainders else self._begin()}
 
     def judge_dispute(self, rows: Rows[BlockRow]) -> Place:
         """Only where plans do not add up: tensors that some ranks do not hold may be in order all the same."""
-        sketches.judge(rows, self._remainders)
+        plans.judge(rows, self._remainders)
         return self._begin()
 
     def _begin(self) -> Place:
@@ -111,7 +110,7 @@ class Job:
     def judge_written(self, written: Written) -> WrittenJudged:
         """Second meeting: commit what all ranks wrote, unless there are buckets in which copies do not add up."""
         self._told = written["told"]
-        self._remainders = sketches.remainders_of(written["replicas"])
+        self._remainders = plans.remainders_of(written["replicas"])
         if not self._remainders:
             self._finish()
         return {"differing": list(self._remainders), "bytes": self._told["bytes"]}

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from mbridge_fsdp_ckpt.errors import UnsupportedStateError
+from mbridge_fsdp_ckpt.format.values import encode
 from mbridge_fsdp_ckpt.live.own_state import LARGEST, can_be_set, is_nothing, keepers, keys_of, plan_of
 from mbridge_fsdp_ckpt.live.planned import Planned
 from mbridge_fsdp_ckpt.plan.keys import MODEL_PREFIX
-from mbridge_fsdp_ckpt.plan.pieces import ParameterPlan
+from mbridge_fsdp_ckpt.plan.slices import ParameterPlan
 from mbridge_fsdp_ckpt.remedies import remedy
-from mbridge_fsdp_ckpt.storage.format.values import encode
 
 _ROUNDED = 1 << 12
 """Bytes: a plan stands as long as a tensor has its shape, and a counter has another digit now and then."""

@@ -6,15 +6,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from mbridge_fsdp_ckpt.agree import sketches
-from mbridge_fsdp_ckpt.agree.agreement import Agreement
-from mbridge_fsdp_ckpt.agree.outcome import Outcome
-from mbridge_fsdp_ckpt.agree.wire import nothing
+from mbridge_fsdp_ckpt.coordination.coordination import Agreement
+from mbridge_fsdp_ckpt.coordination.messages import nothing
+from mbridge_fsdp_ckpt.coordination.outcome import Outcome
+from mbridge_fsdp_ckpt.coverage import plans, replicas
 from mbridge_fsdp_ckpt.errors import CheckpointError
-from mbridge_fsdp_ckpt.saving import outgoing, replicas, writer
+from mbridge_fsdp_ckpt.saving import write_plan, writer
 from mbridge_fsdp_ckpt.saving.commit import Job
-from mbridge_fsdp_ckpt.saving.outgoing import Elements, Outgoing
-from mbridge_fsdp_ckpt.saving.saved import Saved
+from mbridge_fsdp_ckpt.saving.result import Saved
+from mbridge_fsdp_ckpt.saving.write_plan import Elements, Outgoing
 
 
 def run(job: Job, planned: Outcome[Outgoing], elements: Callable[[], Elements], watching: writer.Watching) -> Saved:
@@ -73,12 +73,12 @@ def give_up(agreement: Agreement, error: CheckpointError) -> int:
 def _agree_to_write(job: Job, planned: Outcome[Outgoing]) -> writer.Place:
     """The first meeting, and the one that it may call for; returns where to write."""
     agreement = job.agreement
-    message = planned.message(outgoing.announce)
-    judged = agreement.meet("agreement on the plan", message, job.judge_plans, outgoing.combine)
+    message = planned.message(write_plan.announce)
+    judged = agreement.meet("agreement on the plan", message, job.judge_plans, write_plan.combine)
     if judged["place"] is not None:
         return judged["place"]
-    disputed = outgoing.disputed(agreement.rank, planned.value, judged["disputed"])
-    return agreement.meet("disagreement on the plan", disputed, job.judge_dispute, sketches.combine)
+    disputed = write_plan.disputed(agreement.rank, planned.value, judged["disputed"])
+    return agreement.meet("disagreement on the plan", disputed, job.judge_dispute, plans.combine)
 
 
 def _commit(job: Job, own: Outgoing, written: Outcome[writer.Written], place: writer.Place) -> int:
@@ -87,7 +87,7 @@ def _commit(job: Job, own: Outgoing, written: Outcome[writer.Written], place: wr
     combine = partial(writer.combine, place, agreement.leads)
     judged = agreement.meet("commit", written.brought, job.judge_written, combine)
     if judged["differing"]:
-        named = outgoing.differing(agreement.rank, own, judged["differing"])
+        named = write_plan.differing(agreement.rank, own, judged["differing"])
         agreement.meet("comparison of copies", named, job.judge_replicas, replicas.combine)
     agreement.end()
     return judged["bytes"]

@@ -8,10 +8,18 @@ from itertools import chain
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from mbridge_fsdp_ckpt.agree import sketches
-from mbridge_fsdp_ckpt.agree.sketches import Block
+from mbridge_fsdp_ckpt.coverage import plans as sketches
+from mbridge_fsdp_ckpt.coverage.plans import Block
+from mbridge_fsdp_ckpt.format.columns import param_group_name
+from mbridge_fsdp_ckpt.format.own_index import RankIndex
+from mbridge_fsdp_ckpt.format.rows import Number
+from mbridge_fsdp_ckpt.format.schema import RankOwn
+from mbridge_fsdp_ckpt.format.values import encode, encode_mapping, hash_of
+from mbridge_fsdp_ckpt.io.checksums import Hasher
+from mbridge_fsdp_ckpt.io.files import Json
+from mbridge_fsdp_ckpt.io.host_bytes import fetched, pieces_of
 from mbridge_fsdp_ckpt.live.fp8.owners import own_states
-from mbridge_fsdp_ckpt.live.holdings import (
+from mbridge_fsdp_ckpt.live.local_shards import (
     Holding,
     KeyFilter,
     OptimizerPart,
@@ -20,26 +28,18 @@ from mbridge_fsdp_ckpt.live.holdings import (
     optimizer_holdings,
     optimizer_parts,
 )
-from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module
 from mbridge_fsdp_ckpt.live.optimizer import loss_scales
 from mbridge_fsdp_ckpt.live.optimizer.adapters import grouped, kept_tensors, may_be_replayed, refuse_global_state
 from mbridge_fsdp_ckpt.live.optimizer.base import Grouped
 from mbridge_fsdp_ckpt.live.planned import Planned, PlannedTensors, plan_with_parts
+from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import find_fsdp_module
 from mbridge_fsdp_ckpt.live.structure import marks_of_job
 from mbridge_fsdp_ckpt.live.topology import sharding_strategy
 from mbridge_fsdp_ckpt.live.watched import Watched
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry, Section
-from mbridge_fsdp_ckpt.plan.pieces import ParameterPlan, Piece
-from mbridge_fsdp_ckpt.saving.outgoing import Elements, Outgoing
+from mbridge_fsdp_ckpt.plan.slices import ParameterPlan, Piece
 from mbridge_fsdp_ckpt.saving.own_state import own_state
-from mbridge_fsdp_ckpt.storage.checksums import Hasher
-from mbridge_fsdp_ckpt.storage.files import Json
-from mbridge_fsdp_ckpt.storage.format.columns import param_group_name
-from mbridge_fsdp_ckpt.storage.format.on_host import fetched, pieces_of
-from mbridge_fsdp_ckpt.storage.format.own_index import RankIndex
-from mbridge_fsdp_ckpt.storage.format.rows import Number
-from mbridge_fsdp_ckpt.storage.format.schema import RankOwn
-from mbridge_fsdp_ckpt.storage.format.values import encode, encode_mapping, hash_of
+from mbridge_fsdp_ckpt.saving.write_plan import Elements, Outgoing
 from mbridge_fsdp_ckpt.versions import require
 
 

@@ -7,22 +7,21 @@ from collections.abc import Buffer, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TypedDict
 
-from mbridge_fsdp_ckpt.agree import sketches
-from mbridge_fsdp_ckpt.agree.agreement import Agreement
+from mbridge_fsdp_ckpt.commit import lease
+from mbridge_fsdp_ckpt.coordination.coordination import Agreement
+from mbridge_fsdp_ckpt.coverage import plans, replicas
+from mbridge_fsdp_ckpt.coverage.replicas import Copy
+from mbridge_fsdp_ckpt.format.names import Files
+from mbridge_fsdp_ckpt.format.payload import PayloadWriter
+from mbridge_fsdp_ckpt.format.rows import Chunk
+from mbridge_fsdp_ckpt.format.write_results import Told, together, write_group_index, write_own_index
+from mbridge_fsdp_ckpt.io.checksums import Hasher, digest
+from mbridge_fsdp_ckpt.io.entries import FileEntry
+from mbridge_fsdp_ckpt.io.progress import Meter, Progress, Unwatched
+from mbridge_fsdp_ckpt.io.store import AnyPath, as_path, is_local, store_of
 from mbridge_fsdp_ckpt.phases import Phases
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
-from mbridge_fsdp_ckpt.saving import replicas
-from mbridge_fsdp_ckpt.saving.outgoing import Elements, Outgoing
-from mbridge_fsdp_ckpt.saving.replicas import Copy
-from mbridge_fsdp_ckpt.storage.checksums import Hasher, digest
-from mbridge_fsdp_ckpt.storage.commit import lease
-from mbridge_fsdp_ckpt.storage.entries import FileEntry
-from mbridge_fsdp_ckpt.storage.format.names import Files
-from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter
-from mbridge_fsdp_ckpt.storage.format.rows import Chunk
-from mbridge_fsdp_ckpt.storage.format.told import Told, together, write_group_index, write_own_index
-from mbridge_fsdp_ckpt.storage.progress import Meter, Progress, Unwatched
-from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path, is_local, store_of
+from mbridge_fsdp_ckpt.saving.write_plan import Elements, Outgoing
 
 _log = logging.getLogger(__name__)
 
@@ -161,7 +160,7 @@ def combine(place: Place, leader: int | None, messages: list[Written]) -> Writte
     told = together(message["told"] for message in messages)
     if leader is not None:
         told = write_group_index(as_path(place["directory"]), files_of(place), leader, told)
-    return {"told": told, "replicas": sketches.added(message["replicas"] for message in messages)}
+    return {"told": told, "replicas": plans.added(message["replicas"] for message in messages)}
 
 
 def take_back(place: Place, agreement: Agreement) -> None:

@@ -15,7 +15,7 @@ set -euo pipefail
 exec python3 -m verl.trainer.main_ppo \
   model_engine=megatron \
   '+ray_kwargs.ray_init.runtime_env.env_vars.CUDA_DEVICE_MAX_CONNECTIONS="32"' \
-  actor_rollout_ref.actor.checkpoint._target_=mbridge_fsdp_ckpt.verl.config.SafeCheckpointConfig \
+  actor_rollout_ref.actor.checkpoint._target_=mbridge_fsdp_ckpt.integrations.verl.config.SafeCheckpointConfig \
   'actor_rollout_ref.actor.checkpoint.save_contents=["model","optimizer","extra"]' \
   actor_rollout_ref.actor.optim.use_checkpoint_opt_param_scheduler=True \
   algorithm.adv_estimator=grpo \

@@ -17,7 +17,7 @@ exec torchrun --nnodes 4 --nproc-per-node 8 --node-rank "$NODE_RANK" \
   --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}" \
   -m verl.trainer.sft_trainer \
   engine=megatron optim=megatron \
-  checkpoint._target_=mbridge_fsdp_ckpt.verl.config.SafeCheckpointConfig \
+  checkpoint._target_=mbridge_fsdp_ckpt.integrations.verl.config.SafeCheckpointConfig \
   'checkpoint.save_contents=["model","optimizer","extra"]' \
   optim.use_checkpoint_opt_param_scheduler=True \
   model.path="$MODEL_PATH" \

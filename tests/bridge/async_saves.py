@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt import Settings
-from mbridge_fsdp_ckpt.hosts import pending
-from mbridge_fsdp_ckpt.saving.beside.trainer import trainer
-from mbridge_fsdp_ckpt.storage.commit import removal
-from mbridge_fsdp_ckpt.testing.ranks import no_process_group
+from mbridge_fsdp_ckpt.commit import removal
+from mbridge_fsdp_ckpt.integrations.common import pending
+from mbridge_fsdp_ckpt.saving.background.async_saves import trainer
+from testing.ranks import no_process_group
 from tests.bridge.training import Run, train
 from tests.patched import patched
 
@@ -89,8 +89,8 @@ def train_where_one_hears_late(run: Run) -> list[list[int]]:
 
         return end
 
-    finalizes = "mbridge_fsdp_ckpt.bridge.manager:SafeCheckpointManager.finalize_async_saves"
-    with patched("mbridge_fsdp_ckpt.saving.beside.handle:Saving._end", late), patched(finalizes, own_loop):
+    finalizes = "mbridge_fsdp_ckpt.integrations.bridge.manager:SafeCheckpointManager.finalize_async_saves"
+    with patched("mbridge_fsdp_ckpt.saving.background.handle:Saving._end", late), patched(finalizes, own_loop):
         train(run, heard.callbacks)
     return heard.steps
 
@@ -168,5 +168,5 @@ def _held(event: threading.Event) -> Iterator[None]:
 
         return write
 
-    with patched("mbridge_fsdp_ckpt.bridge.run_files:_write_run_files", slow):
+    with patched("mbridge_fsdp_ckpt.integrations.bridge.run_files:_write_run_files", slow):
         yield

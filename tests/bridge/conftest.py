@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from mbridge_fsdp_ckpt.testing.modules import BRIDGE_MODULES
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
-from mbridge_fsdp_ckpt.testing.templates import Templates
+from testing.modules import BRIDGE_MODULES
+from testing.ranks import RankPool
+from testing.templates import Templates
 from tests.patience import patient_ranks
 
 

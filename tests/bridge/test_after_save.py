@@ -17,8 +17,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mbridge_fsdp_ckpt.storage.commit import removal
-from mbridge_fsdp_ckpt.testing.ranks import RankFailed, RankPool, no_process_group
+from mbridge_fsdp_ckpt.commit import removal
+from testing.ranks import RankFailed, RankPool, no_process_group
 from tests.bridge.training import Run, configuration, train
 from tests.patched import patched
 
@@ -87,7 +87,7 @@ def look_and_write_later(directory: Path) -> tuple[bytes, bytes]:
 
     The call may make neither dictionaries nor text: training waits there.
     """
-    from mbridge_fsdp_ckpt.bridge.run_files import run_files
+    from mbridge_fsdp_ckpt.integrations.bridge.run_files import run_files
 
     yaml: Any = import_module("yaml")
     config = configuration(Run(str(directory)))
@@ -132,7 +132,7 @@ def test_a_tracker_that_cannot_be_written_is_the_same_error_on_all_ranks(
 ) -> None:
     run = Run(str(tmp_path), iterations=4)
     with pytest.raises(RankFailed) as caught:
-        bridge_ranks.run(train_where, run, "storage.commit.trackers:replace_file", ranks=2)
+        bridge_ranks.run(train_where, run, "commit.trackers:replace_file", ranks=2)
     assert sorted(caught.value.tracebacks) == [0, 1]
     for text in caught.value.tracebacks.values():
         assert "StorageError: [rank 0 on " in text
@@ -143,7 +143,7 @@ def test_a_tracker_that_cannot_be_written_is_the_same_error_on_all_ranks(
 
 def test_an_old_checkpoint_that_cannot_be_removed_ends_no_run(bridge_ranks: RankPool, tmp_path: Path) -> None:
     run = Run(str(tmp_path), iterations=3, save_every=1, config={"checkpoint.most_recent_k": 1})
-    trained = bridge_ranks.run(train_where, run, "storage.commit.methods:remove", ranks=2)
+    trained = bridge_ranks.run(train_where, run, "commit.methods:remove", ranks=2)
     assert trained == [[1, 2, 3]] * 2
     assert len(list(tmp_path.glob("iter_*"))) == 3
     bridge_ranks.run(train, run.on(iterations=4), ranks=2)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from mbridge_fsdp_ckpt import Settings
-from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
-from mbridge_fsdp_ckpt.testing.ranks import RankFailed, RankPool
+from mbridge_fsdp_ckpt.opening import open_checkpoint
+from testing.ranks import RankFailed, RankPool
 from tests.bridge import async_saves
 from tests.bridge.training import Run, train
 from tests.core import oracle

@@ -17,7 +17,7 @@ import pytest
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.errors import CheckpointError
 from mbridge_fsdp_ckpt.settings import Settings
-from mbridge_fsdp_ckpt.testing.ranks import RankPool, no_process_group
+from testing.ranks import RankPool, no_process_group
 from tests.bridge.training import Run, configuration, train
 from tests.patched import patched
 from tests.trackers import CASES, STATE, TRACKER
@@ -25,7 +25,7 @@ from tests.unit import handmade
 
 pytestmark = pytest.mark.bridge
 ITERATIONS = ("iter_0000010", "iter_0000020", "release")
-DIFFERENCES = "mbridge_fsdp_ckpt.bridge.differences"
+DIFFERENCES = "mbridge_fsdp_ckpt.integrations.bridge.differences"
 RECOVERY = {
     "checkpoint.non_persistent_ckpt_type": "global",
     "checkpoint.non_persistent_save_interval": 1,
@@ -39,8 +39,8 @@ def meant(roots: list[str]) -> dict[str, list[str]]:
     from megatron.bridge.training import model_load_save
     from megatron.bridge.training.config import CheckpointConfig
 
-    from mbridge_fsdp_ckpt.bridge.locate import locate
-    from mbridge_fsdp_ckpt.megatron_lm.checkpointing import _locate
+    from mbridge_fsdp_ckpt.integrations.bridge.locate import locate
+    from mbridge_fsdp_ckpt.integrations.megatron_lm.checkpointing import _locate
 
     def by_bridge(root: str) -> Any:
         found = locate(root, CheckpointConfig(load=root), None)
@@ -103,8 +103,8 @@ def located(place: str, manifest_alone: str) -> dict[str, Any]:
     from megatron.bridge.training.config import CheckpointConfig
     from megatron.bridge.training.utils.checkpoint_utils import checkpoint_exists
 
-    from mbridge_fsdp_ckpt.bridge.locate import locate
-    from mbridge_fsdp_ckpt.megatron_lm.checkpointing import _locate
+    from mbridge_fsdp_ckpt.integrations.bridge.locate import locate
+    from mbridge_fsdp_ckpt.integrations.megatron_lm.checkpointing import _locate
 
     def found(load: str | None, pretrained: str | None = None, **changes: Any) -> Any:
         config = CheckpointConfig(load=load, save=f"{place}/out", non_persistent_ckpt_type="global", **changes)
@@ -161,7 +161,7 @@ def test_a_run_resumes_from_the_recovery_checkpoint_beside_its_saves(bridge_rank
 @no_process_group
 def train_without_progress(run: Run) -> dict[str, Any]:
     """Save as a converter does: no training loop says how far it was."""
-    from mbridge_fsdp_ckpt.bridge import manager
+    from mbridge_fsdp_ckpt.integrations.bridge import manager
 
     with patch.object(manager, "_values", lambda *_: {}):
         return train(run)
@@ -288,7 +288,7 @@ def refusals_of_one_file(run: Run, load: str) -> list[str]:
     here = _seen_here(run, [load, load])
     with (
         patched(f"{DIFFERENCES}:starts_with_fresh_optimizer", lambda _: lambda: True),
-        patched("mbridge_fsdp_ckpt.bridge.run_config:read_bounded", failing),
+        patched("mbridge_fsdp_ckpt.integrations.bridge.run_config:read_bounded", failing),
     ):
         found = [refusal(here, own_loop=True)]
     with patched(f"{DIFFERENCES}:is_hugging_face", failing):
@@ -307,7 +307,7 @@ def _seen_here(run: Run, loads: list[str]) -> Run:
 
 
 def _refusal_of_megatron_lm(load: str, **more: Any) -> str:
-    from mbridge_fsdp_ckpt.megatron_lm import checkpointing
+    from mbridge_fsdp_ckpt.integrations.megatron_lm import checkpointing
 
     args = Namespace(load=load, pretrained_checkpoint=None, ckpt_step=None, exit_on_missing_checkpoint=False)
     with patch.object(checkpointing, "get_args", lambda: args):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from testing.ranks import RankPool
 from tests.applied import Applied
 from tests.bridge.training import Run, train
 from tests.run_directories import as_it_was

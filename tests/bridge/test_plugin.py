@@ -12,7 +12,7 @@ import pytest
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt import versions
 from mbridge_fsdp_ckpt.errors import CheckpointError, UnsupportedVersionError
-from mbridge_fsdp_ckpt.testing.ranks import RankPool, no_process_group
+from testing.ranks import RankPool, no_process_group
 from tests import options
 from tests.bridge.training import Run, configuration, train
 from tests.core import cases
@@ -77,7 +77,7 @@ def instantiated_by_bridge(directory: str) -> dict[str, str]:
     """What Bridge makes of targets below this package that a checkpoint's run configuration names."""
     from megatron.bridge.training.model_load_save import load_model_config
 
-    from mbridge_fsdp_ckpt.bridge.options import MANAGER
+    from mbridge_fsdp_ckpt.integrations.bridge.options import MANAGER
 
     mbridge_fsdp_ckpt.unregister()
     mbridge_fsdp_ckpt.register()
@@ -101,18 +101,18 @@ def instantiated_by_bridge(directory: str) -> dict[str, str]:
 
 
 BELOW_THIS_PACKAGE = (
-    "mbridge_fsdp_ckpt.cli.run.execute",
+    "mbridge_fsdp_ckpt.tools.command.run.execute",
     "mbridge_fsdp_ckpt.unregister",
-    "mbridge_fsdp_ckpt.bridge.manager.torch.os.getcwd",
-    "mbridge_fsdp_ckpt.bridge.manager.SafeCheckpointManagerEvil",
-    "mbridge_fsdp_ckpt.bridge.manager.SafeCheckpointManager.save",
-    "mbridge_fsdp_ckpt.bridge.manager.SafeCheckpointManager.mro",
+    "mbridge_fsdp_ckpt.integrations.bridge.manager.torch.os.getcwd",
+    "mbridge_fsdp_ckpt.integrations.bridge.manager.SafeCheckpointManagerEvil",
+    "mbridge_fsdp_ckpt.integrations.bridge.manager.SafeCheckpointManager.save",
+    "mbridge_fsdp_ckpt.integrations.bridge.manager.SafeCheckpointManager.mro",
 )
 
 
 def test_a_run_configuration_may_name_the_manager_and_no_more(bridge_ranks: RankPool, tmp_path: Path) -> None:
     (found,) = bridge_ranks.run(instantiated_by_bridge, str(tmp_path), ranks=1)
-    assert found.pop("mbridge_fsdp_ckpt.bridge.manager.SafeCheckpointManager") == "SafeCheckpointManager"
+    assert found.pop("mbridge_fsdp_ckpt.integrations.bridge.manager.SafeCheckpointManager") == "SafeCheckpointManager"
     assert found == dict.fromkeys(BELOW_THIS_PACKAGE, "InstantiationException")
 
 
@@ -120,7 +120,7 @@ def test_a_run_configuration_may_name_the_manager_and_no_more(bridge_ranks: Rank
 def allowed_after_unregister() -> bool:
     from megatron.bridge.utils.instantiate_utils import target_allowlist
 
-    from mbridge_fsdp_ckpt.bridge.options import MANAGER
+    from mbridge_fsdp_ckpt.integrations.bridge.options import MANAGER
 
     mbridge_fsdp_ckpt.register()
     mbridge_fsdp_ckpt.unregister()

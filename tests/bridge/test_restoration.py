@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from mbridge_fsdp_ckpt.errors import ManifestError
-from mbridge_fsdp_ckpt.testing.ranks import RankFailed, RankPool
+from testing.ranks import RankFailed, RankPool
 from tests.bridge.training import Run, train
 
 pytestmark = pytest.mark.bridge
@@ -114,7 +114,7 @@ SEED = 99  # of the run
 
 
 def generators_at(place: Place, saved: list[Any]) -> Any:
-    from mbridge_fsdp_ckpt.hosts.restoration import generators
+    from mbridge_fsdp_ckpt.integrations.common.restoration import generators
 
     record = SimpleNamespace(values={"rng_state": {"(0, 0)": saved}})
     alone = SimpleNamespace(rank=lambda: 0, size=lambda: 1)

@@ -12,7 +12,7 @@ import torch
 
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.errors import ConfigurationError
-from mbridge_fsdp_ckpt.testing.ranks import RankPool, no_process_group
+from testing.ranks import RankPool, no_process_group
 from tests.bridge.training import Run, train
 from tests.run_directories import as_it_was
 
@@ -38,7 +38,7 @@ def test_a_stock_run_goes_on_by_takeover_and_then_again_by_stock(bridge_ranks: R
 @no_process_group
 def resumed(run: Run) -> dict[str, Any]:
     """What a run loads, and whether the load puts generators back."""
-    from mbridge_fsdp_ckpt.hosts.restoration import generators
+    from mbridge_fsdp_ckpt.integrations.common.restoration import generators
 
     put_back = []
 
@@ -53,7 +53,7 @@ def resumed(run: Run) -> dict[str, Any]:
 
         return restore
 
-    with patch("mbridge_fsdp_ckpt.bridge.restoration.generators", watched):
+    with patch("mbridge_fsdp_ckpt.integrations.bridge.restoration.generators", watched):
         found = train(run)
     return {"loaded": found["loaded"], "losses": list(found["losses"]), "put back": put_back}
 
@@ -76,7 +76,7 @@ def test_an_iteration_directory_is_loaded_as_it_is_and_random_states_fit_their_l
 
 @no_process_group
 def who_is_ours(environment: dict[str, str], chosen: bool | None) -> dict[str, Any]:
-    from mbridge_fsdp_ckpt.bridge.choice import is_ours
+    from mbridge_fsdp_ckpt.integrations.bridge.choice import is_ours
 
     mbridge_fsdp_ckpt.unregister()
     formats = ("fsdp_dtensor", "fsdp_dtensor_safe", "torch_dist")

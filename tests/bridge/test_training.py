@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from mbridge_fsdp_ckpt.testing.outcomes import RankFailed
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from testing.outcomes import RankFailed
+from testing.ranks import RankPool
 from tests.bridge.training import Run, train
 from tests.core import oracle
 from tests.run_directories import as_it_was

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 
 import mbridge_fsdp_ckpt
-from mbridge_fsdp_ckpt.testing.collectives import count_collectives
-from mbridge_fsdp_ckpt.testing.kernels import CpuNorm, replace_cuda_only_kernels
-from mbridge_fsdp_ckpt.testing.models import Recipe, Trainable, torch_adam
-from mbridge_fsdp_ckpt.testing.ranks import no_process_group
+from testing.collectives import count_collectives
+from testing.kernels import CpuNorm, replace_cuda_only_kernels
+from testing.models import Recipe, Trainable, torch_adam
+from testing.ranks import no_process_group
 from tests.applied import applied_numbers
 from tests.core import oracle
 from tests.mock_data import fewer_documents

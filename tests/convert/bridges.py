@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 
 import mbridge_fsdp_ckpt
-from mbridge_fsdp_ckpt.testing.modules import BRIDGE_MODULES, installed
-from mbridge_fsdp_ckpt.testing.ranks import RankFailed, RankPool
+from testing.modules import BRIDGE_MODULES, installed
+from testing.ranks import RankFailed, RankPool
 from tests.convert import hugging_face_runs as runs
 from tests.families.reference import Layout
 from tests.models import hugging_face, imported
@@ -106,7 +106,7 @@ def _empty(source: str, folder: str) -> None:
 
 def through_a_checkpoint(folder: str, experts: bool) -> str:
     """On every rank: import and export, as on a machine without CUDA; where the model lies."""
-    from mbridge_fsdp_ckpt.convert.hugging_face import Files, Sizes, Source, export_model, import_model
+    from mbridge_fsdp_ckpt.tools.convert.hugging_face import Files, Sizes, Source, export_model, import_model
 
     sizes = Sizes(tensor=RANKS, expert=RANKS if experts else 1)
     checkpoint, exported = Path(folder, "checkpoint"), f"{folder}/exported"

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 import mbridge_fsdp_ckpt
-from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME
-from mbridge_fsdp_ckpt.testing.ranks import no_process_group
+from mbridge_fsdp_ckpt.format.names import FORMAT_NAME
+from testing.ranks import no_process_group
 from tests.models import hugging_face
 from tests.models.imported import gloo_gathers_uneven, is_supported, let_mamba_be_built
 from tests.models.tiny import VOCABULARY
@@ -80,7 +80,7 @@ def exported_by_a_job_of_its_own(source: str, checkpoint: str, folder: str, name
 
 def script(verb: str, source: str, checkpoint: str, *arguments: str, named: str = FORMAT_NAME) -> None:
     """Run the script under `mbridge_fsdp_ckpt run`, in this process; a takeover ends with it."""
-    from mbridge_fsdp_ckpt.cli.run import run
+    from mbridge_fsdp_ckpt.tools.command.run import run
 
     with begun_anew(), gloo_gathers_uneven():
         line = ["--hf-model", source, "--megatron-path", checkpoint, "--ckpt-format", named, *arguments]
@@ -94,7 +94,7 @@ def command(verb: str, source: str, checkpoint: str, *arguments: str) -> None:
     """Run `mbridge_fsdp_ckpt convert`, in this process."""
     from typer.main import get_command
 
-    from mbridge_fsdp_ckpt.cli import convert
+    from mbridge_fsdp_ckpt.tools.command import convert
 
     line = [verb, "--hf-model", source, "--megatron-path", checkpoint, *arguments]
     with begun_anew():
@@ -138,7 +138,7 @@ def begun_anew() -> Iterator[None]:
 @contextmanager
 def without_cuda() -> Iterator[None]:
     """The machine as it is: nothing stands in for CUDA."""
-    from mbridge_fsdp_ckpt.testing import cpu_cuda
+    from testing import cpu_cuda
 
     cpu_cuda.install().uninstall()
     assert not torch.cuda.is_available()

@@ -106,9 +106,9 @@ def of_family(name: str, folder: str, share: int, seed: str) -> list[tuple[str, 
     """On one rank: the kind, the tensor and the end of each case that is drawn, one in `share`."""
     from safetensors.torch import load_file, save_file
 
-    from mbridge_fsdp_ckpt.bridge.plugin import register
-    from mbridge_fsdp_ckpt.bridge.process_group import job
-    from mbridge_fsdp_ckpt.convert import accounting, hugging_face
+    from mbridge_fsdp_ckpt.integrations.bridge.plugin import register
+    from mbridge_fsdp_ckpt.integrations.bridge.process_group import job
+    from mbridge_fsdp_ckpt.tools.convert import accounting, hugging_face
 
     if not runs.write_model(name, folder):
         return []

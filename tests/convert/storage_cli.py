@@ -9,8 +9,8 @@ from typing import Any
 import typer
 from typer.testing import CliRunner, Result
 
-from mbridge_fsdp_ckpt.cli import console as frame
-from mbridge_fsdp_ckpt.cli import convert_on_disk
+from mbridge_fsdp_ckpt.tools.command import console as frame
+from mbridge_fsdp_ckpt.tools.command import convert_on_disk
 
 app = typer.Typer(cls=frame._Group)
 for _name, _function in (

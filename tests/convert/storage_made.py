@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch.distributed import checkpoint as dcp
 
+from mbridge_fsdp_ckpt.format.names import FORMAT_NAME
+from mbridge_fsdp_ckpt.format.payload import PayloadWriter
+from mbridge_fsdp_ckpt.format.schema import VERSION, IndexEntry, Manifest
+from mbridge_fsdp_ckpt.io.files import file_checksum
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
-from mbridge_fsdp_ckpt.storage.files import file_checksum
-from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME
-from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter
-from mbridge_fsdp_ckpt.storage.format.schema import VERSION, IndexEntry, Manifest
 from tests.unit import handmade, index_bytes
 
 Choose = Callable[[int], int]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from testing.ranks import RankPool
 from tests.bridge.training import Run, train
 from tests.core import oracle
 

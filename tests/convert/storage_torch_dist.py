@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from mbridge_fsdp_ckpt.bridge.process_group import job
-from mbridge_fsdp_ckpt.convert import hugging_face
-from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
-from mbridge_fsdp_ckpt.testing.ranks import no_process_group
+from mbridge_fsdp_ckpt.integrations.bridge.process_group import job
+from mbridge_fsdp_ckpt.tools.convert import hugging_face
+from testing.kernels import replace_cuda_only_kernels
+from testing.ranks import no_process_group
 from tests.bridge.training import Run, _qwen35_shaped, configuration
 from tests.convert.hugging_face_runs import begun_anew, without_cuda, write_model
 from tests.convert.storage_cli import data

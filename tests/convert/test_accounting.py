@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from testing.ranks import RankPool
 from tests.convert import hugging_face_runs as runs
 from tests.models.test_real_models import not_in_bridge
 
@@ -66,8 +66,8 @@ def said(*line: str) -> tuple[int, str, str]:
     """`convert`, as on a machine without CUDA: exit code, what it said in the end, and its error."""
     from typer.testing import CliRunner
 
-    from mbridge_fsdp_ckpt.cli import convert  # noqa: F401
-    from mbridge_fsdp_ckpt.cli.console import app
+    from mbridge_fsdp_ckpt.tools.command import convert  # noqa: F401
+    from mbridge_fsdp_ckpt.tools.command.console import app
 
     with runs.begun_anew(), runs.without_cuda():
         done = CliRunner().invoke(app, ["convert", *line], env={"COLUMNS": "80"})

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 
 import mbridge_fsdp_ckpt
-from mbridge_fsdp_ckpt.testing.ranks import RankPool, no_process_group
+from testing.ranks import RankPool, no_process_group
 
 pytestmark = pytest.mark.bridge
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from testing.ranks import RankPool
 from tests.convert import hugging_face_runs as runs
 from tests.models import hugging_face
 from tests.models.test_real_models import not_in_bridge

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from mbridge_fsdp_ckpt.cli import convert
-from mbridge_fsdp_ckpt.cli import verify as _verify  # noqa: F401
-from mbridge_fsdp_ckpt.cli.console import app
 from mbridge_fsdp_ckpt.errors import ConfigurationError
-from mbridge_fsdp_ckpt.storage.format.names import MANIFEST_NAME
-from mbridge_fsdp_ckpt.testing.process import rank_environment
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from mbridge_fsdp_ckpt.format.names import MANIFEST_NAME
+from mbridge_fsdp_ckpt.tools.command import convert
+from mbridge_fsdp_ckpt.tools.command import verify as _verify  # noqa: F401
+from mbridge_fsdp_ckpt.tools.command.console import app
+from testing.process import rank_environment
+from testing.ranks import RankPool
 from tests.convert import hugging_face_runs as runs
 from tests.soak import sampling
 

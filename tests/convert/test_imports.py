@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from testing.ranks import RankPool
 from tests.convert import imports
 from tests.models import hugging_face
 from tests.soak import sampling

@@ -17,15 +17,15 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mbridge_fsdp_ckpt.care.audit import Audit
-from mbridge_fsdp_ckpt.convert import rewrite
-from mbridge_fsdp_ckpt.convert.shares import even_shares
+from mbridge_fsdp_ckpt.format.names import rank_of_payload
+from mbridge_fsdp_ckpt.format.payload import PayloadWriter
+from mbridge_fsdp_ckpt.format.reader import SafeSource
 from mbridge_fsdp_ckpt.plan.boxes import Box, whole
 from mbridge_fsdp_ckpt.plan.tiling import tiling_defect
-from mbridge_fsdp_ckpt.storage.format.names import rank_of_payload
-from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter
-from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from mbridge_fsdp_ckpt.tools.audit import Audit
+from mbridge_fsdp_ckpt.tools.convert import rewrite
+from mbridge_fsdp_ckpt.tools.convert.shares import even_shares
+from testing.ranks import RankPool
 from tests.bridge.training import train
 from tests.convert import storage_made as made
 from tests.convert.storage_cli import call, data, left, refusal
@@ -328,7 +328,7 @@ def test_an_interruption_leaves_nothing(root: Path, monkeypatch: pytest.MonkeyPa
 
 DIES = """
 import os, signal, sys
-from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter
+from mbridge_fsdp_ckpt.format.payload import PayloadWriter
 from tests.convert.storage_cli import app
 PayloadWriter.close = lambda self: os.kill(os.getpid(), signal.SIGKILL)
 app(sys.argv[1:])

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from mbridge_fsdp_ckpt.cli import run as _run  # noqa: F401 - the subcommand
-from mbridge_fsdp_ckpt.cli.console import app
+from mbridge_fsdp_ckpt.tools.command import run as _run  # noqa: F401 - the subcommand
+from mbridge_fsdp_ckpt.tools.command.console import app
 
 SCRIPT = """
 import argparse, sys
@@ -42,7 +42,7 @@ args = parser.parse_args()
 from megatron.bridge.training import checkpointing
 from megatron.bridge.training.config import CheckpointConfig
 assert CheckpointConfig(ckpt_format=args.ckpt_format)
-from mbridge_fsdp_ckpt.bridge.choice import is_ours
+from mbridge_fsdp_ckpt.integrations.bridge.choice import is_ours
 routed = hasattr(checkpointing.save_checkpoint, "__wrapped__") and is_ours(args.ckpt_format)
 os.write(1, f"RANK {os.environ['RANK']} {args.ckpt_format} {routed}\\n".encode())  # in one piece
 if os.environ["RANK"] == "0":
@@ -73,7 +73,7 @@ def ours(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 def executed(*command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Without the command's frame, which takes seconds to be imported."""
-    begin = "import sys; from mbridge_fsdp_ckpt.cli.run import execute; _, *command = sys.argv; "
+    begin = "import sys; from mbridge_fsdp_ckpt.tools.command.run import execute; _, *command = sys.argv; "
     call = (
         "execute(command[1], command[2:], is_module=True)" if command[0] == "-m" else "execute(command[0], command[1:])"
     )

@@ -15,10 +15,10 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from mbridge_fsdp_ckpt.bridge.run_config import RunConfig
-from mbridge_fsdp_ckpt.convert import to_stock
-from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from mbridge_fsdp_ckpt.format.reader import SafeSource
+from mbridge_fsdp_ckpt.integrations.bridge.run_config import RunConfig
+from mbridge_fsdp_ckpt.tools.convert import to_stock
+from testing.ranks import RankPool
 from tests.bridge.training import train
 from tests.convert import storage_made as made
 from tests.convert.storage_cli import call, data, left, refusal
@@ -381,6 +381,6 @@ def test_an_interruption_leaves_nothing(direction: str, tmp_path: Path, monkeypa
     if direction == "to-stock":
         monkeypatch.setattr(to_stock, "_flush", interrupt)
     else:
-        monkeypatch.setattr("mbridge_fsdp_ckpt.storage.format.payload.PayloadWriter.add_pieces", interrupt)
+        monkeypatch.setattr("mbridge_fsdp_ckpt.format.payload.PayloadWriter.add_pieces", interrupt)
     assert call(direction, old, tmp_path / "new" / "iter_0000010").exit_code == 130
     assert left(tmp_path) == ["old"]

@@ -19,16 +19,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mbridge_fsdp_ckpt.convert.torch_dist.links import Link, Part, block_of, links
-from mbridge_fsdp_ckpt.convert.torch_dist.reader import LinkedChunks
+from mbridge_fsdp_ckpt.dcp import unpickler
+from mbridge_fsdp_ckpt.dcp.reader import DcpSource
 from mbridge_fsdp_ckpt.errors import UnsupportedStateError
+from mbridge_fsdp_ckpt.format.reader import SafeSource
 from mbridge_fsdp_ckpt.plan.boxes import Box, whole
 from mbridge_fsdp_ckpt.plan.tiling import tiling_defect
-from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
-from mbridge_fsdp_ckpt.storage.stock import unpickler
-from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
-from mbridge_fsdp_ckpt.testing.outcomes import RankFailed
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from mbridge_fsdp_ckpt.tools.convert.torch_dist.links import Link, Part, block_of, links
+from mbridge_fsdp_ckpt.tools.convert.torch_dist.reader import LinkedChunks
+from testing.outcomes import RankFailed
+from testing.ranks import RankPool
 from tests.bridge import training
 from tests.bridge.training import Run
 from tests.convert import storage_made as made

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from mbridge_fsdp_ckpt.bridge.without_gpu import as_if_there_was_one, current_device_is_cpu
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from mbridge_fsdp_ckpt.integrations.bridge.without_gpu import as_if_there_was_one, current_device_is_cpu
+from testing.ranks import RankPool
 from tests.convert import hugging_face_runs as runs
 from tests.models import hugging_face
 from tests.upstream import is_before

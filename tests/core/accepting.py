@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.errors import CheckpointError
-from mbridge_fsdp_ckpt.storage.ranges import OpenFiles
-from mbridge_fsdp_ckpt.testing.models import Recipe
+from mbridge_fsdp_ckpt.io.ranges import OpenFiles
+from testing.models import Recipe
 from tests.core import cases, failures, oracle
 
 RECIPE = Recipe(layers=1)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import mbridge_fsdp_ckpt
-from mbridge_fsdp_ckpt.testing.models import Trainable
+from testing.models import Trainable
 from tests.core import cases, failures, oracle
 
 Buffers = Callable[[float], dict[str, torch.Tensor]]

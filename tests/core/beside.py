@@ -15,9 +15,9 @@ import torch.distributed as dist
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt import Settings
 from mbridge_fsdp_ckpt.errors import CheckpointError
-from mbridge_fsdp_ckpt.saving.beside.trainer import trainer
-from mbridge_fsdp_ckpt.testing import fresh_memory
-from mbridge_fsdp_ckpt.testing.models import Recipe
+from mbridge_fsdp_ckpt.saving.background.async_saves import trainer
+from testing import fresh_memory
+from testing.models import Recipe
 from tests.core import cases, oracle
 from tests.soak.kill import iteration
 

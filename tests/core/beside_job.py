@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from mbridge_fsdp_ckpt.testing import cpu_cuda
+from testing import cpu_cuda
 
 
 def main(root: Path, how: str) -> None:

@@ -9,7 +9,7 @@ import torch
 
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.errors import CheckpointError
-from mbridge_fsdp_ckpt.testing.models import Trainable
+from testing.models import Trainable
 from tests.core import cases, failures
 
 Views = dict[str, Callable[[torch.Tensor], torch.Tensor]]

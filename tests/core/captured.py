@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from mbridge_fsdp_ckpt.hosts.restoration import schedule
+from mbridge_fsdp_ckpt.format.values import decode, encode
+from mbridge_fsdp_ckpt.integrations.common.restoration import schedule
 from mbridge_fsdp_ckpt.live.optimizer.adapters import adapter_for
 from mbridge_fsdp_ckpt.live.optimizer.base import STEP
-from mbridge_fsdp_ckpt.storage.format.values import decode, encode
-from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
-from mbridge_fsdp_ckpt.testing.ranks import no_process_group
+from testing.kernels import replace_cuda_only_kernels
+from testing.ranks import no_process_group
 
 
 def torch_adam(lr: Any, steps: int) -> Any:

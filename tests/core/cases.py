@@ -12,16 +12,16 @@ from unittest.mock import patch
 import torch
 
 import mbridge_fsdp_ckpt
-from mbridge_fsdp_ckpt.hosts import corrections
-from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module, local_shard
+from mbridge_fsdp_ckpt.format.columns import PREAMBLE
+from mbridge_fsdp_ckpt.io.ranges import Bytes, OpenFiles
+from mbridge_fsdp_ckpt.io.shared import PREFIX
+from mbridge_fsdp_ckpt.io.store import AnyPath
+from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import find_fsdp_module, local_shard
 from mbridge_fsdp_ckpt.plan import records
-from mbridge_fsdp_ckpt.storage.format.columns import PREAMBLE
-from mbridge_fsdp_ckpt.storage.ranges import Bytes, OpenFiles
-from mbridge_fsdp_ckpt.storage.shared import PREFIX
-from mbridge_fsdp_ckpt.storage.store import AnyPath
-from mbridge_fsdp_ckpt.testing.collectives import count_collectives
-from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
-from mbridge_fsdp_ckpt.testing.models import Recipe, Trainable, build
+from mbridge_fsdp_ckpt.upstream_fixes import corrections
+from testing.collectives import count_collectives
+from testing.kernels import replace_cuda_only_kernels
+from testing.models import Recipe, Trainable, build
 from tests.core import oracle
 
 

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from mbridge_fsdp_ckpt.agree.agreement import Agreement, next_agreement
+from mbridge_fsdp_ckpt.coordination.coordination import Agreement, next_agreement
 from mbridge_fsdp_ckpt.errors import RankMissingError
 from mbridge_fsdp_ckpt.loading.exchange import _Circle
 

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 import mbridge_fsdp_ckpt
-from mbridge_fsdp_ckpt.agree import meeting
+from mbridge_fsdp_ckpt.coordination import meeting
 from mbridge_fsdp_ckpt.errors import CheckpointError
-from mbridge_fsdp_ckpt.live.megatron_fsdp import local_shard
-from mbridge_fsdp_ckpt.testing.models import Recipe
+from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import local_shard
+from testing.models import Recipe
 from tests.core import cases, oracle
 from tests.patched import patched
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from mbridge_fsdp_ckpt.testing import cpu_cuda
-from mbridge_fsdp_ckpt.testing.models import Recipe
+from testing import cpu_cuda
+from testing.models import Recipe
 
 _PAUSE_S = 0.3  # a step: the saves of hundreds would prove the same
 
@@ -29,8 +29,8 @@ def main(root: Path, node: str) -> None:
     cpu_cuda.install()
     dist.init_process_group("gloo")
     import mbridge_fsdp_ckpt
-    from mbridge_fsdp_ckpt.hosts.root import find_checkpoint
-    from mbridge_fsdp_ckpt.storage.format.names import TRACKER
+    from mbridge_fsdp_ckpt.format.names import TRACKER
+    from mbridge_fsdp_ckpt.integrations.common.root import find_checkpoint
     from tests.core import cases
     from tests.soak.kill import save
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 import mbridge_fsdp_ckpt
-from mbridge_fsdp_ckpt.testing import cpu_cuda
-from mbridge_fsdp_ckpt.testing.models import Recipe
+from testing import cpu_cuda
+from testing.models import Recipe
 
 
 def main(root: Path, error: str) -> None:

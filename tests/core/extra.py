@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import mbridge_fsdp_ckpt
-from mbridge_fsdp_ckpt.testing.models import Recipe, Trainable
+from testing.models import Recipe, Trainable
 from tests.core import cases, failures, wrapped
 
 RECIPE = Recipe(layers=1, experts=4)

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.errors import CheckpointError
-from mbridge_fsdp_ckpt.live.megatron_fsdp import local_shard
-from mbridge_fsdp_ckpt.testing.models import Recipe, Trainable
+from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import local_shard
+from testing.models import Recipe, Trainable
 from tests.core import cases, oracle
 
 SMALL = Recipe(layers=1)
@@ -113,7 +113,7 @@ def save_where_rank_1_cannot_write(directory: str) -> dict[str, Any]:
     """Rank 1's disk is full."""
     from unittest.mock import patch
 
-    from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter
+    from mbridge_fsdp_ckpt.format.payload import PayloadWriter
 
     def full(*_: Any) -> Any:
         raise OSError(28, "No space left on device")

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.errors import CheckpointError
-from mbridge_fsdp_ckpt.saving.beside.trainer import trainer
+from mbridge_fsdp_ckpt.saving.background.async_saves import trainer
 from tests.core.beside import PATIENT, Run
 
 

@@ -9,9 +9,9 @@ import torch
 
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.errors import CheckpointError
-from mbridge_fsdp_ckpt.live.megatron_fsdp import local_shard
-from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
-from mbridge_fsdp_ckpt.testing.models import under_fsdp
+from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import local_shard
+from testing.kernels import replace_cuda_only_kernels
+from testing.models import under_fsdp
 
 
 class Adapted(torch.nn.Module):

@@ -11,10 +11,10 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 import mbridge_fsdp_ckpt
-from mbridge_fsdp_ckpt.agree import incarnation, meeting, signs
+from mbridge_fsdp_ckpt.coordination import heartbeat, incarnation, meeting
 from mbridge_fsdp_ckpt.errors import CheckpointError
-from mbridge_fsdp_ckpt.testing.models import Recipe
-from mbridge_fsdp_ckpt.testing.ranks import no_process_group
+from testing.models import Recipe
+from testing.ranks import no_process_group
 from tests.core import cases
 
 RECIPE = Recipe(layers=1)
@@ -63,7 +63,7 @@ def _next_save(directory: str, trainable: Any) -> str:
         while True:
             store.add("is anybody there", 0)
             time.sleep(0.05)
-    except signs.STORE_ERRORS as gone:
+    except heartbeat.STORE_ERRORS as gone:
         print(f"rank 0 has gone: {gone}")
     try:
         mbridge_fsdp_ckpt.save(directory, model=trainable.model, optimizer=trainable.optimizer)

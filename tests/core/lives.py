@@ -25,14 +25,14 @@ import torch
 import torch.distributed as dist
 
 import mbridge_fsdp_ckpt
-from mbridge_fsdp_ckpt.agree.incarnation import base_of, default_store
+from mbridge_fsdp_ckpt.coordination.incarnation import base_of, default_store
 from mbridge_fsdp_ckpt.errors import CheckpointError
-from mbridge_fsdp_ckpt.saving.beside.channel import Channel
-from mbridge_fsdp_ckpt.saving.beside.filling import Filling
-from mbridge_fsdp_ckpt.saving.beside.handle import Saving
-from mbridge_fsdp_ckpt.saving.beside.trainer import Trainer, trainer
-from mbridge_fsdp_ckpt.storage.format.names import STAGING
-from mbridge_fsdp_ckpt.storage.format.names import beside as hidden
+from mbridge_fsdp_ckpt.format.names import STAGING
+from mbridge_fsdp_ckpt.format.names import beside as hidden
+from mbridge_fsdp_ckpt.saving.background.async_saves import Trainer, trainer
+from mbridge_fsdp_ckpt.saving.background.channel import Channel
+from mbridge_fsdp_ckpt.saving.background.filling import Filling
+from mbridge_fsdp_ckpt.saving.background.handle import Saving
 from tests.core.beside import LIMIT_S, QUICK, Run
 from tests.soak.kill import iteration
 

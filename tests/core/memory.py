@@ -11,13 +11,13 @@ from torch.utils._pytree import tree_leaves
 
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.errors import UnsupportedStateError
-from mbridge_fsdp_ckpt.live.megatron_fsdp import local_shard
 from mbridge_fsdp_ckpt.live.optimizer.adapters import adapters_for
 from mbridge_fsdp_ckpt.live.optimizer.base import SlotSpec
 from mbridge_fsdp_ckpt.live.optimizer.fused_adam import FusedAdamAdapter
-from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
-from mbridge_fsdp_ckpt.testing.models import Recipe
-from mbridge_fsdp_ckpt.testing.ranks import no_process_group
+from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import local_shard
+from testing.kernels import replace_cuda_only_kernels
+from testing.models import Recipe
+from testing.ranks import no_process_group
 from tests.core import cases
 
 

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from mbridge_fsdp_ckpt.live.megatron_fsdp import local_shard
-from mbridge_fsdp_ckpt.testing.models import Trainable
+from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import local_shard
+from testing.models import Trainable
 
 Block = tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]
 """Shape of a whole tensor, offsets of a rank's block of it, that block."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mbridge_fsdp_ckpt.hosts.restoration import schedule
+from mbridge_fsdp_ckpt.integrations.common.restoration import schedule
 from mbridge_fsdp_ckpt.live.optimizer.adapters import adapter_for
 
 

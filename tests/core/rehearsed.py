@@ -8,27 +8,27 @@ from typing import Any, cast
 
 import torch
 
-from mbridge_fsdp_ckpt.bridge.without_gpu import without_memory
+from mbridge_fsdp_ckpt.format.columns import box_of
+from mbridge_fsdp_ckpt.format.names import payload_name
+from mbridge_fsdp_ckpt.format.reader import SafeSource
+from mbridge_fsdp_ckpt.integrations.bridge.without_gpu import without_memory
+from mbridge_fsdp_ckpt.io.store import as_path
 from mbridge_fsdp_ckpt.plan.boxes import Box
-from mbridge_fsdp_ckpt.rehearsal import rehearse as rehearsal
-from mbridge_fsdp_ckpt.rehearsal.costs import files_of
-from mbridge_fsdp_ckpt.rehearsal.described import JobToRehearse
-from mbridge_fsdp_ckpt.rehearsal.elsewhere import read_over_held
-from mbridge_fsdp_ckpt.rehearsal.layout import JobLayout, Outer, Strategy
-from mbridge_fsdp_ckpt.rehearsal.model import Subject
-from mbridge_fsdp_ckpt.rehearsal.predicted import index_of
-from mbridge_fsdp_ckpt.rehearsal.rank import RankWork, plan_rank
-from mbridge_fsdp_ckpt.rehearsal.records import records_in
-from mbridge_fsdp_ckpt.rehearsal.shards import Sharding
-from mbridge_fsdp_ckpt.rehearsal.slots import Optimizer, slots_of
-from mbridge_fsdp_ckpt.rehearsal.world import as_rank
-from mbridge_fsdp_ckpt.storage.format.columns import box_of
-from mbridge_fsdp_ckpt.storage.format.names import payload_name
-from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
-from mbridge_fsdp_ckpt.storage.store import as_path
-from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
-from mbridge_fsdp_ckpt.testing.models import Recipe, gpt
-from mbridge_fsdp_ckpt.testing.ranks import no_process_group
+from mbridge_fsdp_ckpt.tools.estimate import rehearse as rehearsal
+from mbridge_fsdp_ckpt.tools.estimate.costs import files_of
+from mbridge_fsdp_ckpt.tools.estimate.described import JobToRehearse
+from mbridge_fsdp_ckpt.tools.estimate.elsewhere import read_over_held
+from mbridge_fsdp_ckpt.tools.estimate.layout import JobLayout, Outer, Strategy
+from mbridge_fsdp_ckpt.tools.estimate.model import Subject
+from mbridge_fsdp_ckpt.tools.estimate.predicted import index_of
+from mbridge_fsdp_ckpt.tools.estimate.rank import RankWork, plan_rank
+from mbridge_fsdp_ckpt.tools.estimate.records import records_in
+from mbridge_fsdp_ckpt.tools.estimate.shards import Sharding
+from mbridge_fsdp_ckpt.tools.estimate.slots import Optimizer, slots_of
+from mbridge_fsdp_ckpt.tools.estimate.world import as_rank
+from testing.kernels import replace_cuda_only_kernels
+from testing.models import Recipe, gpt
+from testing.ranks import no_process_group
 from tests.core import cases
 
 Rows = list[tuple[str, tuple[int, ...], tuple[int, ...]]]

@@ -15,9 +15,9 @@ from mbridge_fsdp_ckpt.errors import CheckpointError
 from mbridge_fsdp_ckpt.families.declaration import ParameterContext
 from mbridge_fsdp_ckpt.families.registry import default_registry
 from mbridge_fsdp_ckpt.live import planned
-from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module, tensors_of
+from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import find_fsdp_module, tensors_of
 from mbridge_fsdp_ckpt.saving.snapshot import Prepared, look, plan_save
-from mbridge_fsdp_ckpt.testing.models import Recipe, Trainable
+from testing.models import Recipe, Trainable
 from tests.core import cases
 
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.errors import CheckpointError
-from mbridge_fsdp_ckpt.live.megatron_fsdp import local_shard
-from mbridge_fsdp_ckpt.plan.pieces import owner
-from mbridge_fsdp_ckpt.testing.models import Recipe, Trainable
+from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import local_shard
+from mbridge_fsdp_ckpt.plan.slices import owner
+from testing.models import Recipe, Trainable
 from tests.core import cases
 
 SMALL = Recipe(layers=1)

@@ -9,11 +9,11 @@ from typing import Any
 from unittest.mock import patch
 
 import mbridge_fsdp_ckpt
-from mbridge_fsdp_ckpt.agree import incarnation
-from mbridge_fsdp_ckpt.agree.elsewhere import Seat
-from mbridge_fsdp_ckpt.agree.incarnation import Incarnation
+from mbridge_fsdp_ckpt.coordination import incarnation
+from mbridge_fsdp_ckpt.coordination.delegated import Seat
+from mbridge_fsdp_ckpt.coordination.incarnation import Incarnation
 from mbridge_fsdp_ckpt.errors import CheckpointError
-from mbridge_fsdp_ckpt.testing.models import Recipe
+from testing.models import Recipe
 from tests.core import cases
 
 

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 
 import mbridge_fsdp_ckpt
-from mbridge_fsdp_ckpt.live.copies import Mates, ranks_with_copies
-from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module, local_shard
+from mbridge_fsdp_ckpt.io.ranges import OpenFiles
 from mbridge_fsdp_ckpt.live.planned import plan_model
+from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import find_fsdp_module, local_shard
+from mbridge_fsdp_ckpt.live.replicas import Mates, ranks_with_copies
 from mbridge_fsdp_ckpt.loading import exchange, sharing
-from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
-from mbridge_fsdp_ckpt.storage.ranges import OpenFiles
-from mbridge_fsdp_ckpt.testing.models import Recipe, Trainable
+from mbridge_fsdp_ckpt.opening import open_checkpoint
+from testing.models import Recipe, Trainable
 from tests.core import cases, failures, oracle
 from tests.patched import patched
 

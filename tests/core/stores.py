@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.errors import CheckpointError
-from mbridge_fsdp_ckpt.testing.models import Recipe
-from mbridge_fsdp_ckpt.testing.ranks import no_process_group
+from testing.models import Recipe
+from testing.ranks import no_process_group
 from tests.core import cases, oracle
 
 JOB_RANKS = 2

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from mbridge_fsdp_ckpt.care.survey import survey, visit_chunks
-from mbridge_fsdp_ckpt.storage.store import as_path
-from mbridge_fsdp_ckpt.testing.models import Recipe
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from mbridge_fsdp_ckpt.io.store import as_path
+from mbridge_fsdp_ckpt.tools.survey import survey, visit_chunks
+from testing.models import Recipe
+from testing.ranks import RankPool
 from tests.core import cases, oracle
 from tests.core.test_rehearsal import check
 from tests.soak import sampling

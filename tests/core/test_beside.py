@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from mbridge_fsdp_ckpt.care.timeline.html import draw_html
-from mbridge_fsdp_ckpt.care.timeline.lanes import timeline
-from mbridge_fsdp_ckpt.care.timeline.png import draw_png
+from mbridge_fsdp_ckpt.opening import open_checkpoint
 from mbridge_fsdp_ckpt.settings import LEAST_STAGING, Settings
-from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
-from mbridge_fsdp_ckpt.testing.models import Recipe
-from mbridge_fsdp_ckpt.testing.modules import is_installed
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from mbridge_fsdp_ckpt.tools.timeline.html import draw_html
+from mbridge_fsdp_ckpt.tools.timeline.lanes import timeline
+from mbridge_fsdp_ckpt.tools.timeline.png import draw_png
+from testing.models import Recipe
+from testing.modules import is_installed
+from testing.ranks import RankPool
 from tests.core import beside, oracle
 from tests.soak import sampling
 from tests.soak.kill import iteration

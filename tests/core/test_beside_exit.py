@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from mbridge_fsdp_ckpt.care.verify import verify
-from mbridge_fsdp_ckpt.storage.progress import Unwatched
-from mbridge_fsdp_ckpt.testing.modules import is_installed
+from mbridge_fsdp_ckpt.io.progress import Unwatched
+from mbridge_fsdp_ckpt.tools.verify import verify
+from testing.modules import is_installed
 from tests.soak import sampling
 from tests.soak.kill import iteration
 

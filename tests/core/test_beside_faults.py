@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 import pytest
 
-from mbridge_fsdp_ckpt.storage.format.head import has_head
-from mbridge_fsdp_ckpt.testing.outcomes import Died
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from mbridge_fsdp_ckpt.format.head import has_head
+from testing.outcomes import Died
+from testing.ranks import RankPool
 from tests.core import beside
 from tests.soak.kill import iteration
 

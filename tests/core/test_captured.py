@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mbridge_fsdp_ckpt.testing.modules import is_installed
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from testing.modules import is_installed
+from testing.ranks import RankPool
 from tests.core import captured
 
 needs_engine = pytest.mark.skipif(not is_installed("transformer_engine"), reason="needs Transformer Engine")

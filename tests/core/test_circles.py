@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from testing.ranks import RankPool
 from tests.core import circles
 
 WORLD = 4

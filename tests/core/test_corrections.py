@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from testing.ranks import RankPool
 
 
 def register_two() -> list[tuple[str, bool]]:
     import megatron.core.optimizer as megatron_optimizer
 
-    from mbridge_fsdp_ckpt.hosts import corrections
+    from mbridge_fsdp_ckpt.upstream_fixes import corrections
 
     finalize: Any = importlib.import_module("megatron.core.distributed.finalize_model_grads")
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from mbridge_fsdp_ckpt.testing.modules import MEGATRON_MODULES
-from mbridge_fsdp_ckpt.testing.ranks import Died, RankPool
-from mbridge_fsdp_ckpt.testing.templates import Templates
+from testing.modules import MEGATRON_MODULES
+from testing.ranks import Died, RankPool
+from testing.templates import Templates
 from tests.core import cases, deaths
 from tests.patience import patient_ranks
 from tests.soak import sampling
@@ -22,7 +22,7 @@ HOST = socket.gethostname()
 SAVE_STEPS = {
     "planning": "saving.snapshot:plan_save",
     "writing": "saving.writer:write",
-    "commit": "storage.format.payload:PayloadWriter.close",
+    "commit": "format.payload:PayloadWriter.close",
 }
 LOAD_STEPS = {
     "reading": "loading.opened:open_and_match",

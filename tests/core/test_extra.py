@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from testing.ranks import RankPool
 from tests.core import extra
 from tests.core.test_failures import same_on_all
 

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from mbridge_fsdp_ckpt.errors import LayoutError
+from mbridge_fsdp_ckpt.format.values import decode, encode
 from mbridge_fsdp_ckpt.live.fp8 import state as extra_state
-from mbridge_fsdp_ckpt.storage.format.values import decode, encode
-from mbridge_fsdp_ckpt.testing.modules import is_installed
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from testing.modules import is_installed
+from testing.ranks import RankPool
 from tests.extra_state import restore
 
 pytestmark = pytest.mark.skipif(not is_installed("transformer_engine"), reason="needs Transformer Engine")

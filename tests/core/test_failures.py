@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from testing.ranks import RankPool
 from tests.core import cases, failures, oracle
 
 pytestmark = pytest.mark.quick

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mbridge_fsdp_ckpt.testing.modules import is_installed
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from testing.modules import is_installed
+from testing.ranks import RankPool
 from tests.core import cases, frozen
 
 pytestmark = pytest.mark.skipif(not is_installed("transformer_engine"), reason="needs Transformer Engine")

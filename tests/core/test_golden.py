@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mbridge_fsdp_ckpt.testing.modules import is_installed
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from testing.modules import is_installed
+from testing.ranks import RankPool
 from tests.core import cases
 from tests.golden import cases as golden
 from tests.golden.archive import SUFFIX, unpack

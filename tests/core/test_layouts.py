@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from mbridge_fsdp_ckpt.testing.models import Recipe
-from mbridge_fsdp_ckpt.testing.modules import is_installed
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from testing.models import Recipe
+from testing.modules import is_installed
+from testing.ranks import RankPool
 from tests.core import cases, oracle
 from tests.soak import sampling
 

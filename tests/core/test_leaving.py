@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mbridge_fsdp_ckpt.testing.modules import MEGATRON_MODULES
-from mbridge_fsdp_ckpt.testing.ranks import Died, RankPool
-from mbridge_fsdp_ckpt.testing.templates import Templates
+from testing.modules import MEGATRON_MODULES
+from testing.ranks import Died, RankPool
+from testing.templates import Templates
 from tests.core import leaving
 from tests.patience import patient_ranks
 

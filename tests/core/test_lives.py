@@ -7,10 +7,10 @@ import signal
 import time
 from pathlib import Path
 
-from mbridge_fsdp_ckpt.care.verify import verify
-from mbridge_fsdp_ckpt.storage.format.head import has_head
-from mbridge_fsdp_ckpt.storage.progress import Unwatched
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from mbridge_fsdp_ckpt.format.head import has_head
+from mbridge_fsdp_ckpt.io.progress import Unwatched
+from mbridge_fsdp_ckpt.tools.verify import verify
+from testing.ranks import RankPool
 from tests.core import beside, forked, lives
 from tests.core.test_beside_faults import MARGIN_S, is_running
 from tests.soak.kill import iteration

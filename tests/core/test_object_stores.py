@@ -21,15 +21,15 @@ import pytest
 from upath import UPath
 
 import mbridge_fsdp_ckpt
-from mbridge_fsdp_ckpt.care.repair import plan_repair
+from mbridge_fsdp_ckpt.commit import lease, methods, removal
+from mbridge_fsdp_ckpt.commit.retention import iterations, prune, reading
+from mbridge_fsdp_ckpt.commit.target import check_replaceable
 from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError
-from mbridge_fsdp_ckpt.storage.commit import lease, methods, removal
-from mbridge_fsdp_ckpt.storage.commit.retention import iterations, prune, reading
-from mbridge_fsdp_ckpt.storage.commit.target import check_replaceable
-from mbridge_fsdp_ckpt.storage.files import everything_in
-from mbridge_fsdp_ckpt.storage.store import as_path, store_of
-from mbridge_fsdp_ckpt.testing.models import Recipe
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from mbridge_fsdp_ckpt.io.files import everything_in
+from mbridge_fsdp_ckpt.io.store import as_path, store_of
+from mbridge_fsdp_ckpt.tools.repair import plan_repair
+from testing.models import Recipe
+from testing.ranks import RankPool
 from tests.core import cases, oracle
 from tests.soak import sampling
 from tests.soak.disk import Fault, holding
@@ -134,9 +134,9 @@ def test_save_overwrite_and_load(root: str, environment: dict[str, str], megatro
 
 
 FAILING = [
-    "storage.format.told:write_file",
-    "storage.commit.marker:replace_file",
-    "storage.format.payload:PayloadWriter.close",
+    "format.write_results:write_file",
+    "commit.marker:replace_file",
+    "format.payload:PayloadWriter.close",
 ]
 
 
@@ -158,7 +158,7 @@ def test_a_save_that_fails_leaves_the_older_one(
     assert names(root) == ["iter_0000001"]
 
 
-@pytest.mark.parametrize("call", ["storage.stock.writer:write_dcp_view", "storage.commit.marker:_objects"])
+@pytest.mark.parametrize("call", ["dcp.writer:write_dcp_view", "commit.marker:_objects"])
 def test_a_save_that_cannot_tidy_up_is_a_save(call: str, environment: dict[str, str], megatron_ranks: RankPool) -> None:
     directory = f"s3://{BUCKET}/untidy-{call.rpartition(':')[2]}/iter_0000001"
     megatron_ranks.run(train_and_save, directory, environment, 1, ranks=2)
@@ -227,7 +227,7 @@ def test_a_save_over_a_root_in_an_object_store_fails_on_all_ranks(
 ) -> None:
     root = f"s3://{BUCKET}/whole"
     (as_path(root) / "iter_0000001" / "manifest.json").write_text("{}")
-    written = Fault("mbridge_fsdp_ckpt.storage.format.told:write_file", 0, 5)  # nothing is, so this is not what fails
+    written = Fault("mbridge_fsdp_ckpt.format.write_results:write_file", 0, 5)  # nothing is, so this is not what fails
     texts = megatron_ranks.run(train_and_save, root, environment, 1, written, ranks=2)
     assert len(set(texts)) == 1
     assert "a root of checkpoints" in texts[0]

@@ -7,8 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
-from mbridge_fsdp_ckpt.testing.models import Recipe
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from testing.models import Recipe
+from testing.ranks import RankPool
 from tests.core import cases
 from tests.soak import sampling
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from mbridge_fsdp_ckpt.testing.modules import is_installed
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from testing.modules import is_installed
+from testing.ranks import RankPool
 from tests.core import cases, own_optimizers
 from tests.core.own_optimizers import Lion, Own
 

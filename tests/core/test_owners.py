@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from mbridge_fsdp_ckpt.errors import KeyMismatchError
-from mbridge_fsdp_ckpt.hosts.restoration import SCHEDULED, saved_schedule
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from mbridge_fsdp_ckpt.integrations.common.restoration import SCHEDULED, saved_schedule
+from testing.ranks import RankPool
 from tests.core import owners
 
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"

@@ -13,12 +13,12 @@ import pytest
 
 from mbridge_fsdp_ckpt.families import default_registry
 from mbridge_fsdp_ckpt.live.context import context_of
-from mbridge_fsdp_ckpt.live.megatron_fsdp import naming_of
+from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import naming_of
 from mbridge_fsdp_ckpt.plan.boxes import FlatRange
 from mbridge_fsdp_ckpt.plan.layout import Axis, ParameterLayout
-from mbridge_fsdp_ckpt.plan.pieces import plan_parameter
-from mbridge_fsdp_ckpt.testing.kernels import CpuNorm
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from mbridge_fsdp_ckpt.plan.slices import plan_parameter
+from testing.kernels import CpuNorm
+from testing.ranks import RankPool
 
 LAYERS = 4
 

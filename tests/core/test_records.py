@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
-from mbridge_fsdp_ckpt.storage.store import as_path
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from mbridge_fsdp_ckpt.format.reader import SafeSource
+from mbridge_fsdp_ckpt.io.store import as_path
+from testing.ranks import RankPool
 from tests.core import cases, oracle, rehearsed
 from tests.core.test_layouts import LAYOUTS, QWEN
 from tests.soak import sampling

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from mbridge_fsdp_ckpt.testing.models import Recipe
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from testing.models import Recipe
+from testing.ranks import RankPool
 from tests.core import cases, rehearsed
 from tests.core.test_layouts import DENSE, LAYOUTS, OPTIMIZERS, QWEN, STRATEGIES, optimizers
 from tests.soak import sampling

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
-from mbridge_fsdp_ckpt.testing.models import Recipe
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from mbridge_fsdp_ckpt.opening import open_checkpoint
+from testing.models import Recipe
+from testing.ranks import RankPool
 from tests.core import cases, replicas
 
 RARE = "model.module.rare"

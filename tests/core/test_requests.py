@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from testing.ranks import RankPool
 from tests.core import requests
 
 

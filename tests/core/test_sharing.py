@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from mbridge_fsdp_ckpt.opening import open_checkpoint
 from mbridge_fsdp_ckpt.plan.records import LARGEST_RECORD
-from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
-from mbridge_fsdp_ckpt.testing.models import Recipe
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from testing.models import Recipe
+from testing.ranks import RankPool
 from tests.core import cases, sharing
 from tests.soak import sampling
 

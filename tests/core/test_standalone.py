@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mbridge_fsdp_ckpt.testing.modules import is_installed
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from testing.modules import is_installed
+from testing.ranks import RankPool
 from tests.core import standalone
 from tests.core.standalone import Layout
 

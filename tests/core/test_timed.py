@@ -8,10 +8,10 @@ from typing import Literal
 
 import pytest
 
-from mbridge_fsdp_ckpt.care.timeline.lanes import timeline
-from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
-from mbridge_fsdp_ckpt.testing.models import Recipe
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from mbridge_fsdp_ckpt.format.manifest import read_manifest
+from mbridge_fsdp_ckpt.tools.timeline.lanes import timeline
+from testing.models import Recipe
+from testing.ranks import RankPool
 from tests.core import timed
 from tests.unit.test_phases import taken_apart
 

@@ -11,8 +11,8 @@ import torch
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt import Settings
 from mbridge_fsdp_ckpt.errors import CheckpointError
-from mbridge_fsdp_ckpt.testing.models import Recipe
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from testing.models import Recipe
+from testing.ranks import RankPool
 from tests.core import cases, oracle
 
 TOKENS = 50

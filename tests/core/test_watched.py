@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mbridge_fsdp_ckpt.testing.models import Recipe
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from testing.models import Recipe
+from testing.ranks import RankPool
 from tests.core import watched
 
 STRATEGIES = "no_shard", "optim", "optim_grads", "optim_grads_params"

@@ -15,9 +15,9 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 import mbridge_fsdp_ckpt
-from mbridge_fsdp_ckpt.storage import bar
-from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter
-from mbridge_fsdp_ckpt.testing.models import Recipe
+from mbridge_fsdp_ckpt.format.payload import PayloadWriter
+from mbridge_fsdp_ckpt.io import progress_bar
+from testing.models import Recipe
 from tests.core import cases
 
 
@@ -96,7 +96,7 @@ def shown(
     trainable = cases.prepared(recipe, steps=1)
     settings = mbridge_fsdp_ckpt.Settings(progress=wanted, share_reads="always" if share else "never")
     both = {"model": trainable.model, "optimizer": trainable.optimizer, "settings": settings}
-    with patch.object(bar, "PATIENCE", patience), standard_error(kind) as written:
+    with patch.object(progress_bar, "PATIENCE", patience), standard_error(kind) as written:
         mbridge_fsdp_ckpt.save(directory, **both)
         mbridge_fsdp_ckpt.load(directory, **both)
     return written.decode()

@@ -16,11 +16,11 @@ import torch
 
 from mbridge_fsdp_ckpt import checkpoint
 from mbridge_fsdp_ckpt.errors import ChangedTensorError
-from mbridge_fsdp_ckpt.live.megatron_fsdp import find_fsdp_module, local_shard
-from mbridge_fsdp_ckpt.saving.beside.filling import Filling
-from mbridge_fsdp_ckpt.saving.beside.order import Order
+from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import find_fsdp_module, local_shard
+from mbridge_fsdp_ckpt.saving.background.filling import Filling
+from mbridge_fsdp_ckpt.saving.background.order import Order
 from mbridge_fsdp_ckpt.saving.snapshot import _check, look, plan_save
-from mbridge_fsdp_ckpt.testing.models import Recipe
+from testing.models import Recipe
 from tests.core import cases, oracle
 from tests.core.beside import PATIENT, SMALL, Run
 from tests.soak.kill import iteration

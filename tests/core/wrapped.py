@@ -11,7 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.errors import CheckpointError
-from mbridge_fsdp_ckpt.testing.models import Recipe
+from testing.models import Recipe
 from tests.core import cases, failures, oracle
 
 MIXED = Recipe(layers=3, experts=4, gated_delta_net=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mbridge_fsdp_ckpt
-from mbridge_fsdp_ckpt.testing.models import Recipe
+from testing.models import Recipe
 from tests.core import cases
 
 

@@ -30,8 +30,8 @@ import torch
 import torch.distributed as dist
 
 from mbridge_fsdp_ckpt.errors import CheckpointError
-from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
-from mbridge_fsdp_ckpt.testing.models import Recipe, Trainable, build
+from testing.kernels import replace_cuda_only_kernels
+from testing.models import Recipe, Trainable, build
 from tests.core import oracle
 from tests.patched import patched
 
@@ -197,7 +197,7 @@ def killed(folder: str) -> None:
         run.train(2, 3)
         if dist.get_rank():
             threading.Thread(target=follow, daemon=True).start()
-        with patched("mbridge_fsdp_ckpt.storage.commit.rename:put_in_place", lambda _: die):
+        with patched("mbridge_fsdp_ckpt.commit.rename:put_in_place", lambda _: die):
             run.save(trainer, 3)
 
 

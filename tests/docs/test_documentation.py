@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from testing.ranks import RankPool
 from tests.docs import saving
 from tests.soak import sampling
 
@@ -34,7 +34,7 @@ import argparse, os
 parser = argparse.ArgumentParser()
 parser.add_argument("--ckpt-format", choices=["fsdp_dtensor"], default="fsdp_dtensor")
 given, _ = parser.parse_known_args()
-from mbridge_fsdp_ckpt.hosts.after_import import AfterImport
+from mbridge_fsdp_ckpt.integrations.common.after_import import AfterImport
 os.write(1, f"RANK {os.environ['RANK']} {given.ckpt_format}\\n".encode())  # in one piece: the ranks share the pipe
 """
 

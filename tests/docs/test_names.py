@@ -113,7 +113,7 @@ def test_a_stale_name_is_seen() -> None:
     text = (
         "`layouts` is `tests/core/test_layouts.py`: `layouts::test_gone`, `tests/gone/test_x.py`, `plan/gone.py`, "
         "`test_gone_too`, `layouts::...[gone case]`, `gone.py`, `tests/gone/`, mbridge_fsdp_ckpt.plan.gone, "
-        "`hosts.gone`, mbridge_fsdp_ckpt.gone, `python -m tests.gone`, `make gone`"
+        "`loading.gone`, mbridge_fsdp_ckpt.gone, `python -m tests.gone`, `make gone`"
     )
     assert list(missing_files(text)) == ["tests/gone/test_x.py", "plan/gone.py", "tests/gone/", "gone.py"]
     assert list(missing_tests(text)) == ["layouts::test_gone", "layouts::...[gone case]", "test_gone_too"]

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
-from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
-from mbridge_fsdp_ckpt.testing.ranks import no_process_group
+from testing.kernels import replace_cuda_only_kernels
+from testing.ranks import no_process_group
 from tests.mock_data import fewer_documents
 from tests.recipes.kernels import torch_kernels
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from mbridge_fsdp_ckpt.testing.modules import BRIDGE_MODULES, MEGATRON_MODULES
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
-from mbridge_fsdp_ckpt.testing.templates import Templates
+from testing.modules import BRIDGE_MODULES, MEGATRON_MODULES
+from testing.ranks import RankPool
+from testing.templates import Templates
 from tests.core import oracle
 from tests.examples import running
 from tests.examples.running import EXAMPLES, Script

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import mbridge_fsdp_ckpt
-from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
+from testing.kernels import replace_cuda_only_kernels
 from tests.families import models
 from tests.families.reference import (
     Comparison,

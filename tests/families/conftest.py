@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mbridge_fsdp_ckpt.testing.modules import BRIDGE_MODULES, MEGATRON_MODULES
-from mbridge_fsdp_ckpt.testing.templates import Templates
+from testing.modules import BRIDGE_MODULES, MEGATRON_MODULES
+from testing.templates import Templates
 from tests.families.shelf import Shelf
 from tests.patience import patient_ranks
 

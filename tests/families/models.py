@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 
-from mbridge_fsdp_ckpt.testing.kernels import CpuNorm
+from testing.kernels import CpuNorm
 from tests.families.reference import Layout, Weights
 from tests.upstream import is_before
 

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from mbridge_fsdp_ckpt.hosts.patching import Patches
-from mbridge_fsdp_ckpt.testing.models import torch_adam, under_fsdp
+from mbridge_fsdp_ckpt.patching import Patches
+from testing.models import torch_adam, under_fsdp
 
 Weights = dict[str, torch.Tensor]
 Correction = Callable[[str, Weights], torch.Tensor | None]

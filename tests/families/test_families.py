@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from mbridge_fsdp_ckpt.testing.ranks import RankFailed
+from testing.ranks import RankFailed
 from tests.families.reference import Layout
 from tests.families.shelf import Shelf
 from tests.soak import sampling

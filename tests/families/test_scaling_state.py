@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import mbridge_fsdp_ckpt
-from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
-from mbridge_fsdp_ckpt.testing.modules import is_installed
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from testing.kernels import replace_cuda_only_kernels
+from testing.modules import is_installed
+from testing.ranks import RankPool
 from tests.core.test_extra_state import start
 from tests.families import models
 from tests.families.reference import Layout, initialise, wrap

@@ -11,8 +11,8 @@ import torch
 
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt import Settings
-from mbridge_fsdp_ckpt.testing.kernels import CpuNorm
-from mbridge_fsdp_ckpt.testing.models import Recipe
+from testing.kernels import CpuNorm
+from testing.models import Recipe
 from tests.core import cases, oracle
 
 FOLDER = Path(__file__).parent

@@ -13,9 +13,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from mbridge_fsdp_ckpt.storage.format.schema import VERSION
-from mbridge_fsdp_ckpt.testing.modules import BRIDGE_MODULES, MEGATRON_MODULES, installed, is_installed
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from mbridge_fsdp_ckpt.format.schema import VERSION
+from testing.modules import BRIDGE_MODULES, MEGATRON_MODULES, installed, is_installed
+from testing.ranks import RankPool
 from tests.bridge.training import Run, train
 from tests.golden import cases
 from tests.golden.archive import SUFFIX, pack

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from mbridge_fsdp_ckpt.format.source import CheckpointSource
 from mbridge_fsdp_ckpt.loading.match import check_coverage
+from mbridge_fsdp_ckpt.opening import check_other_files, open_checkpoint
 from mbridge_fsdp_ckpt.plan.boxes import whole
-from mbridge_fsdp_ckpt.storage.opening import check_other_files, open_checkpoint
-from mbridge_fsdp_ckpt.storage.source import CheckpointSource
 from tests.core import oracle
 from tests.golden import cases
 from tests.golden.archive import SUFFIX, unpack

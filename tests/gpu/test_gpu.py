@@ -12,16 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from mbridge_fsdp_ckpt.testing.gpu.__main__ import CPU_BYTES, SECTIONS
-from mbridge_fsdp_ckpt.testing.gpu.resume import CASES
-from mbridge_fsdp_ckpt.testing.modules import is_installed
+from testing.gpu.__main__ import CPU_BYTES, SECTIONS
+from testing.gpu.resume import CASES
+from testing.modules import is_installed
 from tests.soak import sampling
 
 REPOSITORY = Path(__file__).parents[2]
-CHECK = [sys.executable, "-P", "-m", "mbridge_fsdp_ckpt.testing.gpu"]
+CHECK = [sys.executable, "-P", "-m", "testing.gpu"]
 
 
 def ended(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    environment = {"PYTHONPATH": str(REPOSITORY), **environment}
     return subprocess.run(
         command, env=os.environ | environment, capture_output=True, text=True, timeout=580, check=False
     )

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mbridge_fsdp_ckpt.testing.gpu import state
-from mbridge_fsdp_ckpt.testing.gpu.__main__ import SECTIONS, judged
-from mbridge_fsdp_ckpt.testing.gpu.copies import kinds
-from mbridge_fsdp_ckpt.testing.gpu.job import Job, Options
-from mbridge_fsdp_ckpt.testing.gpu.large import recipe_of
-from mbridge_fsdp_ckpt.testing.gpu.resume import SMALL
-from mbridge_fsdp_ckpt.testing.models import build
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from testing.gpu import state
+from testing.gpu.__main__ import SECTIONS, judged
+from testing.gpu.copies import kinds
+from testing.gpu.job import Job, Options
+from testing.gpu.large import recipe_of
+from testing.gpu.resume import SMALL
+from testing.models import build
+from testing.ranks import RankPool
 
 ALL: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
 

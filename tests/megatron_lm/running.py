@@ -13,8 +13,8 @@ from unittest.mock import patch
 
 from typer.testing import CliRunner
 
-from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
-from mbridge_fsdp_ckpt.testing.ranks import no_process_group
+from testing.kernels import replace_cuda_only_kernels
+from testing.ranks import no_process_group
 from tests.applied import applied_numbers
 from tests.mock_data import fewer_documents
 
@@ -61,10 +61,10 @@ def pretrain(
         stack.enter_context(patch.object(container, "add_argument", container.add_argument))
         stack.enter_context(patch.dict(sys.modules, _NOT_IN_A_WHEEL))
         stack.enter_context(patch.dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS="8" if wrapped else "1"))
-        from mbridge_fsdp_ckpt import megatron_lm
-        from mbridge_fsdp_ckpt.cli import run  # noqa: F401
-        from mbridge_fsdp_ckpt.cli.app import main  # noqa: F401
-        from mbridge_fsdp_ckpt.cli.console import app
+        from mbridge_fsdp_ckpt.integrations import megatron_lm
+        from mbridge_fsdp_ckpt.tools.command import run  # noqa: F401
+        from mbridge_fsdp_ckpt.tools.command.app import main  # noqa: F401
+        from mbridge_fsdp_ckpt.tools.command.console import app
 
         applied = stack.enter_context(applied_numbers())
         try:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from testing.ranks import RankPool
 from tests.core import oracle
 from tests.megatron_lm.running import pretrain
 from tests.run_directories import as_it_was

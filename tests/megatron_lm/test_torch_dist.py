@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mbridge_fsdp_ckpt.convert.torch_dist.common import read_state
-from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from mbridge_fsdp_ckpt.dcp.reader import DcpSource
+from mbridge_fsdp_ckpt.tools.convert.torch_dist.common import read_state
+from testing.ranks import RankPool
 from tests.convert import storage_torch_dist
 from tests.core import oracle
 from tests.megatron_lm.running import pretrain

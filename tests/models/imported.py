@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import mbridge_fsdp_ckpt
-from mbridge_fsdp_ckpt.testing.models import torch_adam
+from testing.models import torch_adam
 from tests.families.reference import SLOTS, STEPS, Layout
 from tests.upstream import is_before
 

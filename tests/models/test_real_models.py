@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from testing.ranks import RankPool
 from tests.core import oracle
 from tests.families.reference import Layout
 from tests.models import hugging_face, imported

@@ -18,9 +18,9 @@ from unittest.mock import patch
 
 import torch
 
-from mbridge_fsdp_ckpt.hosts.after_import import AfterImport
-from mbridge_fsdp_ckpt.hosts.patching import Patches
-from mbridge_fsdp_ckpt.testing.ranks import no_process_group
+from mbridge_fsdp_ckpt.integrations.common.after_import import AfterImport
+from mbridge_fsdp_ckpt.patching import Patches
+from testing.ranks import no_process_group
 from tests.bridge import training
 from tests.bridge.training import Run
 from tests.core.oracle import digest
@@ -100,8 +100,8 @@ def _as_of_the_next_releases() -> Iterator[None]:
     """Seams answer as they will there: of Megatron-Core 0.20, and of Bridge 0.7."""
     patches = Patches()
     seams = {
-        "mbridge_fsdp_ckpt.megatron_lm.checkpointing": "_goes_by_samples",
-        "mbridge_fsdp_ckpt.bridge.differences": "starts_with_fresh_optimizer",
+        "mbridge_fsdp_ckpt.integrations.megatron_lm.checkpointing": "_goes_by_samples",
+        "mbridge_fsdp_ckpt.integrations.bridge.differences": "starts_with_fresh_optimizer",
     }
     hook = AfterImport(
         {name: lambda module: patches.set(module, seams[module.__name__], lambda: True) for name in seams}

@@ -20,8 +20,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from mbridge_fsdp_ckpt.testing.outcomes import RankFailed
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from testing.outcomes import RankFailed
+from testing.ranks import RankPool
 from tests.bridge.training import Run
 from tests.progress import runs
 from tests.progress.runs import GROWING, SAFE, STOCK

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch.distributed import ProcessGroup
 
-from mbridge_fsdp_ckpt.hosts.patching import Patches
-from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
+from mbridge_fsdp_ckpt.patching import Patches
+from testing.kernels import replace_cuda_only_kernels
 
 _MAMBA = "megatron.core.ssm.mamba_mixer"
 _DELTA_NET = "megatron.core.ssm.gated_delta_net"

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mbridge_fsdp_ckpt.recipes.__main__ import main
-from mbridge_fsdp_ckpt.testing.ranks import no_process_group
+from recipes.__main__ import main
+from testing.ranks import no_process_group
 from tests.patched import patched
 from tests.recipes.kernels import torch_kernels
 
@@ -65,7 +65,7 @@ class Run:
 
     @property
     def command_line(self) -> list[str]:
-        """What a user would write after `python -m mbridge_fsdp_ckpt.recipes`."""
+        """What a user would write after `python -m recipes`."""
         return [
             self.recipe,
             *CPU,

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from mbridge_fsdp_ckpt.testing.modules import BRIDGE_MODULES
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from testing.modules import BRIDGE_MODULES
+from testing.ranks import RankPool
 from tests.patience import patient_ranks
 from tests.recipes.runs import Run, train
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 import mbridge_fsdp_ckpt
-from mbridge_fsdp_ckpt.recipes import overrides, published
-from mbridge_fsdp_ckpt.recipes.__main__ import _parser, check_ranks, fewest_ranks
-from mbridge_fsdp_ckpt.recipes.catalog import FULL, find
-from mbridge_fsdp_ckpt.recipes.settings import REQUIRED
-from mbridge_fsdp_ckpt.testing.ranks import RankPool, no_process_group
+from recipes import overrides, published
+from recipes.__main__ import _parser, check_ranks, fewest_ranks
+from recipes.catalog import FULL, find
+from recipes.settings import REQUIRED
+from testing.ranks import RankPool, no_process_group
 from tests.recipes import parameters
 
 pytestmark = pytest.mark.bridge
@@ -107,7 +107,7 @@ def test_bridge_accepts_it_at_its_number_of_gpus(name: str, found: dict[str, dic
     tensor, context, _ = found[name]["layout"]
     assert found[name]["data parallel"] == FULL[name].gpus // (tensor * context)
     assert FULL[name].gpus % found[name]["least"] == 0
-    assert found[name]["manager"] == "mbridge_fsdp_ckpt.bridge.manager.SafeCheckpointManager"
+    assert found[name]["manager"] == "mbridge_fsdp_ckpt.integrations.bridge.manager.SafeCheckpointManager"
 
 
 @pytest.mark.parametrize("name", FULL)
@@ -172,7 +172,7 @@ def test_documented_commands_start_a_recipe_on_the_ranks_it_needs(monkeypatch: p
     commands = [command for command in documented() if command[0] == "torchrun"]
     assert len(commands) > len(FULL)
     for command in commands:
-        own = command[command.index("mbridge_fsdp_ckpt.recipes") + 1 :]
+        own = command[command.index("recipes") + 1 :]
         given = _parser().parse_intermixed_args(own)
         recipe = find(given.recipe)
         if given.overrides is not None:

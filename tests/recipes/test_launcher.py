@@ -1,4 +1,4 @@
-"""`python -m mbridge_fsdp_ckpt.recipes`: what it says of a wrong command line, and how it ends."""
+"""`python -m recipes`: what it says of a wrong command line, and how it ends."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from mbridge_fsdp_ckpt.errors import ConfigurationError
-from mbridge_fsdp_ckpt.recipes import __main__ as launcher
-from mbridge_fsdp_ckpt.recipes.__main__ import main
-from mbridge_fsdp_ckpt.recipes.catalog import FULL, RECIPES, find
-from mbridge_fsdp_ckpt.recipes.tiny import shortest_run_of_all_kinds
+from recipes import __main__ as launcher
+from recipes.__main__ import main
+from recipes.catalog import FULL, RECIPES, find
+from recipes.tiny import shortest_run_of_all_kinds
 
 
 def model(tensor: int = 1, context: int = 1, expert: int = 1, expert_tensor: int = 1) -> Any:
@@ -60,7 +60,7 @@ def test_an_error_is_one_message(arguments: list[str], message: str, capsys: pyt
 
 
 def test_what_needs_no_training_imports_no_torch() -> None:
-    code = "from mbridge_fsdp_ckpt.recipes.__main__ import *; main(['--list']); print('torch' in sys.modules)"
+    code = "from recipes.__main__ import *; main(['--list']); print('torch' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert ran.stdout.splitlines()[-1] == "False"
 
@@ -108,7 +108,7 @@ def test_a_forgotten_torchrun_is_named_with_the_command(monkeypatch: pytest.Monk
     said = str(caught.value)
     assert "expected 4 ranks, or a multiple" in said
     assert "found 1, not started by torchrun" in said
-    assert "`torchrun --nproc-per-node 4 -m mbridge_fsdp_ckpt.recipes qwen35_35b_a3b_pretrain_tiny ...`" in said
+    assert "`torchrun --nproc-per-node 4 -m recipes qwen35_35b_a3b_pretrain_tiny ...`" in said
 
 
 def test_a_wrong_number_of_ranks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

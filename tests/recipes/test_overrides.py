@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mbridge_fsdp_ckpt.errors import ConfigurationError, UnknownFormatError
-from mbridge_fsdp_ckpt.recipes import overrides
+from recipes import overrides
 
 
 class Backend(enum.Enum):

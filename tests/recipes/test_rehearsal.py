@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from mbridge_fsdp_ckpt.cli import console
-from mbridge_fsdp_ckpt.cli import rehearse as command
 from mbridge_fsdp_ckpt.errors import ConfigurationError
-from mbridge_fsdp_ckpt.recipes.catalog import FULL
-from mbridge_fsdp_ckpt.rehearsal.choices import Choices, describe
-from mbridge_fsdp_ckpt.rehearsal.rehearse import rehearse
-from mbridge_fsdp_ckpt.testing import rehearsed
-from mbridge_fsdp_ckpt.testing.ranks import RankPool, no_process_group
+from mbridge_fsdp_ckpt.tools.command import console
+from mbridge_fsdp_ckpt.tools.command import estimate as command
+from mbridge_fsdp_ckpt.tools.estimate.choices import Choices, describe
+from mbridge_fsdp_ckpt.tools.estimate.rehearse import rehearse
+from recipes.catalog import FULL
+from testing import small_job
+from testing.ranks import RankPool, no_process_group
 from tests.soak import sampling
 
 pytestmark = pytest.mark.bridge
@@ -34,6 +34,12 @@ LLAMA = {
 }
 
 
+def place(name: str) -> str:
+    """A recipe as the command takes it."""
+    function = FULL[name].function
+    return f"{function.__module__}:{function.__name__}"
+
+
 GROUPS_HELD_BY_SOME = "qwen35_35b_a3b_pretrain"
 """Some ranks hold nothing of a param group, and lack FusedAdam's step counter of it; elsewhere they hold something."""
 
@@ -42,15 +48,20 @@ GROUPS_HELD_BY_SOME = "qwen35_35b_a3b_pretrain"
     "name", sorted({GROUPS_HELD_BY_SOME, *sampling.drawn("recipes in small", list(FULL), share=7)})
 )
 def test_a_recipe_in_small(name: str, bridge_ranks: RankPool, tmp_path: Path) -> None:
-    asked = {"model": name, "ranks": 4, "layout": {}, "kept": {"optimizer": "fused", "offload": 0.0}}
-    _check(rehearsed.run_small(bridge_ranks, asked, tmp_path))
+    asked = {
+        "model": place(name),
+        "ranks": 4,
+        "layout": {"world": FULL[name].gpus},
+        "kept": {"optimizer": "fused", "offload": 0.0},
+    }
+    _check(small_job.run_small(bridge_ranks, asked, tmp_path))
 
 
 def test_a_configuration_in_small(bridge_ranks: RankPool, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     layout = {"world": 64, "instances": 2, "strategy": "optim"}
     asked = {"model": str(tmp_path), "ranks": 2, "layout": layout, "kept": {"optimizer": "torch"}}
-    _check(rehearsed.run_small(bridge_ranks, asked, tmp_path))
+    _check(small_job.run_small(bridge_ranks, asked, tmp_path))
 
 
 def _check(found: dict[str, Any]) -> None:
@@ -62,7 +73,7 @@ def _check(found: dict[str, Any]) -> None:
 @no_process_group
 def on_paper() -> dict[str, Any]:
     choices = Choices({"world": 1024, "tensor": 4, "instances": 2}, {"optimizer": "fused"})
-    found = rehearse(describe("qwen3_8b_pretrain", choices).job())
+    found = rehearse(describe(place("qwen3_8b_pretrain"), choices).job())
     tally = found.tally
     return {
         "bytes": int(tally.bytes.sum()),
@@ -116,7 +127,7 @@ def misfit() -> list[str]:
     said = []
     for name, expert in (("qwen3_30b_a3b_pretrain", 3), ("qwen3_8b_pretrain", 2)):
         with pytest.raises(ConfigurationError) as caught:
-            describe(name, Choices({"world": 24, "tensor": 1, "expert": expert}, {})).job()
+            describe(place(name), Choices({"world": 24, "tensor": 1, "expert": expert}, {})).job()
         said.append(str(caught.value))
     return said
 
@@ -149,7 +160,7 @@ def test_the_command_prints_a_table_json_and_a_picture(bridge_ranks: RankPool, t
 
 
 def test_moments_of_other_precision_are_not_offloaded_in_part(bridge_ranks: RankPool) -> None:
-    job = ("qwen3_8b_pretrain", "--moments", "bfloat16", "--offload", "0.5")
+    job = (place("qwen3_8b_pretrain"), "--world", "8", "--moments", "bfloat16", "--offload", "0.5")
     code, shown, said = bridge_ranks.run(commanded, *job, ranks=1)[0]
     assert (code, shown) == (2, "")
     assert "Rehearse --offload 0 and --offload 1" in said

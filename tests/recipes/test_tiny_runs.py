@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from mbridge_fsdp_ckpt.recipes.catalog import RECIPES
-from mbridge_fsdp_ckpt.testing.ranks import Died, RankPool
+from recipes.catalog import RECIPES
+from testing.ranks import Died, RankPool
 from tests.core import oracle
 from tests.recipes.data import write_data, write_tokenizer
 from tests.recipes.runs import Death, Run, train
@@ -43,7 +43,7 @@ DEATHS = (
     ("megatron.bridge.training.train:training_log", range(RANKS)),
     ("mbridge_fsdp_ckpt.saving.writer:write", range(RANKS)),
     ("mbridge_fsdp_ckpt.saving.commit:Job.judge_written", range(1)),
-    ("mbridge_fsdp_ckpt.storage.commit.rename:put_in_place", range(1)),
+    ("mbridge_fsdp_ckpt.commit.rename:put_in_place", range(1)),
 )
 
 

@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
-from mbridge_fsdp_ckpt.storage.format.schema import IndexHeader, Manifest, RankOwn
+from mbridge_fsdp_ckpt.format.schema import IndexHeader, Manifest, RankOwn
 from tests.soak import forge
 from tests.soak.attacks_index import on, to
 from tests.soak.attacks_json import Build

@@ -18,10 +18,10 @@ from typing import Any
 from torch import distributed as dist
 
 import mbridge_fsdp_ckpt
-from mbridge_fsdp_ckpt.care.verify import verify
 from mbridge_fsdp_ckpt.errors import CheckpointError
-from mbridge_fsdp_ckpt.storage.progress import Unwatched
-from mbridge_fsdp_ckpt.testing.models import Recipe
+from mbridge_fsdp_ckpt.io.progress import Unwatched
+from mbridge_fsdp_ckpt.tools.verify import verify
+from testing.models import Recipe
 from tests.core import cases, oracle
 
 MANIFEST = "manifest.json"

@@ -18,10 +18,10 @@ import torch.distributed as dist
 
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt import Settings
+from mbridge_fsdp_ckpt.commit import removal
 from mbridge_fsdp_ckpt.errors import CheckpointError
-from mbridge_fsdp_ckpt.saving.beside.trainer import trainer
-from mbridge_fsdp_ckpt.storage.commit import removal
-from mbridge_fsdp_ckpt.testing.models import Recipe, Trainable
+from mbridge_fsdp_ckpt.saving.background.async_saves import trainer
+from testing.models import Recipe, Trainable
 from tests.core import cases, oracle
 from tests.patched import patched
 from tests.soak import in_writer
@@ -146,7 +146,7 @@ def make_faulty(*told: Any) -> None:
 
         return call
 
-    patched("mbridge_fsdp_ckpt.saving.beside.writing:Writer._save", faulty).start()
+    patched("mbridge_fsdp_ckpt.saving.background.checkpoint_main:Writer._save", faulty).start()
 
 
 def _faulty(function: Callable[..., Any], fault: Fault) -> Callable[..., Any]:

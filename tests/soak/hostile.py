@@ -26,15 +26,15 @@ from typing import Any
 
 import torch
 
-from mbridge_fsdp_ckpt.care.verify import verify
 from mbridge_fsdp_ckpt.errors import CheckpointError, KeyMismatchError
-from mbridge_fsdp_ckpt.hosts.root import find_checkpoint
+from mbridge_fsdp_ckpt.format.names import READING
+from mbridge_fsdp_ckpt.format.source import sizes_of
+from mbridge_fsdp_ckpt.integrations.common.root import find_checkpoint
+from mbridge_fsdp_ckpt.io.progress import Unwatched
 from mbridge_fsdp_ckpt.loading.match import check_coverage
+from mbridge_fsdp_ckpt.opening import check_other_files, open_checkpoint
 from mbridge_fsdp_ckpt.plan.boxes import Box, whole
-from mbridge_fsdp_ckpt.storage.format.names import READING
-from mbridge_fsdp_ckpt.storage.opening import check_other_files, open_checkpoint
-from mbridge_fsdp_ckpt.storage.progress import Unwatched
-from mbridge_fsdp_ckpt.storage.source import sizes_of
+from mbridge_fsdp_ckpt.tools.verify import verify
 from tests.unit import handmade
 
 ADDRESS_SPACE = 3 << 29  # 1.5 GiB more than the imports had mapped

@@ -17,14 +17,14 @@ import torch.distributed as dist
 
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt import Settings
+from mbridge_fsdp_ckpt.commit import removal, rename
+from mbridge_fsdp_ckpt.commit.lease import STALE_S
+from mbridge_fsdp_ckpt.commit.retention import prune_later
 from mbridge_fsdp_ckpt.errors import CheckpointError
-from mbridge_fsdp_ckpt.hosts.root import find_checkpoint
-from mbridge_fsdp_ckpt.storage.commit import removal, rename
-from mbridge_fsdp_ckpt.storage.commit.lease import STALE_S
-from mbridge_fsdp_ckpt.storage.commit.retention import prune_later
-from mbridge_fsdp_ckpt.storage.files import replace_file
-from mbridge_fsdp_ckpt.storage.format.names import TRACKER
-from mbridge_fsdp_ckpt.testing.models import Recipe, Trainable
+from mbridge_fsdp_ckpt.format.names import TRACKER
+from mbridge_fsdp_ckpt.integrations.common.root import find_checkpoint
+from mbridge_fsdp_ckpt.io.files import replace_file
+from testing.models import Recipe, Trainable
 from tests.core import cases, oracle
 from tests.patched import patched
 
@@ -55,29 +55,29 @@ class Step:
 EVERYBODY = (0, 1)
 STEPS = (
     Step("saving.snapshot:plan_save", EVERYBODY),
-    Step("agree.agreement:Agreement.meet", EVERYBODY, times=2),
+    Step("coordination.coordination:Agreement.meet", EVERYBODY, times=2),
     Step("saving.commit:Job.judge_plans"),
-    Step("storage.commit.methods:condemn_leftovers"),
-    Step("storage.commit.methods:begin"),
+    Step("commit.methods:condemn_leftovers"),
+    Step("commit.methods:begin"),
     Step("saving.writer:write", EVERYBODY),
-    Step("storage.format.payload:PayloadWriter.add_pieces", EVERYBODY, times=3),
-    Step("storage.format.payload:PayloadWriter.close", EVERYBODY),
-    Step("storage.format.told:write_file", EVERYBODY),
-    Step("storage.format.told:write_file", times=2),
-    Step("storage.growing:os.fsync", EVERYBODY, times=2),
+    Step("format.payload:PayloadWriter.add_pieces", EVERYBODY, times=3),
+    Step("format.payload:PayloadWriter.close", EVERYBODY),
+    Step("format.write_results:write_file", EVERYBODY),
+    Step("format.write_results:write_file", times=2),
+    Step("io.direct_writer:os.fsync", EVERYBODY, times=2),
     Step("saving.commit:Job.judge_written"),
-    Step("storage.stock.writer:write_dcp_view"),
-    Step("storage.commit.rename:write_file"),
-    Step("agree.agreement:Agreement.seal"),
-    Step("storage.commit.rename:put_in_place"),
-    Step("storage.commit.rename:sync_directory", times=2),
-    Step("storage.commit.rename:_exchange", fresh=False),
+    Step("dcp.writer:write_dcp_view"),
+    Step("commit.rename:write_file"),
+    Step("coordination.coordination:Agreement.seal"),
+    Step("commit.rename:put_in_place"),
+    Step("commit.rename:sync_directory", times=2),
+    Step("commit.rename:_exchange", fresh=False),
     Step("pathlib:Path.rename"),
-    Step("storage.commit.removal:shutil.rmtree", fresh=False),
+    Step("commit.removal:shutil.rmtree", fresh=False),
     Step("pathlib:Path.rename", times=3, fresh=False, exchanges=False),
-    Step("storage.commit.rename:sync_directory", times=2, fresh=False, exchanges=False),
-    Step("storage.commit.removal:shutil.rmtree", fresh=False, exchanges=False),
-    Step("agree.agreement:Agreement.end", EVERYBODY),
+    Step("commit.rename:sync_directory", times=2, fresh=False, exchanges=False),
+    Step("commit.removal:shutil.rmtree", fresh=False, exchanges=False),
+    Step("coordination.coordination:Agreement.end", EVERYBODY),
     Step("saving.commit:Job.clean_up", EVERYBODY),
     Step("pathlib:Path.replace", times=2),  # .metadata, then the tracker
 )

@@ -31,10 +31,10 @@ WRITERS_STEPS = tuple(step for step in STEPS if step.name not in _OF_TRAINERS an
 """What a writer does of the steps of a save."""
 
 OWN_STEPS = (
-    Step("saving.beside.writing:Writer._begin", EVERYBODY),
-    Step("saving.beside.arriving:Arriving._pieces", EVERYBODY, times=3),
-    Step("saving.beside.writing:Writer._ask"),
-    Step("saving.beside.channel:Channel.send", EVERYBODY),
+    Step("saving.background.checkpoint_main:Writer._begin", EVERYBODY),
+    Step("saving.background.arriving:Arriving._pieces", EVERYBODY, times=3),
+    Step("saving.background.checkpoint_main:Writer._ask"),
+    Step("saving.background.channel:Channel.send", EVERYBODY),
 )
 """And what it does besides."""
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch.distributed as dist
 
 import mbridge_fsdp_ckpt
-from mbridge_fsdp_ckpt.agree.incarnation import base_of, default_store
-from mbridge_fsdp_ckpt.testing.models import Recipe
+from mbridge_fsdp_ckpt.coordination.incarnation import base_of, default_store
+from testing.models import Recipe
 from tests.core import cases
 
 FIRST = 10

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from mbridge_fsdp_ckpt.hosts import corrections
-from mbridge_fsdp_ckpt.testing import models
-from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
-from mbridge_fsdp_ckpt.testing.models import SEQUENCE, Recipe, Trainable
+from mbridge_fsdp_ckpt.upstream_fixes import corrections
+from testing import models
+from testing.kernels import replace_cuda_only_kernels
+from testing.models import SEQUENCE, Recipe, Trainable
 from tests.soak.optimizer_cases import FROZEN, KINDS, OWN_STEP, TOKENS, Groups, Job
 
 LAYERS = 2

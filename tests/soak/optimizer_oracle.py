@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mbridge_fsdp_ckpt.testing.models import Trainable
+from testing.models import Trainable
 from tests.soak.optimizer_cases import FUSED_WEIGHT, Case
 from tests.soak.optimizer_jobs import parameters
 

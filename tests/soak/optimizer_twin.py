@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mbridge_fsdp_ckpt.testing.models import Trainable
+from testing.models import Trainable
 from tests.soak.optimizer_jobs import parameters
 from tests.soak.optimizer_oracle import Slots, Snapshot, components_of
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt import Settings
 from mbridge_fsdp_ckpt.errors import CheckpointError, InternalError, LoadInterruptedError
-from mbridge_fsdp_ckpt.testing.models import Trainable
+from testing.models import Trainable
 from tests.patched import patched
 from tests.soak import optimizer_oracle as oracle
 from tests.soak import optimizer_twin as twin_of

@@ -11,21 +11,21 @@ from typing import Any
 
 import numpy as np
 
-from mbridge_fsdp_ckpt.agree import sketches
-from mbridge_fsdp_ckpt.agree.sketches import Block
+from mbridge_fsdp_ckpt.coverage import plans as sketches
+from mbridge_fsdp_ckpt.coverage.plans import Block
 from mbridge_fsdp_ckpt.errors import PlanDisagreementError
-from mbridge_fsdp_ckpt.live.holdings import Holding
+from mbridge_fsdp_ckpt.format.columns import Columns
+from mbridge_fsdp_ckpt.format.group_index import merged
+from mbridge_fsdp_ckpt.format.names import Files
+from mbridge_fsdp_ckpt.format.own_index import RankIndex, own_index
+from mbridge_fsdp_ckpt.format.rows import Chunk, Number, Row
+from mbridge_fsdp_ckpt.io.ranges import ByteRange
+from mbridge_fsdp_ckpt.live.local_shards import Holding
 from mbridge_fsdp_ckpt.plan.boxes import Box, FlatRange, whole
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.plan.layout import Axis, ParameterLayout
-from mbridge_fsdp_ckpt.plan.pieces import plan_parameter
-from mbridge_fsdp_ckpt.storage.format.columns import Columns
-from mbridge_fsdp_ckpt.storage.format.group_index import merged
-from mbridge_fsdp_ckpt.storage.format.names import Files
-from mbridge_fsdp_ckpt.storage.format.own_index import RankIndex, own_index
-from mbridge_fsdp_ckpt.storage.format.rows import Chunk, Number, Row
-from mbridge_fsdp_ckpt.storage.ranges import ByteRange
+from mbridge_fsdp_ckpt.plan.slices import plan_parameter
 
 Plans = list[list[Block]]
 """By rank."""

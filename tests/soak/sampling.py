@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mbridge_fsdp_ckpt.testing.machine import versions
+from testing.machine import versions
 from tools.circumstances import today
 
 RESULTS = Path(__file__).parents[2] / "docs" / "soak"

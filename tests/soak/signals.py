@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt import Settings
 from mbridge_fsdp_ckpt.errors import CheckpointError
-from mbridge_fsdp_ckpt.testing import cpu_cuda
+from testing import cpu_cuda
 from tests.patched import patched
 from tests.soak import in_writer, kill_beside
 from tests.soak.kill import call_of
@@ -46,8 +46,8 @@ STOPS = {"half": LIMIT_S / 2, "twice": LIMIT_S * 2}
 IN_TRAINER = (
     "idle",
     "begun",
-    "saving.beside.order:plan_save",
-    "live.holdings:Holding.elements",
+    "saving.background.order:plan_save",
+    "live.local_shards:Holding.elements",
     "add_files",
     "after_commit",
 )
@@ -226,7 +226,7 @@ class Job:
         return seen
 
     def _writer(self) -> int:
-        from mbridge_fsdp_ckpt.saving.beside.trainer import trainer
+        from mbridge_fsdp_ckpt.saving.background.async_saves import trainer
 
         writer = trainer()._writer
         return writer.pid if writer is not None and writer.error is None else 0

@@ -23,12 +23,12 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 import mbridge_fsdp_ckpt
-from mbridge_fsdp_ckpt.agree import meeting
+from mbridge_fsdp_ckpt.commit import removal, rename
+from mbridge_fsdp_ckpt.coordination import meeting
 from mbridge_fsdp_ckpt.errors import CheckpointError
-from mbridge_fsdp_ckpt.saving.beside.trainer import trainer
+from mbridge_fsdp_ckpt.saving.background.async_saves import trainer
 from mbridge_fsdp_ckpt.settings import DEFAULT_TIME_LIMIT
-from mbridge_fsdp_ckpt.storage.commit import removal, rename
-from mbridge_fsdp_ckpt.testing.models import Recipe
+from testing.models import Recipe
 from tests.core import cases, oracle
 from tests.patched import patched
 from tests.soak import in_writer
@@ -151,10 +151,10 @@ def _save_beside(place: Path, trainable: Any, trial: Trial, told: Path) -> dict[
     }
 
 
-COPYING = "mbridge_fsdp_ckpt.saving.beside.filling:Filling.add"
+COPYING = "mbridge_fsdp_ckpt.saving.background.filling:Filling.add"
 """What is slow in a trainer, of each chunk."""
 
-SAVING = "mbridge_fsdp_ckpt.saving.beside.writing:Writer._save"
+SAVING = "mbridge_fsdp_ckpt.saving.background.checkpoint_main:Writer._save"
 """Within which a writer's storage is slow."""
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from testing.ranks import RankPool
 from tests.core import cases
 from tests.core.conftest import megatron_ranks
 from tests.soak import damage, sampling

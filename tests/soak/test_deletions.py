@@ -18,15 +18,15 @@ from unittest.mock import patch
 
 import pytest
 
-from mbridge_fsdp_ckpt.care.prune import plan_pruning
-from mbridge_fsdp_ckpt.care.repair import plan_repair
-from mbridge_fsdp_ckpt.convert.job import committing
+from mbridge_fsdp_ckpt.commit import methods, removal, retention
+from mbridge_fsdp_ckpt.commit.retention import prune, prune_later, reading, remove_later
 from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError, NotACheckpointError
+from mbridge_fsdp_ckpt.io.store import as_path
 from mbridge_fsdp_ckpt.saving.commit import Job
 from mbridge_fsdp_ckpt.settings import Settings
-from mbridge_fsdp_ckpt.storage.commit import methods, removal, retention
-from mbridge_fsdp_ckpt.storage.commit.retention import prune, prune_later, reading, remove_later
-from mbridge_fsdp_ckpt.storage.store import as_path
+from mbridge_fsdp_ckpt.tools.convert.job import committing
+from mbridge_fsdp_ckpt.tools.prune import plan_pruning
+from mbridge_fsdp_ckpt.tools.repair import plan_repair
 from tests.core.test_object_stores import BUCKET, environment
 from tests.golden import archive
 from tests.soak import deletions, sampling

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
+from mbridge_fsdp_ckpt.commit.lease import STALE_S
 from mbridge_fsdp_ckpt.settings import DEFAULT_STORAGE_LIMIT
-from mbridge_fsdp_ckpt.storage.commit.lease import STALE_S
-from mbridge_fsdp_ckpt.testing.modules import MEGATRON_MODULES
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
-from mbridge_fsdp_ckpt.testing.templates import Templates
+from testing.modules import MEGATRON_MODULES
+from testing.ranks import RankPool
+from testing.templates import Templates
 from tests.patience import patient_ranks
 from tests.soak import disk, sampling
 from tests.soak.disk import Fault, ToldBy
@@ -29,21 +29,21 @@ from tests.soak.disk import Fault, ToldBy
 RANKS, LIMIT_S = 2, 20.0
 EVERYBODY = (0, 1)
 SHARE_BESIDE = 25  # of saves beside the training one in so many runs by default: each starts writers
-PACKAGE = "mbridge_fsdp_ckpt.storage"
+PACKAGE = "mbridge_fsdp_ckpt"
 
 CALLS: tuple[tuple[str, tuple[int, ...], int], ...] = (
     ("pathlib:Path.mkdir", (0,), 2),
     ("pathlib:Path.open", EVERYBODY, 2),
     (f"{PACKAGE}.format.payload:PayloadWriter._append", EVERYBODY, 1),
     (f"{PACKAGE}.format.payload:PayloadWriter._append", EVERYBODY, 20),
-    (f"{PACKAGE}.growing:os.pwrite", EVERYBODY, 1),
-    (f"{PACKAGE}.growing:os.pwrite", EVERYBODY, 2),
-    (f"{PACKAGE}.growing:os.fsync", EVERYBODY, 1),
-    (f"{PACKAGE}.growing:os.fsync", EVERYBODY, 2),
-    (f"{PACKAGE}.format.told:write_file", EVERYBODY, 1),
-    (f"{PACKAGE}.format.told:write_file", (0,), 2),
-    ("mbridge_fsdp_ckpt.storage.stock.writer:write_dcp_view", (0,), 1),
-    (f"{PACKAGE}.stock.writer:replace_file", (0,), 1),
+    (f"{PACKAGE}.io.direct_writer:os.pwrite", EVERYBODY, 1),
+    (f"{PACKAGE}.io.direct_writer:os.pwrite", EVERYBODY, 2),
+    (f"{PACKAGE}.io.direct_writer:os.fsync", EVERYBODY, 1),
+    (f"{PACKAGE}.io.direct_writer:os.fsync", EVERYBODY, 2),
+    (f"{PACKAGE}.format.write_results:write_file", EVERYBODY, 1),
+    (f"{PACKAGE}.format.write_results:write_file", (0,), 2),
+    ("mbridge_fsdp_ckpt.dcp.writer:write_dcp_view", (0,), 1),
+    (f"{PACKAGE}.dcp.writer:replace_file", (0,), 1),
     (f"{PACKAGE}.commit.rename:write_file", (0,), 1),
     (f"{PACKAGE}.commit.rename:sync_directory", (0,), 1),
     (f"{PACKAGE}.commit.rename:sync_directory", (0,), 2),

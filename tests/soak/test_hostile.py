@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mbridge_fsdp_ckpt.storage.format.schema import IndexHeader, Manifest
+from mbridge_fsdp_ckpt.format.schema import IndexHeader, Manifest
 from tests.soak import attacks_types, sampling
 from tests.soak.attacks import ATTACKS
 from tests.soak.attacks_stock import CALLS, OPCODES

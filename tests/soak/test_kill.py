@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from mbridge_fsdp_ckpt.testing.modules import MEGATRON_MODULES, installed
-from mbridge_fsdp_ckpt.testing.ranks import Died, RankFailed, RankPool, RanksHung
-from mbridge_fsdp_ckpt.testing.templates import Templates
+from testing.modules import MEGATRON_MODULES, installed
+from testing.ranks import Died, RankFailed, RankPool, RanksHung
+from testing.templates import Templates
 from tests.soak import kill, sampling
 from tests.soak.kill import NEW, OLD, Death
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from mbridge_fsdp_ckpt.testing.modules import MEGATRON_MODULES, installed
-from mbridge_fsdp_ckpt.testing.ranks import Died, RankPool
-from mbridge_fsdp_ckpt.testing.templates import Templates
+from testing.modules import MEGATRON_MODULES, installed
+from testing.ranks import Died, RankPool
+from testing.templates import Templates
 from tests.soak import kill, kill_beside, sampling
 from tests.soak.kill import NEW, OLD
 from tests.soak.kill_beside import Who
@@ -89,7 +89,7 @@ def test_a_trainer_that_has_ended_before_its_writer_asks_it_something_is_named(
     pool: RankPool, older: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
     """Nobody listens by then: that is no fault of the storage."""
-    trial = Trial("trainer", "saving.beside.writing:Writer._ask", 1, rank=0, overwrites=False)
+    trial = Trial("trainer", "saving.background.checkpoint_main:Writer._ask", 1, rank=0, overwrites=False)
     assert run_one(trial, pool, *older, tmp_path / "root") == "old state, SaveAbandonedError"
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from mbridge_fsdp_ckpt.testing.modules import MEGATRON_MODULES, is_installed
-from mbridge_fsdp_ckpt.testing.outcomes import RankFailed, RanksHung
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
-from mbridge_fsdp_ckpt.testing.templates import Templates
+from testing.modules import MEGATRON_MODULES, is_installed
+from testing.outcomes import RankFailed, RanksHung
+from testing.ranks import RankPool
+from testing.templates import Templates
 from tests.patience import patient_ranks
 from tests.soak import optimizers, sampling
 from tests.soak.optimizer_cases import ANOTHER, CHANGES, KINDS, Case, matrix

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from mbridge_fsdp_ckpt.testing.modules import MEGATRON_MODULES
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
-from mbridge_fsdp_ckpt.testing.templates import Templates
+from testing.modules import MEGATRON_MODULES
+from testing.ranks import RankPool
+from testing.templates import Templates
 from tests.patience import patient_ranks
 from tests.soak import sampling, slow
 from tests.soak.slow import Trial

@@ -12,8 +12,8 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from mbridge_fsdp_ckpt.testing.collectives import CollectiveCounts, count_collectives
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from testing.collectives import CollectiveCounts, count_collectives
+from testing.ranks import RankPool
 
 
 def count_one_of_each() -> tuple[dict[str, int], dict[str, int], int]:

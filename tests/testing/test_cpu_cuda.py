@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.tensor import DTensor, Shard
 
-from mbridge_fsdp_ckpt.testing import cpu_cuda
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from testing import cpu_cuda
+from testing.ranks import RankPool
 
 
 @pytest.fixture

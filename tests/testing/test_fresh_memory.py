@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from mbridge_fsdp_ckpt.saving.beside.memory import Staging
-from mbridge_fsdp_ckpt.storage.ranges import Arena, OpenFiles, Scratch
-from mbridge_fsdp_ckpt.testing.ranks import RankPool, no_process_group
+from mbridge_fsdp_ckpt.io.ranges import Arena, OpenFiles, Scratch
+from mbridge_fsdp_ckpt.saving.background.memory import Staging
+from testing.ranks import RankPool, no_process_group
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from mbridge_fsdp_ckpt.testing import kernels
-from mbridge_fsdp_ckpt.testing.modules import is_installed
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from testing import kernels
+from testing.modules import is_installed
+from testing.ranks import RankPool
 
 STEPS, LEARNING_RATE, BETAS, EPSILON, DECAY = 3, 0.1, (0.9, 0.99), 1e-6, 0.05
 

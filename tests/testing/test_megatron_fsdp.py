@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from mbridge_fsdp_ckpt.testing.models import VOCABULARY, Recipe, build
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from testing.models import VOCABULARY, Recipe, build
+from testing.ranks import RankPool
 
 HIDDEN, FFN = 32, 48
 WEIGHTS_OF_A_LAYER = HIDDEN * 3 * HIDDEN + HIDDEN * HIDDEN + HIDDEN * 2 * FFN + FFN * HIDDEN + 2 * HIDDEN

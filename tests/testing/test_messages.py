@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mbridge_fsdp_ckpt.testing.messages import FunctionName
+from testing.messages import FunctionName
 
 
 def function() -> str:

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 import mbridge_fsdp_ckpt
-from mbridge_fsdp_ckpt.testing.ranks import Died, RankFailed, RankPool, RanksHung, no_process_group
-from mbridge_fsdp_ckpt.testing.templates import Templates
+from testing.ranks import Died, RankFailed, RankPool, RanksHung, no_process_group
+from testing.templates import Templates
 
 
 def sum_of_ranks(offset: int = 0) -> tuple[int, int, float]:
@@ -259,7 +259,7 @@ def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(
         "import os, signal\n"
-        "from mbridge_fsdp_ckpt.testing.ranks import RankPool\n"
+        "from testing.ranks import RankPool\n"
         "def process_id():\n"
         "    return os.getpid()\n"
         "if __name__ == '__main__':\n"

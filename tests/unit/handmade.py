@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
+from mbridge_fsdp_ckpt.format.manifest import manifest_bytes, read_manifest
+from mbridge_fsdp_ckpt.format.names import FORMAT_NAME
+from mbridge_fsdp_ckpt.format.payload import PayloadWriter
+from mbridge_fsdp_ckpt.format.schema import VERSION, IndexEntry, Manifest
+from mbridge_fsdp_ckpt.format.values import encode
+from mbridge_fsdp_ckpt.io.files import file_checksum
 from mbridge_fsdp_ckpt.plan.boxes import Box, whole
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
-from mbridge_fsdp_ckpt.storage.files import file_checksum
-from mbridge_fsdp_ckpt.storage.format.manifest import manifest_bytes, read_manifest
-from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME
-from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter
-from mbridge_fsdp_ckpt.storage.format.schema import VERSION, IndexEntry, Manifest
-from mbridge_fsdp_ckpt.storage.format.values import encode
 from tests.unit import index_bytes
 
 NAME = "module.module.weight"

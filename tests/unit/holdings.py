@@ -3,11 +3,11 @@
 import torch
 
 from mbridge_fsdp_ckpt.families import Claim, Segment
-from mbridge_fsdp_ckpt.live.holdings import Holding
+from mbridge_fsdp_ckpt.live.local_shards import Holding
 from mbridge_fsdp_ckpt.plan.boxes import FlatRange, Shape
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.plan.layout import Axis, ParameterLayout
-from mbridge_fsdp_ckpt.plan.pieces import plan_parameter
+from mbridge_fsdp_ckpt.plan.slices import plan_parameter
 
 
 def holdings(

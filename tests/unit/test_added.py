@@ -14,14 +14,14 @@ from typing import get_args
 
 import pytest
 
-from mbridge_fsdp_ckpt.bridge.run_config import RunConfig
-from mbridge_fsdp_ckpt.care.verify import verify
-from mbridge_fsdp_ckpt.convert.other_files import carry_over, other_files
+from mbridge_fsdp_ckpt.commit import methods, removal
 from mbridge_fsdp_ckpt.errors import ConfigurationError
+from mbridge_fsdp_ckpt.format.manifest import added_file
+from mbridge_fsdp_ckpt.integrations.bridge.run_config import RunConfig
+from mbridge_fsdp_ckpt.io.progress import Unwatched
 from mbridge_fsdp_ckpt.settings import CommitMethod, Settings
-from mbridge_fsdp_ckpt.storage.commit import methods, removal
-from mbridge_fsdp_ckpt.storage.format.manifest import added_file
-from mbridge_fsdp_ckpt.storage.progress import Unwatched
+from mbridge_fsdp_ckpt.tools.convert.other_files import carry_over, other_files
+from mbridge_fsdp_ckpt.tools.verify import verify
 from tests.unit.holdings import holdings
 from tests.unit.test_saving import job, prepared, saved
 
@@ -177,10 +177,10 @@ def test_leftovers_behind_a_link_are_nobodys(tmp_path: Path) -> None:
 _AS_NOBODY = """
 import os, sys
 from pathlib import Path
-from mbridge_fsdp_ckpt.convert.other_files import other_files
-from mbridge_fsdp_ckpt.convert.other_files import carry_over, other_files
+from mbridge_fsdp_ckpt.tools.convert.other_files import other_files
+from mbridge_fsdp_ckpt.tools.convert.other_files import carry_over, other_files
 from mbridge_fsdp_ckpt.errors import ConfigurationError
-from mbridge_fsdp_ckpt.storage.commit.target import check_replaceable
+from mbridge_fsdp_ckpt.commit.target import check_replaceable
 from tests.unit.test_added import save
 
 root = Path(sys.argv[1])
@@ -238,7 +238,7 @@ def test_a_failed_save_leaves_the_files_of_the_one_before_and_readers_find_their
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as disk:
-        disk.setattr(f"mbridge_fsdp_ckpt.storage.commit.{method}.{FAILING[method]}", full)
+        disk.setattr(f"mbridge_fsdp_ckpt.commit.{method}.{FAILING[method]}", full)
         with pytest.raises(OSError, match="No space"):
             save(target, method, config("new", "vocabulary.txt"))
     assert content(tmp_path) == before

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from mbridge_fsdp_ckpt.hosts.after_import import AfterImport
+from mbridge_fsdp_ckpt.integrations.common.after_import import AfterImport
 
 NAME = "package_of_a_test.late"
 

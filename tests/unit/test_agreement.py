@@ -11,8 +11,8 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from mbridge_fsdp_ckpt.agree import meeting, protocol, signs
-from mbridge_fsdp_ckpt.agree.agreement import Agreement, next_agreement
+from mbridge_fsdp_ckpt.coordination import heartbeat, meeting, protocol
+from mbridge_fsdp_ckpt.coordination.coordination import Agreement, next_agreement
 from mbridge_fsdp_ckpt.errors import (
     CheckpointError,
     ConfigurationError,
@@ -292,7 +292,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(signs, "time", clock)
+    monkeypatch.setattr(heartbeat, "time", clock)
     monkeypatch.setattr(meeting, "time", clock)
     return clock
 

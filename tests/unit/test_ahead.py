@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError
-from mbridge_fsdp_ckpt.storage import ahead, reading
-from mbridge_fsdp_ckpt.storage.ahead import FEW, LATE, MANY, REQUEST, Range, requests_for
-from mbridge_fsdp_ckpt.storage.checksums import Hasher, checksum
-from mbridge_fsdp_ckpt.storage.ranges import OpenFiles, Scratch
-from mbridge_fsdp_ckpt.storage.store import as_path
+from mbridge_fsdp_ckpt.io import prefetch, reading
+from mbridge_fsdp_ckpt.io.checksums import Hasher, checksum
+from mbridge_fsdp_ckpt.io.prefetch import FEW, LATE, MANY, REQUEST, Range, requests_for
+from mbridge_fsdp_ckpt.io.ranges import OpenFiles, Scratch
+from mbridge_fsdp_ckpt.io.store import as_path
 
 PAGE = reading.ALIGNED
 SIZE = 11 * REQUEST + 777
@@ -129,7 +129,7 @@ def test_a_storage_that_takes_its_time_is_asked_for_more_at_once(
         return found
 
     monkeypatch.setattr(reading.FileReader, "read", counting)
-    monkeypatch.setattr(ahead, "SOON", soon)
+    monkeypatch.setattr(prefetch, "SOON", soon)
     files, scratch = OpenFiles(), Scratch()
     with files.reading_ahead([Range(path, 0, count * REQUEST)]):
         files.pass_through(path, 0, count * REQUEST, hasher := Hasher(), scratch)

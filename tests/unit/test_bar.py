@@ -14,9 +14,9 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = """
 import sys, time
-from mbridge_fsdp_ckpt.storage import bar
-bar.PATIENCE = float(sys.argv[2])
-with bar.job_bar(int(sys.argv[1]), wanted=sys.argv[3] == "wanted") as progress:
+from mbridge_fsdp_ckpt.io import progress_bar
+progress_bar.PATIENCE = float(sys.argv[2])
+with progress_bar.job_bar(int(sys.argv[1]), wanted=sys.argv[3] == "wanted") as progress:
     for what in ("saving \\x1b[2Jall", "filling"):
         progress.begin(what, 4_000_000)
         for _ in range(4):

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from mbridge_fsdp_ckpt.saving.beside.filling import OnStream
-from mbridge_fsdp_ckpt.saving.beside.memory import Staging
+from mbridge_fsdp_ckpt.saving.background.filling import OnStream
+from mbridge_fsdp_ckpt.saving.background.memory import Staging
 
 OWN = 3
 LIMIT_S = 10.0

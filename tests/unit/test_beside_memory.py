@@ -12,19 +12,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mbridge_fsdp_ckpt.agree.sketches import Block
+from mbridge_fsdp_ckpt.coverage.plans import Block
 from mbridge_fsdp_ckpt.errors import InternalError, SaveAbandonedError, StorageError
+from mbridge_fsdp_ckpt.format.own_index import RankIndex
+from mbridge_fsdp_ckpt.format.schema import RankOwn
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.layout import Axis
-from mbridge_fsdp_ckpt.saving.beside import wire
-from mbridge_fsdp_ckpt.saving.beside.arriving import Arriving
-from mbridge_fsdp_ckpt.saving.beside.channel import Channel, encoded
-from mbridge_fsdp_ckpt.saving.beside.filling import Filling, OnHost
-from mbridge_fsdp_ckpt.saving.beside.memory import PORTION, Staging, length_of, slots_for
-from mbridge_fsdp_ckpt.saving.outgoing import Outgoing
+from mbridge_fsdp_ckpt.saving.background import wire
+from mbridge_fsdp_ckpt.saving.background.arriving import Arriving
+from mbridge_fsdp_ckpt.saving.background.channel import Channel, encoded
+from mbridge_fsdp_ckpt.saving.background.filling import Filling, OnHost
+from mbridge_fsdp_ckpt.saving.background.memory import PORTION, Staging, length_of, slots_for
 from mbridge_fsdp_ckpt.saving.snapshot import Prepared, outgoing_of
-from mbridge_fsdp_ckpt.storage.format.own_index import RankIndex
-from mbridge_fsdp_ckpt.storage.format.schema import RankOwn
+from mbridge_fsdp_ckpt.saving.write_plan import Outgoing
 from tests.unit.holdings import holdings, scalar
 
 LIMIT_S = 10.0

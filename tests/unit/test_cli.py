@@ -12,22 +12,22 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner, Result
 
-from mbridge_fsdp_ckpt.cli import console as frame
-from mbridge_fsdp_ckpt.cli import convert, diff, families, inspect, prune, rehearse, repair, timeline, verify
-from mbridge_fsdp_ckpt.cli import run as run_command
 from mbridge_fsdp_ckpt.families import default_registry
+from mbridge_fsdp_ckpt.format.names import FORMAT_NAME, Files
+from mbridge_fsdp_ckpt.format.own_index import RankIndex
+from mbridge_fsdp_ckpt.format.rows import Chunk
+from mbridge_fsdp_ckpt.format.schema import VERSION, Manifest
+from mbridge_fsdp_ckpt.format.write_results import write_own_index
+from mbridge_fsdp_ckpt.io.entries import FileEntry
+from mbridge_fsdp_ckpt.io.ranges import ByteRange
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
-from mbridge_fsdp_ckpt.storage.entries import FileEntry
-from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, Files
-from mbridge_fsdp_ckpt.storage.format.own_index import RankIndex
-from mbridge_fsdp_ckpt.storage.format.rows import Chunk
-from mbridge_fsdp_ckpt.storage.format.schema import VERSION, Manifest
-from mbridge_fsdp_ckpt.storage.format.told import write_own_index
-from mbridge_fsdp_ckpt.storage.ranges import ByteRange
+from mbridge_fsdp_ckpt.tools.command import console as frame
+from mbridge_fsdp_ckpt.tools.command import convert, diff, estimate, families, inspect, prune, repair, timeline, verify
+from mbridge_fsdp_ckpt.tools.command import run as run_command
 from tests.unit.handmade import write_manifest
 
-SUBCOMMANDS = [convert, diff, families, inspect, prune, rehearse, repair, run_command, timeline, verify]
+SUBCOMMANDS = [convert, diff, families, inspect, prune, estimate, repair, run_command, timeline, verify]
 
 SURFACE = {
     "convert": [],
@@ -37,7 +37,7 @@ SURFACE = {
     "prune": ["--dry-run", "--json", "--keep", "--yes", "-y", "root"],
     "rehearse": [
         "--cp", "--ep", "--etp", "--host-read", "--host-write", "--json", "--main-weights", "--moments", "--offload",
-        "--optimizer", "--outer", "--outer-strategy", "--picture", "--pp", "--ranks-per-host", "--run",
+        "--optimizer", "--outer", "--outer-strategy", "--picture", "--pp", "--ranks-per-host",
         "--storage-read", "--storage-write", "--strategy", "--to", "--tp", "--world", "model",
     ],
     "repair": ["--dry-run", "--force", "--json", "--stock-view", "--yes", "-y", "root"],

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from mbridge_fsdp_ckpt.care import compare
-from mbridge_fsdp_ckpt.care.compare import Container, Tolerance, flattened, same_value, unlike
+from mbridge_fsdp_ckpt.tools import compare
+from mbridge_fsdp_ckpt.tools.compare import Container, Tolerance, flattened, same_value, unlike
 
 NAN = math.nan
 

@@ -14,18 +14,18 @@ import pytest
 import torch
 from torch.distributed import checkpoint as dcp
 
-from mbridge_fsdp_ckpt.care import compare
-from mbridge_fsdp_ckpt.care.compare import same_value
+from mbridge_fsdp_ckpt.format import source
+from mbridge_fsdp_ckpt.format.manifest import read_manifest
+from mbridge_fsdp_ckpt.format.names import FORMAT_NAME, Files
+from mbridge_fsdp_ckpt.format.own_index import RankIndex
+from mbridge_fsdp_ckpt.format.payload import PayloadWriter
+from mbridge_fsdp_ckpt.format.schema import VERSION, Manifest
+from mbridge_fsdp_ckpt.format.values import encode, hash_of
+from mbridge_fsdp_ckpt.format.write_results import count_keys, together, write_group_index, write_own_index
 from mbridge_fsdp_ckpt.plan.boxes import Box, whole
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
-from mbridge_fsdp_ckpt.storage import source
-from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
-from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, Files
-from mbridge_fsdp_ckpt.storage.format.own_index import RankIndex
-from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter
-from mbridge_fsdp_ckpt.storage.format.schema import VERSION, Manifest
-from mbridge_fsdp_ckpt.storage.format.told import count_keys, together, write_group_index, write_own_index
-from mbridge_fsdp_ckpt.storage.format.values import encode, hash_of
+from mbridge_fsdp_ckpt.tools import compare
+from mbridge_fsdp_ckpt.tools.compare import same_value
 from tests.unit import handmade
 from tests.unit.handmade import write_manifest
 from tests.unit.test_cli import call, data
@@ -280,7 +280,7 @@ def test_chunks_that_do_not_cover_are_a_named_error(a: Path, tmp_path: Path) -> 
 
 def test_memory_holds_one_chunk_of_each_side(a: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each chunk is read once where rows were cut differently: the one that was read last is remembered."""
-    from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
+    from mbridge_fsdp_ckpt.format.reader import SafeSource
 
     b = build(tmp_path / "b", tensors(), ranks=3)
     read: list[tuple[str, str, Any]] = []

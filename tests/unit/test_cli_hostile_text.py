@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mbridge_fsdp_ckpt.storage.bar import progress_bar
+from mbridge_fsdp_ckpt.io.progress_bar import progress_bar
 from tests.soak import forge
 from tests.unit import handmade
 from tests.unit.test_cli import call, data

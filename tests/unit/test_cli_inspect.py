@@ -16,13 +16,13 @@ import torch
 from torch.distributed import checkpoint as dcp
 from upath import UPath
 
-from mbridge_fsdp_ckpt.care.balance import RankShare, balance
-from mbridge_fsdp_ckpt.care.drawing import elided
-from mbridge_fsdp_ckpt.care.shard_map import blocks as shard_map
-from mbridge_fsdp_ckpt.care.shard_map.blocks import ShardMap, colours, natural
-from mbridge_fsdp_ckpt.care.survey import Survey, survey, visit_chunks
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
+from mbridge_fsdp_ckpt.tools.balance import RankShare, balance
+from mbridge_fsdp_ckpt.tools.drawing import elided
+from mbridge_fsdp_ckpt.tools.shard_map import blocks as shard_map
+from mbridge_fsdp_ckpt.tools.shard_map.blocks import ShardMap, colours, natural
+from mbridge_fsdp_ckpt.tools.survey import Survey, survey, visit_chunks
 from tests.unit import handmade
 from tests.unit.handmade import BIAS, GROUP, WEIGHT
 from tests.unit.test_cli import call, data, run

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from upath import UPath
 
-from mbridge_fsdp_ckpt.cli import console as frame
-from mbridge_fsdp_ckpt.cli import prune as command
-from mbridge_fsdp_ckpt.storage.commit.retention import reading
+from mbridge_fsdp_ckpt.commit.retention import reading
+from mbridge_fsdp_ckpt.tools.command import console as frame
+from mbridge_fsdp_ckpt.tools.command import prune as command
 from tests import trackers
 from tests.unit import handmade
 from tests.unit.test_cli import call, data, run

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 from upath import UPath
 
-from mbridge_fsdp_ckpt.care import size_and_age
-from mbridge_fsdp_ckpt.care.repair import plan_repair
-from mbridge_fsdp_ckpt.cli import console as frame
+from mbridge_fsdp_ckpt.commit import methods, removal
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError
+from mbridge_fsdp_ckpt.format.manifest import read_manifest
+from mbridge_fsdp_ckpt.io.checksums import checksum
+from mbridge_fsdp_ckpt.io.entries import ExtraEntry
+from mbridge_fsdp_ckpt.opening import open_checkpoint
 from mbridge_fsdp_ckpt.settings import Settings
-from mbridge_fsdp_ckpt.storage.checksums import checksum
-from mbridge_fsdp_ckpt.storage.commit import methods, removal
-from mbridge_fsdp_ckpt.storage.entries import ExtraEntry
-from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
-from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
+from mbridge_fsdp_ckpt.tools import size_and_age
+from mbridge_fsdp_ckpt.tools.command import console as frame
+from mbridge_fsdp_ckpt.tools.repair import plan_repair
 from tests import trackers
 from tests.golden import archive
 from tests.unit import handmade
@@ -447,7 +447,7 @@ def test_a_root_is_searched_once_however_many_leftovers_it_has(root: Path, monke
         return young(place)
 
     monkeypatch.setattr(methods, "leftovers", search)
-    monkeypatch.setattr("mbridge_fsdp_ckpt.care.repair.is_young", ask)
+    monkeypatch.setattr("mbridge_fsdp_ckpt.tools.repair.is_young", ask)
     assert len(plan_repair(root, force=False).carry_out()) == 8
     assert searched == ["leftovers", "iter_0000030", "iter_0000030"]
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.distributed import checkpoint as dcp
 
-from mbridge_fsdp_ckpt.storage.checksums import checksum
-from mbridge_fsdp_ckpt.storage.entries import ExtraEntry
-from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
+from mbridge_fsdp_ckpt.format.manifest import read_manifest
+from mbridge_fsdp_ckpt.io.checksums import checksum
+from mbridge_fsdp_ckpt.io.entries import ExtraEntry
 from tests.unit import handmade
 from tests.unit.handmade import TENSORS, write_manifest
 from tests.unit.test_cli import call, data

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from mbridge_fsdp_ckpt.care.audit import Audit
-from mbridge_fsdp_ckpt.storage import files
-from mbridge_fsdp_ckpt.storage.checksums import checksum
-from mbridge_fsdp_ckpt.storage.entries import ExtraEntry
-from mbridge_fsdp_ckpt.storage.files import file_checksum
-from mbridge_fsdp_ckpt.storage.format import columns
-from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
-from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
-from mbridge_fsdp_ckpt.storage.format.rows import Chunk
+from mbridge_fsdp_ckpt.format import columns
+from mbridge_fsdp_ckpt.format.manifest import read_manifest
+from mbridge_fsdp_ckpt.format.reader import SafeSource
+from mbridge_fsdp_ckpt.format.rows import Chunk
+from mbridge_fsdp_ckpt.io import files
+from mbridge_fsdp_ckpt.io.checksums import checksum
+from mbridge_fsdp_ckpt.io.entries import ExtraEntry
+from mbridge_fsdp_ckpt.io.files import file_checksum
+from mbridge_fsdp_ckpt.tools.audit import Audit
 from tests.unit import handmade
 from tests.unit.handmade import AVERAGE, BIAS, GROUP, KEYS, WEIGHT, Part, edit, index, payload, write_manifest
 from tests.unit.test_cli import call, data

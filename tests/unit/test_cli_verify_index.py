@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from mbridge_fsdp_ckpt.care.audit import Audit
-from mbridge_fsdp_ckpt.care.findings import Finding, Tiling
+from mbridge_fsdp_ckpt.format.manifest import read_manifest
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
-from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
+from mbridge_fsdp_ckpt.tools.audit import Audit
+from mbridge_fsdp_ckpt.tools.findings import Finding, Tiling
 from tests.unit import handmade, index_bytes
 from tests.unit.handmade import BIAS, GROUP, KEYS, STEP, WEIGHT, Change, Part, edit, edit_group, index, write_manifest
 from tests.unit.test_cli_verify import audited, named

@@ -15,8 +15,8 @@ import torch
 from torch.distributed import checkpoint as dcp
 from upath import UPath
 
-from mbridge_fsdp_ckpt.storage.entries import ExtraEntry
-from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
+from mbridge_fsdp_ckpt.format.manifest import read_manifest
+from mbridge_fsdp_ckpt.io.entries import ExtraEntry
 from tests.unit import handmade
 from tests.unit.handmade import BIAS, payload, write_manifest
 from tests.unit.test_cli import call, data, run

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from mbridge_fsdp_ckpt.convert.destination import check_free
+from mbridge_fsdp_ckpt.commit import lease, methods, removal, rename
 from mbridge_fsdp_ckpt.errors import ConfigurationError, StorageError
-from mbridge_fsdp_ckpt.hosts.root import find_checkpoint
-from mbridge_fsdp_ckpt.storage import file_system, files
-from mbridge_fsdp_ckpt.storage.commit import lease, methods, removal, rename
-from mbridge_fsdp_ckpt.storage.format.names import MANIFEST_NAME, TRACKER
+from mbridge_fsdp_ckpt.format.names import MANIFEST_NAME, TRACKER
+from mbridge_fsdp_ckpt.integrations.common.root import find_checkpoint
+from mbridge_fsdp_ckpt.io import file_system, files
+from mbridge_fsdp_ckpt.tools.convert.destination import check_free
 
 
 class Death(BaseException):
@@ -438,7 +438,7 @@ def test_of_two_saves_of_one_target_the_later_one_wins(target: Path) -> None:
 _AS_NOBODY = """
 import os, sys
 from pathlib import Path
-from mbridge_fsdp_ckpt.storage.commit import methods
+from mbridge_fsdp_ckpt.commit import methods
 target = Path(sys.argv[1])
 os.setgid(65534)
 os.setuid(65534)

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mbridge_fsdp_ckpt.agree import incarnation
-from mbridge_fsdp_ckpt.agree.connection import Connection
-from mbridge_fsdp_ckpt.agree.incarnation import Incarnation, client
+from mbridge_fsdp_ckpt.coordination import incarnation
+from mbridge_fsdp_ckpt.coordination.connection import Connection
+from mbridge_fsdp_ckpt.coordination.incarnation import Incarnation, client
 from tests.unit.test_agreement import outcomes
 
 SERVE = """
@@ -32,7 +32,7 @@ time.sleep(1000)
 ASK = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-from mbridge_fsdp_ckpt.agree.incarnation import connection
+from mbridge_fsdp_ckpt.coordination.incarnation import connection
 store = connection("127.0.0.1", int(sys.argv[1]), 1000.0).within(1000.0)
 store.set("asked", "")
 print("asks", flush=True)
@@ -138,8 +138,8 @@ def test_a_connection_that_nobody_has_any_more_ends_its_thread() -> None:
 NAME = """
 import threading, time, weakref
 import torch.distributed as dist
-from mbridge_fsdp_ckpt.agree.connection import Connection
-from mbridge_fsdp_ckpt.agree.incarnation import _Naming
+from mbridge_fsdp_ckpt.coordination.connection import Connection
+from mbridge_fsdp_ckpt.coordination.incarnation import _Naming
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 class Group: pass
 dist.group.WORLD = group = Group()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mbridge_fsdp_ckpt.live.copies import MOST_NEAR, Mates, Ranks, ranks_with_copies
+from mbridge_fsdp_ckpt.live.replicas import MOST_NEAR, Mates, Ranks, ranks_with_copies
 from mbridge_fsdp_ckpt.plan.boxes import FlatRange
 from mbridge_fsdp_ckpt.plan.layout import Axis, ParameterLayout
-from mbridge_fsdp_ckpt.plan.pieces import Component, ParameterPlan, plan_parameter
+from mbridge_fsdp_ckpt.plan.slices import Component, ParameterPlan, plan_parameter
 
 
 class OnKnownRanks(Mates):

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from mbridge_fsdp_ckpt.errors import CheckpointError, DamagedCheckpointError, ManifestError
-from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
+from mbridge_fsdp_ckpt.opening import open_checkpoint
 
 KEY = "model.weight"
 
@@ -100,7 +100,7 @@ def test_code_in_the_metadata_does_not_run(directory: Path, proof: Path, place: 
         ("collections", "namedtuple"),
         ("torch.distributed.checkpoint.metadata", "Metadata.__init__"),
         ("torch.distributed.checkpoint.filesystem", "os.system"),
-        ("mbridge_fsdp_ckpt.storage.dcp_metadata", "pickle.loads"),
+        ("mbridge_fsdp_ckpt.io.dcp_metadata", "pickle.loads"),
     ],
 )
 @pytest.mark.parametrize("protocol", [0, 4])

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch.distributed import checkpoint as dcp
 
+from mbridge_fsdp_ckpt.dcp.reader import DcpSource
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, ManifestError
+from mbridge_fsdp_ckpt.io.ranges import Place, Scratch
 from mbridge_fsdp_ckpt.loading.renaming import under_new_names
-from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
-from mbridge_fsdp_ckpt.storage.ranges import Place, Scratch
-from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
+from mbridge_fsdp_ckpt.opening import open_checkpoint
 from tests.unit.holdings import holdings
 
 NAME, OTHER = "module.module.module.weight", "module.module.module.experts.linear_fc1.weight3_w"

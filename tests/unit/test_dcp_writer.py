@@ -12,19 +12,19 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
+from mbridge_fsdp_ckpt.dcp import metadata
+from mbridge_fsdp_ckpt.dcp.reader import DcpSource
+from mbridge_fsdp_ckpt.dcp.writer import write_dcp_view
 from mbridge_fsdp_ckpt.errors import ManifestError, UnsupportedStateError
+from mbridge_fsdp_ckpt.format.manifest import read_manifest
+from mbridge_fsdp_ckpt.format.names import Files
+from mbridge_fsdp_ckpt.format.own_index import RankIndex
+from mbridge_fsdp_ckpt.format.payload import number_of
+from mbridge_fsdp_ckpt.format.reader import SafeSource
+from mbridge_fsdp_ckpt.format.schema import IndexEntry
+from mbridge_fsdp_ckpt.format.values import encode
+from mbridge_fsdp_ckpt.format.write_results import write_own_index
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
-from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
-from mbridge_fsdp_ckpt.storage.format.names import Files
-from mbridge_fsdp_ckpt.storage.format.own_index import RankIndex
-from mbridge_fsdp_ckpt.storage.format.payload import number_of
-from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
-from mbridge_fsdp_ckpt.storage.format.schema import IndexEntry
-from mbridge_fsdp_ckpt.storage.format.told import write_own_index
-from mbridge_fsdp_ckpt.storage.format.values import encode
-from mbridge_fsdp_ckpt.storage.stock import view
-from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
-from mbridge_fsdp_ckpt.storage.stock.writer import write_dcp_view
 from tests.unit import handmade
 from tests.unit.handmade import HYPERPARAMETERS, KEYS, NAME, TENSORS, VALUES, WEIGHT
 
@@ -91,8 +91,8 @@ def test_metadata_is_made_anew_only_where_it_says_something_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a training changes from save to save is in the payload and in the values file, not in `.metadata`."""
-    made = lru_cache(maxsize=1)(view._made)
-    monkeypatch.setattr(view, "_kept", made)
+    made = lru_cache(maxsize=1)(metadata._made)
+    monkeypatch.setattr(metadata, "_kept", made)
     steps: tuple[dict[str, Any], ...] = {"iteration": 7, "lr": 0.5}, {"iteration": 8, "lr": 0.25}, {"iteration": 8}
     times = []
     for number, values in enumerate(steps):

@@ -10,7 +10,7 @@ from mbridge_fsdp_ckpt.families import Claim, Segment
 from mbridge_fsdp_ckpt.loading.destinations import block, scalar
 from mbridge_fsdp_ckpt.plan.boxes import Box, FlatRange, Shape, whole
 from mbridge_fsdp_ckpt.plan.layout import Axis, ParameterLayout
-from mbridge_fsdp_ckpt.plan.pieces import Piece, plan_parameter
+from mbridge_fsdp_ckpt.plan.slices import Piece, plan_parameter
 
 FUSED = Claim("family", 1, (Segment("_w", 2), Segment("_v", 2)))
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from mbridge_fsdp_ckpt.care.compare import Tolerance
-from mbridge_fsdp_ckpt.care.diff import Differences, differences
-from mbridge_fsdp_ckpt.storage.progress import Unwatched
+from mbridge_fsdp_ckpt.io.progress import Unwatched
+from mbridge_fsdp_ckpt.tools.compare import Tolerance
+from mbridge_fsdp_ckpt.tools.diff import Differences, differences
 from tests.soak import sampling
 from tests.unit.test_cli_diff import AVERAGE, NAME, STEP, WEIGHT, build
 

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from mbridge_fsdp_ckpt.errors import LayoutError, UnsupportedVersionError
+from mbridge_fsdp_ckpt.format.values import decode, encode
 from mbridge_fsdp_ckpt.live.fp8 import state as extra_state
-from mbridge_fsdp_ckpt.storage.format.values import decode, encode
 from tests.extra_state import restore
 
 HISTORY = 4

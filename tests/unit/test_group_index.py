@@ -12,19 +12,16 @@ from typing import Any
 import pytest
 
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, ManifestError, PlanDisagreementError, UnsupportedStateError
-from mbridge_fsdp_ckpt.plan.boxes import Box
-from mbridge_fsdp_ckpt.plan.keys import KeyEntry
-from mbridge_fsdp_ckpt.storage.entries import FileEntry
-from mbridge_fsdp_ckpt.storage.format import columns
-from mbridge_fsdp_ckpt.storage.format.columns import Columns, box_of
-from mbridge_fsdp_ckpt.storage.format.directory import Directory, IndexedKeys
-from mbridge_fsdp_ckpt.storage.format.group_index import merged
-from mbridge_fsdp_ckpt.storage.format.index import IndexFile
-from mbridge_fsdp_ckpt.storage.format.names import Files
-from mbridge_fsdp_ckpt.storage.format.own_index import RankIndex, own_index
-from mbridge_fsdp_ckpt.storage.format.rows import Chunk, Number, Row
-from mbridge_fsdp_ckpt.storage.format.schema import RankOwn
-from mbridge_fsdp_ckpt.storage.format.told import (
+from mbridge_fsdp_ckpt.format import columns
+from mbridge_fsdp_ckpt.format.columns import Columns, box_of
+from mbridge_fsdp_ckpt.format.directory import Directory, IndexedKeys
+from mbridge_fsdp_ckpt.format.group_index import merged
+from mbridge_fsdp_ckpt.format.index import IndexFile
+from mbridge_fsdp_ckpt.format.names import Files
+from mbridge_fsdp_ckpt.format.own_index import RankIndex, own_index
+from mbridge_fsdp_ckpt.format.rows import Chunk, Number, Row
+from mbridge_fsdp_ckpt.format.schema import RankOwn
+from mbridge_fsdp_ckpt.format.write_results import (
     MAX_SETS,
     Told,
     count_keys,
@@ -32,7 +29,10 @@ from mbridge_fsdp_ckpt.storage.format.told import (
     write_group_index,
     write_own_index,
 )
-from mbridge_fsdp_ckpt.storage.ranges import ByteRange, OpenFiles
+from mbridge_fsdp_ckpt.io.entries import FileEntry
+from mbridge_fsdp_ckpt.io.ranges import ByteRange, OpenFiles
+from mbridge_fsdp_ckpt.plan.boxes import Box
+from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from tests.unit import handmade, index_bytes
 from tests.unit.handmade import SAVE
 
@@ -164,7 +164,7 @@ def test_two_that_wrote_the_first_element_are_named() -> None:
 
 
 def test_keys_of_one_hash_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mbridge_fsdp_ckpt.storage.format.own_index.key_hash", lambda text: 5)
+    monkeypatch.setattr("mbridge_fsdp_ckpt.format.own_index.key_hash", lambda text: 5)
     with pytest.raises(PlanDisagreementError, match="keys of different hashes"):
         merged([held(0, "a", ENTRY, UPPER), held(1, "b", ENTRY, UPPER)])
 

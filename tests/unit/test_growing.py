@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from mbridge_fsdp_ckpt.storage import blocks, growing
-from mbridge_fsdp_ckpt.storage.growing import BLOCK, GrowingFile
-from mbridge_fsdp_ckpt.storage.reading import ALIGNED
+from mbridge_fsdp_ckpt.io import buffers, direct_writer
+from mbridge_fsdp_ckpt.io.direct_writer import BLOCK, GrowingFile
+from mbridge_fsdp_ckpt.io.reading import ALIGNED
 
 PAGE = ALIGNED
 SIZES = [0, 1, PAGE - 1, PAGE, PAGE + 1, BLOCK - 1, BLOCK, BLOCK + 1, BLOCK + PAGE, 5 * BLOCK, 6 * BLOCK + 12_345]
@@ -108,7 +108,7 @@ def test_at_most_four_blocks_are_in_memory(tmp_path: Path, content: bytes, monke
     """Also what is not on disk yet at any time: the silence of a slow disk is no longer than it takes for that."""
     made, pwrite, behind, given = [], os.pwrite, [0], [0]
     done: dict[int, int] = {}
-    new_block = blocks.new_block
+    new_block = buffers.new_block
 
     def counted(size: int) -> mmap.mmap:
         made.append(size)
@@ -118,7 +118,7 @@ def test_at_most_four_blocks_are_in_memory(tmp_path: Path, content: bytes, monke
         done[offset] = pwrite(descriptor, view, offset)
         return done[offset]
 
-    monkeypatch.setattr(blocks, "new_block", counted)
+    monkeypatch.setattr(buffers, "new_block", counted)
     monkeypatch.setattr(os, "pwrite", noted)
     file = GrowingFile(tmp_path / "file")
     for start in range(0, len(content), 1 << 21):
@@ -126,8 +126,8 @@ def test_at_most_four_blocks_are_in_memory(tmp_path: Path, content: bytes, monke
         given[0] += len(content[start : start + (1 << 21)])
         behind.append(given[0] - sum(done.values()))
     file.finish()
-    assert made == [BLOCK] * growing.BLOCKS
-    assert max(behind) <= growing.BLOCKS * BLOCK
+    assert made == [BLOCK] * direct_writer.BLOCKS
+    assert max(behind) <= direct_writer.BLOCKS * BLOCK
     assert (tmp_path / "file").read_bytes() == content
 
 

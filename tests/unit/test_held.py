@@ -14,11 +14,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from mbridge_fsdp_ckpt.commit import rename
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError
+from mbridge_fsdp_ckpt.format.source import CheckpointSource, StoredChunk
+from mbridge_fsdp_ckpt.opening import open_checkpoint
 from mbridge_fsdp_ckpt.plan.boxes import whole
-from mbridge_fsdp_ckpt.storage.commit import rename
-from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
-from mbridge_fsdp_ckpt.storage.source import CheckpointSource, StoredChunk
 from tests.unit import handmade
 from tests.unit.handmade import KEYS, TENSORS
 
@@ -139,7 +139,7 @@ HOLDS = """
 import sys
 from pathlib import Path
 import mbridge_fsdp_ckpt
-from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
+from mbridge_fsdp_ckpt.opening import open_checkpoint
 source = open_checkpoint(Path(sys.argv[1]))
 chunks = source.chunks(source.head.keys)
 read = [source.read(chunk) for many in chunks.values() for chunk in many]

@@ -23,7 +23,7 @@ def test_help_of_every_command_and_the_version_load_no_framework() -> None:
     program = f"""
 import io, json, sys
 from contextlib import redirect_stdout
-from mbridge_fsdp_ckpt.cli.app import main
+from mbridge_fsdp_ckpt.tools.command.app import main
 found = []
 for words in {asked}:
     sys.argv = ["mbridge_fsdp_ckpt", *words]
@@ -44,14 +44,16 @@ print(json.dumps(found))
 def test_a_writer_beside_a_trainer_loads_no_more_than_it_needs() -> None:
     """There is one beside each trainer of a node, and rank 0's alone writes stock's view."""
     unneeded = ("torch.distributed.checkpoint", "torch.distributed.tensor", "megatron", "transformer_engine")
-    program = f"import sys, mbridge_fsdp_ckpt.saving.beside.writing; print([n for n in {unneeded} if n in sys.modules])"
+    module = "mbridge_fsdp_ckpt.saving.background.checkpoint_main"
+    program = f"import sys, {module}; print([name for name in {unneeded} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
 
 
 def test_names_are_found_where_they_live() -> None:
     import mbridge_fsdp_ckpt
-    from mbridge_fsdp_ckpt import bridge, checkpoint
+    from mbridge_fsdp_ckpt import checkpoint
+    from mbridge_fsdp_ckpt.integrations import bridge
 
     names = set(mbridge_fsdp_ckpt.__all__) - {"FORMAT_NAME", "STOCK_FORMAT", "__version__"}
     assert names == {*checkpoint.__all__, *bridge.__all__}

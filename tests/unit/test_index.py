@@ -16,18 +16,18 @@ import numpy as np
 import pytest
 
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, ManifestError
+from mbridge_fsdp_ckpt.format import columns
+from mbridge_fsdp_ckpt.format.columns import box_of
+from mbridge_fsdp_ckpt.format.directory import Directory
+from mbridge_fsdp_ckpt.format.index import IndexFile
+from mbridge_fsdp_ckpt.format.names import Files
+from mbridge_fsdp_ckpt.format.own_index import RankIndex, own_index
+from mbridge_fsdp_ckpt.format.rows import Chunk, Number, Row
+from mbridge_fsdp_ckpt.format.schema import RankOwn
+from mbridge_fsdp_ckpt.io.entries import FileEntry
+from mbridge_fsdp_ckpt.io.ranges import ByteRange, OpenFiles
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
-from mbridge_fsdp_ckpt.storage.entries import FileEntry
-from mbridge_fsdp_ckpt.storage.format import columns
-from mbridge_fsdp_ckpt.storage.format.columns import box_of
-from mbridge_fsdp_ckpt.storage.format.directory import Directory
-from mbridge_fsdp_ckpt.storage.format.index import IndexFile
-from mbridge_fsdp_ckpt.storage.format.names import Files
-from mbridge_fsdp_ckpt.storage.format.own_index import RankIndex, own_index
-from mbridge_fsdp_ckpt.storage.format.rows import Chunk, Number, Row
-from mbridge_fsdp_ckpt.storage.format.schema import RankOwn
-from mbridge_fsdp_ckpt.storage.ranges import ByteRange, OpenFiles
 from tests.unit import handmade, index_bytes
 from tests.unit.handmade import AVERAGE, BIAS, KEYS, NAME, SAVE, SET, STEP, WEIGHT, Change, Part
 

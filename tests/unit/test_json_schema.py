@@ -9,10 +9,10 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from mbridge_fsdp_ckpt.errors import CheckpointError
-from mbridge_fsdp_ckpt.storage.format.index import IndexFile
-from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
-from mbridge_fsdp_ckpt.storage.format.names import Files
-from mbridge_fsdp_ckpt.storage.ranges import OpenFiles
+from mbridge_fsdp_ckpt.format.index import IndexFile
+from mbridge_fsdp_ckpt.format.manifest import read_manifest
+from mbridge_fsdp_ckpt.format.names import Files
+from mbridge_fsdp_ckpt.io.ranges import OpenFiles
 from tests.soak import forge
 from tests.unit import handmade, index_bytes
 from tools.json_schema import schemas, text

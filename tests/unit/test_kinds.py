@@ -14,12 +14,12 @@ import torch
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
+from mbridge_fsdp_ckpt.commit.target import check_replaceable
+from mbridge_fsdp_ckpt.dcp.reader import DcpSource
 from mbridge_fsdp_ckpt.errors import ConfigurationError, NotACheckpointError
+from mbridge_fsdp_ckpt.format.kinds import DirectoryKind
+from mbridge_fsdp_ckpt.opening import kind_of, open_checkpoint
 from mbridge_fsdp_ckpt.remedies import Door, through
-from mbridge_fsdp_ckpt.storage.commit.target import check_replaceable
-from mbridge_fsdp_ckpt.storage.format.kinds import DirectoryKind
-from mbridge_fsdp_ckpt.storage.opening import kind_of, open_checkpoint
-from mbridge_fsdp_ckpt.storage.stock.reader import DcpSource
 from tests.convert.storage_made import save_stock
 from tests.trackers import TRACKER, compressed
 from tests.unit import handmade

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from upath import UPath
 
-from mbridge_fsdp_ckpt.care.size_and_age import is_young
-from mbridge_fsdp_ckpt.storage.commit import lease, methods
-from mbridge_fsdp_ckpt.storage.commit.retention import being_read
-from mbridge_fsdp_ckpt.storage.commit.target import _counts_for_nothing
-from mbridge_fsdp_ckpt.storage.store import store_of
+from mbridge_fsdp_ckpt.commit import lease, methods
+from mbridge_fsdp_ckpt.commit.retention import being_read
+from mbridge_fsdp_ckpt.commit.target import _counts_for_nothing
+from mbridge_fsdp_ckpt.io.store import store_of
+from mbridge_fsdp_ckpt.tools.size_and_age import is_young
 
 TOKEN = "0123456789ab"
 STAGING, READING = f".staging-iter_0000020-{TOKEN}", f".reading-iter_0000030-{TOKEN}"

@@ -14,12 +14,12 @@ from mbridge_fsdp_ckpt.errors import (
     NotACheckpointError,
     UnsupportedVersionError,
 )
-from mbridge_fsdp_ckpt.storage.entries import FileEntry
-from mbridge_fsdp_ckpt.storage.files import check_file
-from mbridge_fsdp_ckpt.storage.format import manifest as module
-from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
-from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME
-from mbridge_fsdp_ckpt.storage.format.schema import VERSION, IndexEntry, Manifest
+from mbridge_fsdp_ckpt.format import manifest as module
+from mbridge_fsdp_ckpt.format.manifest import read_manifest
+from mbridge_fsdp_ckpt.format.names import FORMAT_NAME
+from mbridge_fsdp_ckpt.format.schema import VERSION, IndexEntry, Manifest
+from mbridge_fsdp_ckpt.io.entries import FileEntry
+from mbridge_fsdp_ckpt.io.files import check_file
 from tests.unit.handmade import write_manifest
 
 Body = dict[str, Any]

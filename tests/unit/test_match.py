@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from mbridge_fsdp_ckpt.errors import KeyMismatchError
+from mbridge_fsdp_ckpt.format.source import CheckpointSource
 from mbridge_fsdp_ckpt.live.optimizer.base import SlotSpec
 from mbridge_fsdp_ckpt.loading.match import LiveState, Match
 from mbridge_fsdp_ckpt.plan.boxes import FlatRange
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.plan.layout import Axis, ParameterLayout
-from mbridge_fsdp_ckpt.plan.pieces import plan_parameter
+from mbridge_fsdp_ckpt.plan.slices import plan_parameter
 from mbridge_fsdp_ckpt.settings import Settings
-from mbridge_fsdp_ckpt.storage.source import CheckpointSource
 
 KEY = "optimizer.state.module.w.exp_avg"
 ADAM, OWN = "torch.optim.adamw.AdamW", "mine.Adam"

@@ -13,11 +13,11 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from mbridge_fsdp_ckpt.agree import agreement, meeting, protocol
-from mbridge_fsdp_ckpt.agree.agreement import Agreement
-from mbridge_fsdp_ckpt.agree.meeting import Meeting
-from mbridge_fsdp_ckpt.agree.protocol import ARITY, Node
-from mbridge_fsdp_ckpt.agree.signs import Signs
+from mbridge_fsdp_ckpt.coordination import coordination, meeting, protocol
+from mbridge_fsdp_ckpt.coordination.coordination import Agreement
+from mbridge_fsdp_ckpt.coordination.heartbeat import Signs
+from mbridge_fsdp_ckpt.coordination.meeting import Meeting
+from mbridge_fsdp_ckpt.coordination.protocol import ARITY, Node
 from mbridge_fsdp_ckpt.errors import CheckpointError, KeyMismatchError, RankFailedError, RankMissingError
 from tests.unit.test_agreement import AMPLE, Server, joined, outcomes, same_error, trouble
 
@@ -198,7 +198,7 @@ def common(requests: Counter[str], rank: int) -> Counter[str]:
 def test_requests_of_a_rank_do_not_depend_on_the_number_of_ranks(
     small_stacks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agreement, "_spent", {})  # what other tests have left is deleted with what follows
+    monkeypatch.setattr(coordination, "_spent", {})  # what other tests have left is deleted with what follows
     (_, leaf), many = saved(2), saved(1024)
     assert Counter(what.partition(" ")[0] for what in common(leaf, 1).elements()) == {
         "set": 1,  # its message

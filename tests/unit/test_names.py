@@ -2,7 +2,7 @@
 
 import pytest
 
-from mbridge_fsdp_ckpt.storage.format import names
+from mbridge_fsdp_ckpt.format import names
 
 SUFFIX = "-0123456789ab"
 

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mbridge_fsdp_ckpt.storage.format import on_host
-from mbridge_fsdp_ckpt.storage.format.on_host import fetched, host_bytes, host_pieces, pieces_of
-from mbridge_fsdp_ckpt.storage.ranges import Scratch
-from mbridge_fsdp_ckpt.testing import cpu_cuda
+from mbridge_fsdp_ckpt.io import host_bytes as on_host
+from mbridge_fsdp_ckpt.io.host_bytes import fetched, host_bytes, host_pieces, pieces_of
+from mbridge_fsdp_ckpt.io.ranges import Scratch
+from testing import cpu_cuda
 from tests.unit.elements import DTYPES, expected_bytes, pattern
 
 PIECE, SMALL = 256, 64

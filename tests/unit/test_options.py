@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from mbridge_fsdp_ckpt.errors import ConfigurationError
-from mbridge_fsdp_ckpt.hosts import options
-from mbridge_fsdp_ckpt.hosts.options import Handling, Option, check, given_by, tell
-from mbridge_fsdp_ckpt.megatron_lm.choice import check_arguments
+from mbridge_fsdp_ckpt.integrations.common import options
+from mbridge_fsdp_ckpt.integrations.common.options import Handling, Option, check, given_by, tell
+from mbridge_fsdp_ckpt.integrations.megatron_lm.choice import check_arguments
 from mbridge_fsdp_ckpt.versions import TESTED
 from tests.options import DECLARED, ENUMERATED, PAGE, SOURCES, TABLES, declared, differing, is_there, page
 

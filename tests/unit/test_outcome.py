@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from mbridge_fsdp_ckpt.agree.outcome import Outcome
+from mbridge_fsdp_ckpt.coordination.outcome import Outcome
 from mbridge_fsdp_ckpt.errors import CheckpointError, InternalError, KeyMismatchError, RankFailedError, StorageError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mbridge_fsdp_ckpt.hosts.own_name import refusing_as
+from mbridge_fsdp_ckpt.integrations.common.own_name import refusing_as
 
 
 def test_stocks_name_is_replaced_and_nothing_like_it() -> None:

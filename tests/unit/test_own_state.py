@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from mbridge_fsdp_ckpt.errors import ManifestError, UnsupportedStateError
+from mbridge_fsdp_ckpt.format.names import FORMAT_NAME, STOCK_FORMAT
 from mbridge_fsdp_ckpt.live import own_state
 from mbridge_fsdp_ckpt.live.own_state import can_be_set, keepers, keys_of
 from mbridge_fsdp_ckpt.loading import own_state as loading
 from mbridge_fsdp_ckpt.plan.boxes import whole
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
-from mbridge_fsdp_ckpt.storage.format.names import FORMAT_NAME, STOCK_FORMAT
 
 KEY = "model.x._extra_state"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mbridge_fsdp_ckpt.hosts.patching import Patches, rebind_everywhere
+from mbridge_fsdp_ckpt.patching import Patches, rebind_everywhere
 
 
 def original() -> str:

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from upath import UPath
 
-from mbridge_fsdp_ckpt.care.prune import plan_pruning
-from mbridge_fsdp_ckpt.care.verify import verify
-from mbridge_fsdp_ckpt.storage.commit import methods, removal
-from mbridge_fsdp_ckpt.storage.commit.retention import being_read, iterations, prune, reading
-from mbridge_fsdp_ckpt.storage.files import everything_in
-from mbridge_fsdp_ckpt.storage.progress import Unwatched
-from mbridge_fsdp_ckpt.storage.store import store_of
+from mbridge_fsdp_ckpt.commit import methods, removal
+from mbridge_fsdp_ckpt.commit.retention import being_read, iterations, prune, reading
+from mbridge_fsdp_ckpt.io.files import everything_in
+from mbridge_fsdp_ckpt.io.progress import Unwatched
+from mbridge_fsdp_ckpt.io.store import store_of
+from mbridge_fsdp_ckpt.tools.prune import plan_pruning
+from mbridge_fsdp_ckpt.tools.verify import verify
 from tests.unit.test_cli_diff import VALUES, build, tensors
 
 NAMES = ("run[1]", "run1"), ("run*", "run2"), ("run?", "run3")

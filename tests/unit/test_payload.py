@@ -15,16 +15,16 @@ import xxhash
 from torch.serialization import get_crc32_options
 
 from mbridge_fsdp_ckpt.errors import InternalError
+from mbridge_fsdp_ckpt.format import payload
+from mbridge_fsdp_ckpt.format.payload import PayloadWriter
+from mbridge_fsdp_ckpt.format.rows import Chunk
+from mbridge_fsdp_ckpt.io import direct_writer
+from mbridge_fsdp_ckpt.io.checksums import Hasher, checksum
+from mbridge_fsdp_ckpt.io.files import file_checksum
+from mbridge_fsdp_ckpt.io.reading import ALIGNED
+from mbridge_fsdp_ckpt.io.store import AnyPath
 from mbridge_fsdp_ckpt.plan import records
 from mbridge_fsdp_ckpt.plan.boxes import Box, Shape, whole
-from mbridge_fsdp_ckpt.storage import growing
-from mbridge_fsdp_ckpt.storage.checksums import Hasher, checksum
-from mbridge_fsdp_ckpt.storage.files import file_checksum
-from mbridge_fsdp_ckpt.storage.format import payload
-from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter
-from mbridge_fsdp_ckpt.storage.format.rows import Chunk
-from mbridge_fsdp_ckpt.storage.reading import ALIGNED
-from mbridge_fsdp_ckpt.storage.store import AnyPath
 from tests.unit.elements import DTYPES, expected_bytes, pattern
 
 
@@ -180,7 +180,7 @@ def test_the_checksum_of_nothing_is_the_published_one() -> None:
 def test_a_disk_that_refuses_is_an_os_error_at_every_write(tmp_path: Path) -> None:
     """Blocks of a page, so that every few chunks one is written."""
     writes = 0
-    with patch.object(growing, "BLOCK", ALIGNED):
+    with patch.object(direct_writer, "BLOCK", ALIGNED):
         while _error_at(writes, tmp_path / f"{writes}.distcp") is not None:
             writes += 1
     assert writes > 5

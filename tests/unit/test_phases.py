@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mbridge_fsdp_ckpt.phases import Phases, line, rate
-from mbridge_fsdp_ckpt.saving.saved import Saved
+from mbridge_fsdp_ckpt.saving.result import Saved
 
 FIELD = re.compile(r'([a-z_]+)=("(?:[^"\\]|\\.)*"|[^ "]+)(?: |$)')
 

@@ -7,7 +7,7 @@ from mbridge_fsdp_ckpt.errors import LayoutError
 from mbridge_fsdp_ckpt.families import Claim, Segment
 from mbridge_fsdp_ckpt.plan.boxes import Box, FlatRange, Shape, whole
 from mbridge_fsdp_ckpt.plan.layout import Axis, ParameterLayout
-from mbridge_fsdp_ckpt.plan.pieces import Component, Piece, owner, plan_parameter
+from mbridge_fsdp_ckpt.plan.slices import Component, Piece, owner, plan_parameter
 
 KEY = "module.decoder.weight"
 GATED = (("_w", 4), ("_v", 4))

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from mbridge_fsdp_ckpt.families import Claim, Segment
 from mbridge_fsdp_ckpt.plan.boxes import FlatRange, whole
 from mbridge_fsdp_ckpt.plan.layout import Axis, ParameterLayout
-from mbridge_fsdp_ckpt.plan.pieces import ParameterPlan, plan_parameter
 from mbridge_fsdp_ckpt.plan.shares import SLIVER, shared_out
+from mbridge_fsdp_ckpt.plan.slices import ParameterPlan, plan_parameter
 from mbridge_fsdp_ckpt.plan.tiling import PRIME, TilingSketch
 
 Array = np.ndarray[Any, np.dtype[np.int64]]

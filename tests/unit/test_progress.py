@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mbridge_fsdp_ckpt.errors import CheckpointError
-from mbridge_fsdp_ckpt.hosts.progress import SAMPLES, Progress
+from mbridge_fsdp_ckpt.integrations.common.progress import SAMPLES, Progress
 
 OF_BRIDGE = {
     "step": torch.tensor(3),

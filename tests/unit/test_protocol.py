@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from mbridge_fsdp_ckpt.agree import protocol
-from mbridge_fsdp_ckpt.agree.protocol import (
+from mbridge_fsdp_ckpt.coordination import protocol
+from mbridge_fsdp_ckpt.coordination.protocol import (
     OUTCOME,
     SEALED,
     VERDICT,

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mbridge_fsdp_ckpt.storage import ranges
-from mbridge_fsdp_ckpt.storage.ahead import Range
-from mbridge_fsdp_ckpt.storage.checksums import HASHED_AT_ONCE, Hasher, checksum
-from mbridge_fsdp_ckpt.storage.ranges import MAX_OPEN, OpenFiles, Place, Scratch
+from mbridge_fsdp_ckpt.io import ranges
+from mbridge_fsdp_ckpt.io.checksums import HASHED_AT_ONCE, Hasher, checksum
+from mbridge_fsdp_ckpt.io.prefetch import Range
+from mbridge_fsdp_ckpt.io.ranges import MAX_OPEN, OpenFiles, Place, Scratch
 
 
 @pytest.mark.parametrize(("length", "blocks"), [(0, 0), (1, 1), (HASHED_AT_ONCE, 1), (3 * HASHED_AT_ONCE + 1, 4)])

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from mbridge_fsdp_ckpt.errors import ConfigurationError, DamagedCheckpointError, ManifestError, NotACheckpointError
+from mbridge_fsdp_ckpt.format.manifest import read_manifest
+from mbridge_fsdp_ckpt.format.reader import SafeSource
+from mbridge_fsdp_ckpt.format.source import CheckpointSource
+from mbridge_fsdp_ckpt.io.ranges import OpenFiles, Place, Scratch
+from mbridge_fsdp_ckpt.opening import open_checkpoint, open_safe, open_stock
 from mbridge_fsdp_ckpt.plan.boxes import Box
-from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
-from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
-from mbridge_fsdp_ckpt.storage.opening import open_checkpoint, open_safe, open_stock
-from mbridge_fsdp_ckpt.storage.ranges import OpenFiles, Place, Scratch
-from mbridge_fsdp_ckpt.storage.source import CheckpointSource
 from tests.convert import storage_made
 from tests.unit import handmade, index_bytes
 from tests.unit.handmade import (

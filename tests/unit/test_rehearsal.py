@@ -9,20 +9,19 @@ import numpy as np
 import pytest
 import torch
 
-from mbridge_fsdp_ckpt.errors import ConfigurationError, RankFailedError
+from mbridge_fsdp_ckpt.errors import ConfigurationError
+from mbridge_fsdp_ckpt.format.payload import PayloadWriter
+from mbridge_fsdp_ckpt.io.host_bytes import host_pieces
+from mbridge_fsdp_ckpt.io.store import as_path
 from mbridge_fsdp_ckpt.plan import records
 from mbridge_fsdp_ckpt.plan.boxes import Box, whole
-from mbridge_fsdp_ckpt.rehearsal import small
-from mbridge_fsdp_ckpt.rehearsal.choices import Choices
-from mbridge_fsdp_ckpt.rehearsal.costs import Bandwidths, files_of, groups_of
-from mbridge_fsdp_ckpt.rehearsal.job import Tally
-from mbridge_fsdp_ckpt.rehearsal.layout import JobLayout, coordinates, in_small, other_than
-from mbridge_fsdp_ckpt.rehearsal.records import record_bytes, records_in
-from mbridge_fsdp_ckpt.rehearsal.rehearse import Rehearsal
-from mbridge_fsdp_ckpt.rehearsal.shards import shard_rank
-from mbridge_fsdp_ckpt.storage.format.on_host import host_pieces
-from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter
-from mbridge_fsdp_ckpt.storage.store import as_path
+from mbridge_fsdp_ckpt.tools.estimate.choices import Choices
+from mbridge_fsdp_ckpt.tools.estimate.costs import Bandwidths, files_of, groups_of
+from mbridge_fsdp_ckpt.tools.estimate.job import Tally
+from mbridge_fsdp_ckpt.tools.estimate.layout import JobLayout, coordinates, in_small, other_than
+from mbridge_fsdp_ckpt.tools.estimate.records import record_bytes, records_in
+from mbridge_fsdp_ckpt.tools.estimate.rehearse import Rehearsal
+from mbridge_fsdp_ckpt.tools.estimate.shards import shard_rank
 from tests.unit.test_cli import call
 
 
@@ -141,13 +140,15 @@ def test_a_group_of_ranks_has_an_index_file(world: int, expected: int) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["qwen3_8b_pretrian"], "Did you mean 'qwen3_8b_pretrain'?"),
+        (["qwen3_8b_pretrain", "--world", "8"], "or MODULE:FUNCTION"),
+        (["recipes.gone:qwen", "--world", "8"], "No module named 'recipes.gone'"),
+        (["recipes.qwen:gone", "--world", "8"], "has no attribute 'gone'"),
         (["{folder}/config.json", "--world", "8"], "no such file"),
         (["{folder}", "--world", "8"], "no such file"),
         (["{folder}"], "Give --world"),
         (["{folder}/config.json", "--world", "8", "--tp", "3"], "--tp 3"),
         (["{folder}/config.json", "--world", "20000"], "16,384"),
-        (["qwen3_8b_pretrain", "--picture", "ranks.pdf"], "FILE.png"),
+        (["{folder}", "--world", "8", "--picture", "ranks.pdf"], "FILE.png"),
         (["{folder}", "--world", "8", "--to", "pp"], "--to with sizes"),
     ],
 )
@@ -170,14 +171,8 @@ def _found() -> Rehearsal:
 @pytest.mark.parametrize(("kind", "begins"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
 def test_a_picture_shows_the_heaviest_of_many_ranks(kind: str, begins: bytes) -> None:
     pytest.importorskip("matplotlib")
-    from mbridge_fsdp_ckpt.rehearsal.picture import draw
+    from mbridge_fsdp_ckpt.tools.estimate.picture import draw
 
     found = _found()
     assert draw(found, kind).startswith(begins)
     assert found.balance.ratio == pytest.approx(3.0, rel=1e-2)
-
-
-def test_a_small_job_that_fails_is_a_named_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(small, "PROGRAM", "mbridge_fsdp_ckpt.nothing")
-    with pytest.raises(RankFailedError, match=r"No module named mbridge_fsdp_ckpt\.nothing"):
-        small.run_small("qwen3_8b_pretrain", Choices({}, {}), 2)

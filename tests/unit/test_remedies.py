@@ -20,17 +20,16 @@ from typer.main import get_command
 
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt import checkpoint
-from mbridge_fsdp_ckpt.cli.app import application
 from mbridge_fsdp_ckpt.loading.match import _REMEDY, WITHOUT_STATE
+from mbridge_fsdp_ckpt.opening import REMEDIES
 from mbridge_fsdp_ckpt.remedies import NAMES, VARIABLE, Door, door, entrance, inside, names_in, remedy, through
-from mbridge_fsdp_ckpt.saving.beside.handle import Saving
+from mbridge_fsdp_ckpt.saving.background.handle import Saving
 from mbridge_fsdp_ckpt.settings import Settings
-from mbridge_fsdp_ckpt.storage.opening import REMEDIES
+from mbridge_fsdp_ckpt.tools.command.app import application
 
 PACKAGE = Path(mbridge_fsdp_ckpt.__file__).parent
-HERE = {"bridge": Door.BRIDGE, "megatron_lm": Door.MEGATRON_LM, "verl": Door.VERL, "cli": Door.COMMAND}
-"""Folders of which users come in by one door; `convert` and `recipes` have more than one, and are commands'."""
-OF_COMMANDS = ("cli", "convert", "care", "recipes", "rehearsal")
+OF_ONE_DOOR = ("bridge", "megatron_lm", "verl", "tools")
+"""Folders of which users come in by one door: integrations, and what commands do."""
 OF_A_DOOR = re.compile(
     r"--[a-z][\w-]+|\b(?:checkpoint|ddp|optim|megatron|scheduler)\.\w+=|\ballow_\w+|\bload_\w+_only|\binclude="
     r"|\bvalues=|\bshare_reads\b|\bdcp_metadata\b|\bckpt_format\b|wait_until_taken|\bload_optim\b|\bsave_optim\b"
@@ -45,11 +44,14 @@ def remedies() -> list[tuple[Path, int, ast.expr]]:
 
 def _remedies() -> Iterator[tuple[Path, int, ast.expr]]:
     for path in sorted(PACKAGE.rglob("*.py")):
-        if "testing" in path.parts:
-            continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.keyword) and node.arg == "remedy":
                 yield path.relative_to(PACKAGE), node.value.lineno, node.value
+
+
+def folder_of(path: Path) -> str:
+    """The folder below the package, or the integration."""
+    return path.parts[1] if path.parts[0] == "integrations" else path.parts[0]
 
 
 def texts(node: ast.AST) -> list[str]:
@@ -66,7 +68,7 @@ def test_a_name_of_one_door_stands_in_the_table_alone() -> None:
     found = [
         f"{path}:{line}: {text}"
         for path, line, node in remedies()
-        if path.parts[0] not in (*HERE, *OF_COMMANDS) and path.name != "settings.py"
+        if folder_of(path) not in OF_ONE_DOOR and path.name != "settings.py"
         for text in texts(node)
         if OF_A_DOOR.search(re.sub(r"\{\w+\}", "", text) if is_by_door(node) else text)
     ]
@@ -111,11 +113,11 @@ def commands() -> set[str]:
 
 def test_commands_and_their_options_exist() -> None:
     known = options()
-    said = [(path, text) for path, _, node in remedies() if path.parts[0] in OF_COMMANDS for text in texts(node)]
+    said = [(path, text) for path, _, node in remedies() if folder_of(path) == "tools" for text in texts(node)]
     said += [(Path("remedies"), names[at]) for names in NAMES.values() for at in names if at in EXPORT]
     said += [(Path("opening"), text) for sentences in REMEDIES.values() for text in sentences]
     known |= {"--nproc-per-node", "--nnodes", "--node-rank", "--master-addr"}  # torchrun's
-    known |= set(re.findall(r'add_argument\("(--[a-z-]+)', (PACKAGE / "recipes" / "__main__.py").read_text()))
+    known.add("--list")  # of recipes
     named = {(str(path), option) for path, text in said for option in re.findall(r"--[a-z][\w-]+", text)}
     assert {(path, option) for path, option in named if option not in known} == set()
     verbs = {name for _, text in said for name in re.findall(r"mbridge_fsdp_ckpt ((?:convert )?[a-z-]+)", text)}
@@ -150,7 +152,7 @@ def test_names_of_bridge_exist() -> None:
         "scheduler": SchedulerConfig,
     }
     said = [names[Door.BRIDGE] for names in NAMES.values() if Door.BRIDGE in names]
-    said += [text for path, _, node in remedies() if path.parts[0] == "bridge" for text in texts(node)]
+    said += [text for path, _, node in remedies() if folder_of(path) == "bridge" for text in texts(node)]
     fields = [pair for text in said for pair in re.findall(r"\b(checkpoint|ddp|optimizer|scheduler)\.(\w+)", text)]
     assert len(fields) > 5
     for owner, field in fields:
@@ -161,7 +163,7 @@ def test_names_of_bridge_exist() -> None:
 def test_names_of_megatron_lm_exist() -> None:
     arguments = pytest.importorskip("megatron.training.arguments")
     said = [names[Door.MEGATRON_LM] for names in NAMES.values() if Door.MEGATRON_LM in names]
-    said += [text for path, _, node in remedies() if path.parts[0] == "megatron_lm" for text in texts(node)]
+    said += [text for path, _, node in remedies() if folder_of(path) == "megatron_lm" for text in texts(node)]
     named = {option for one in said for option in re.findall(r"--[a-z][\w-]+", one)}
     assert len(named) > 5
     known = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
@@ -173,7 +175,7 @@ def test_names_of_verl_exist() -> None:
     known = {field.name for field in dataclasses.fields(config.McoreCheckpointConfig)}
     settings = {field.name for field in dataclasses.fields(Settings)}
     said = [names[Door.VERL] for names in NAMES.values() if Door.VERL in names]
-    said += [text for path, _, node in remedies() if path.parts[0] == "verl" for text in texts(node)]
+    said += [text for path, _, node in remedies() if folder_of(path) == "verl" for text in texts(node)]
     fields = {name for text in said for name in re.findall(r"\bcheckpoint\.(\w+)", text)}
     assert {"load_contents", "mbridge_config"} <= fields <= known
     assert {name for text in said for name in re.findall(r"fsdp_dtensor_safe\.(\w+)", text)} <= settings

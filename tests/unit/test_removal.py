@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mbridge_fsdp_ckpt.storage.commit import removal
+from mbridge_fsdp_ckpt.commit import removal
 from tests.unit import handmade
 from tests.unit.holdings import holdings
 from tests.unit.test_cli import call
@@ -70,7 +70,7 @@ def test_another_jobs_staging_stays(target: Path) -> None:
 def test_a_save_renews_the_lease_of_its_staging(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its signs of life, however long it takes."""
     renewed: list[str] = []
-    monkeypatch.setattr("mbridge_fsdp_ckpt.storage.commit.lease.STALE_S", 0.0)
+    monkeypatch.setattr("mbridge_fsdp_ckpt.commit.lease.STALE_S", 0.0)
     original = os.utime
 
     def utime(path: Any, *arguments: Any) -> None:
@@ -96,7 +96,7 @@ def test_a_conversion_renews_the_lease_of_its_staging(
         original(path, *others)
 
     source = handmade.make(tmp_path / "iter_0000010")
-    monkeypatch.setattr("mbridge_fsdp_ckpt.storage.commit.lease.STALE_S", 0.0)
+    monkeypatch.setattr("mbridge_fsdp_ckpt.commit.lease.STALE_S", 0.0)
     monkeypatch.setattr(os, "utime", utime)
     name, *options = arguments
     assert call("convert", name, source, tmp_path / "new" / "iter_0000010", *options).exit_code == 0
@@ -169,7 +169,7 @@ def test_without_a_thread_to_be_had_it_is_left_to_a_later_save(
 _ENDS = """
 import sys, time
 from pathlib import Path
-from mbridge_fsdp_ckpt.storage.commit import removal
+from mbridge_fsdp_ckpt.commit import removal
 removal.EXIT_S = 0.2
 removal.later("an hour", lambda: time.sleep(3600.0 if sys.argv[2] == "stuck" else 0.05))
 removal.delete_later([Path(sys.argv[1])])

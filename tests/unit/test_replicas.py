@@ -9,17 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from mbridge_fsdp_ckpt.agree import sketches
-from mbridge_fsdp_ckpt.agree.sketches import Block
+from mbridge_fsdp_ckpt.coverage import plans, replicas
+from mbridge_fsdp_ckpt.coverage.plans import Block
+from mbridge_fsdp_ckpt.coverage.replicas import Copy
 from mbridge_fsdp_ckpt.errors import CheckpointError, ReplicaMismatchError, UnsupportedStateError
-from mbridge_fsdp_ckpt.live.holdings import Holding
-from mbridge_fsdp_ckpt.plan.pieces import owner
-from mbridge_fsdp_ckpt.saving import replicas
-from mbridge_fsdp_ckpt.saving.replicas import Copy
+from mbridge_fsdp_ckpt.io.checksums import digest
+from mbridge_fsdp_ckpt.io.host_bytes import host_bytes
+from mbridge_fsdp_ckpt.live.local_shards import Holding
+from mbridge_fsdp_ckpt.opening import open_checkpoint
+from mbridge_fsdp_ckpt.plan.slices import owner
 from mbridge_fsdp_ckpt.settings import Settings
-from mbridge_fsdp_ckpt.storage.checksums import digest
-from mbridge_fsdp_ckpt.storage.format.on_host import host_bytes
-from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
 from tests.unit import test_saving as saves
 from tests.unit.holdings import holdings, scalar
 
@@ -45,7 +44,7 @@ def copy_of(holding: Holding) -> Copy:
 def found(ranks: list[list[Holding]], choice: str = "warn") -> CheckpointError | None:
     """Both meetings about copies."""
     seen = copies_of(ranks, choice)
-    bad = sketches.add(json.loads(json.dumps([replicas.sketch(rank) for rank in seen])))
+    bad = plans.add(json.loads(json.dumps([replicas.sketch(rank) for rank in seen])))
     if not bad:
         return None
     return replicas.mismatch(
@@ -61,7 +60,7 @@ def three(values: tuple[float, float, float], key: str = "weight") -> list[list[
 def test_copies_that_are_alike_leave_nothing(value: float) -> None:
     seen = copies_of(three((value, value, value)))
     assert sum(map(len, seen)) == 6
-    assert sketches.add(map(replicas.sketch, seen)) == {}
+    assert plans.add(map(replicas.sketch, seen)) == {}
 
 
 @pytest.mark.parametrize("unlike", range(3))
@@ -89,12 +88,12 @@ def test_blocks_that_one_rank_holds_are_not_hashed() -> None:
 
 def test_a_tensor_that_some_ranks_do_not_hold_is_no_difference() -> None:
     ranks = three((1.0, 1.0, 2.0))[:2]
-    assert sketches.add(map(replicas.sketch, copies_of(ranks)))
+    assert plans.add(map(replicas.sketch, copies_of(ranks)))
     assert found(ranks) is None
 
 
 def test_a_difference_beyond_the_named_copies_is_one() -> None:
-    bad = sketches.add(map(replicas.sketch, copies_of(three((1.0, 1.0, 2.0)))))
+    bad = plans.add(map(replicas.sketch, copies_of(three((1.0, 1.0, 2.0)))))
     assert "beyond" in str(replicas.mismatch({"by_rank": [], "beyond": None}, bad))
 
 

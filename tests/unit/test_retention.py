@@ -18,11 +18,8 @@ from typing import Any
 import pytest
 from upath import UPath
 
-from mbridge_fsdp_ckpt.care.prune import plan_pruning
-from mbridge_fsdp_ckpt.errors import NotACheckpointError
-from mbridge_fsdp_ckpt.settings import CommitMethod, Settings
-from mbridge_fsdp_ckpt.storage.commit import lease, methods, removal, retention
-from mbridge_fsdp_ckpt.storage.commit.retention import (
+from mbridge_fsdp_ckpt.commit import lease, methods, removal, retention
+from mbridge_fsdp_ckpt.commit.retention import (
     Iteration,
     being_read,
     iterations,
@@ -33,7 +30,10 @@ from mbridge_fsdp_ckpt.storage.commit.retention import (
     remove_later,
     remove_unless_kept,
 )
-from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
+from mbridge_fsdp_ckpt.errors import NotACheckpointError
+from mbridge_fsdp_ckpt.opening import open_checkpoint
+from mbridge_fsdp_ckpt.settings import CommitMethod, Settings
+from mbridge_fsdp_ckpt.tools.prune import plan_pruning
 from tests.unit import handmade
 from tests.unit.holdings import holdings
 from tests.unit.test_saving import prepared, save
@@ -363,9 +363,9 @@ def test_nothing_else_removes_a_checkpoint() -> None:
     calls = [f"{file.relative_to(package)}:{line.strip()}" for file in package.rglob("*.py") for line in file.open()]
     calls = [call for call in calls if re.search(r"\b(methods|marker|rename)\.remove\(", call)]
     assert sorted(calls) == [
-        "storage/commit/methods.py:return marker.remove(directory, may_go)",
-        "storage/commit/methods.py:return rename.remove(local, may_go)",
-        "storage/commit/retention.py:return methods.remove(directory, may_go)",
+        "commit/methods.py:return marker.remove(directory, may_go)",
+        "commit/methods.py:return rename.remove(local, may_go)",
+        "commit/retention.py:return methods.remove(directory, may_go)",
     ]
 
 

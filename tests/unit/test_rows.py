@@ -9,8 +9,8 @@ from unittest.mock import patch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mbridge_fsdp_ckpt.agree import rows
-from mbridge_fsdp_ckpt.agree.rows import Rows, rows_of, together
+from mbridge_fsdp_ckpt.coverage import rows
+from mbridge_fsdp_ckpt.coverage.rows import Rows, rows_of, together
 
 RANKS = st.lists(st.lists(st.sampled_from("abcdef"), max_size=8), min_size=1, max_size=5)
 

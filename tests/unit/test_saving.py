@@ -8,20 +8,20 @@ from typing import Any
 import pytest
 import torch
 
-from mbridge_fsdp_ckpt.agree import sketches
-from mbridge_fsdp_ckpt.agree.agreement import Agreement
+from mbridge_fsdp_ckpt.commit import removal
+from mbridge_fsdp_ckpt.coordination.coordination import Agreement
+from mbridge_fsdp_ckpt.coverage import plans, replicas
 from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError, DamagedCheckpointError, PlanDisagreementError
-from mbridge_fsdp_ckpt.live.holdings import Holding
+from mbridge_fsdp_ckpt.format.head import has_head
+from mbridge_fsdp_ckpt.format.own_index import RankIndex
+from mbridge_fsdp_ckpt.live.local_shards import Holding
+from mbridge_fsdp_ckpt.opening import open_checkpoint
 from mbridge_fsdp_ckpt.plan.keys import Section
-from mbridge_fsdp_ckpt.plan.pieces import owner
-from mbridge_fsdp_ckpt.saving import outgoing, replicas, writer
+from mbridge_fsdp_ckpt.plan.slices import owner
+from mbridge_fsdp_ckpt.saving import write_plan, writer
 from mbridge_fsdp_ckpt.saving.commit import Job, say_view_left_out
 from mbridge_fsdp_ckpt.saving.snapshot import Prepared, outgoing_of
 from mbridge_fsdp_ckpt.settings import Settings
-from mbridge_fsdp_ckpt.storage.commit import removal
-from mbridge_fsdp_ckpt.storage.format.head import has_head
-from mbridge_fsdp_ckpt.storage.format.own_index import RankIndex
-from mbridge_fsdp_ckpt.storage.opening import open_checkpoint
 from tests.unit.holdings import holdings, scalar
 
 
@@ -59,18 +59,16 @@ def saved(running: Job, ranks: list[Prepared]) -> None:
     """The same of a save that was set up already."""
     settings = running.settings
     try:
-        judged = running.judge_plans(outgoing.combine([outgoing.announce(rank.outgoing) for rank in ranks]))
+        judged = running.judge_plans(write_plan.combine([write_plan.announce(rank.outgoing) for rank in ranks]))
         place = judged["place"]
         if place is None:
             place = running.judge_dispute(
-                sketches.combine(
-                    [outgoing.disputed(n, own.outgoing, judged["disputed"]) for n, own in enumerate(ranks)]
-                )
+                plans.combine([write_plan.disputed(n, own.outgoing, judged["disputed"]) for n, own in enumerate(ranks)])
             )
         written = [write(rank, place, n, settings.replicas) for n, rank in enumerate(ranks)]
         if differing := running.judge_written(writer.combine(place, 0, written))["differing"]:
             running.judge_replicas(
-                replicas.combine([outgoing.differing(n, rank.outgoing, differing) for n, rank in enumerate(ranks)])
+                replicas.combine([write_plan.differing(n, rank.outgoing, differing) for n, rank in enumerate(ranks)])
             )
     finally:
         running.clean_up()
@@ -224,7 +222,7 @@ def test_what_fails_after_the_commit_says_that_the_checkpoint_stands(target: Pat
 @pytest.mark.parametrize("name", ["__1_0.distcp", "rank_00001.index"])
 def test_a_file_that_was_not_written_completely_is_named_and_not_committed(target: Path, name: str) -> None:
     ranks, running = [prepared(holdings(0, 6)), prepared(holdings(6, 12))], job(target)
-    place = running.judge_plans(outgoing.combine([outgoing.announce(rank.outgoing) for rank in ranks]))["place"]
+    place = running.judge_plans(write_plan.combine([write_plan.announce(rank.outgoing) for rank in ranks]))["place"]
     assert place is not None
     staging = Path(place["directory"])
     written = [write(rank, place, number) for number, rank in enumerate(ranks)]

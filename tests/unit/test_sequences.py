@@ -10,9 +10,9 @@ from typing import Any, cast
 
 import pytest
 
-from mbridge_fsdp_ckpt.agree import incarnation, meeting
-from mbridge_fsdp_ckpt.agree.agreement import Agreement
-from mbridge_fsdp_ckpt.agree.incarnation import Incarnation, _Sequences
+from mbridge_fsdp_ckpt.coordination import incarnation, meeting
+from mbridge_fsdp_ckpt.coordination.coordination import Agreement
+from mbridge_fsdp_ckpt.coordination.incarnation import Incarnation, _Sequences
 from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError, RankMissingError
 from tests.unit.test_agreement import Server, outcomes
 

@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 
 from mbridge_fsdp_ckpt.errors import ManifestError
-from mbridge_fsdp_ckpt.storage import shared
-from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
-from mbridge_fsdp_ckpt.storage.opening import open_safe
-from mbridge_fsdp_ckpt.storage.ranges import Bytes
-from mbridge_fsdp_ckpt.storage.shared import once_a_host
+from mbridge_fsdp_ckpt.format.reader import SafeSource
+from mbridge_fsdp_ckpt.io import shared
+from mbridge_fsdp_ckpt.io.ranges import Bytes
+from mbridge_fsdp_ckpt.io.shared import once_a_host
+from mbridge_fsdp_ckpt.opening import open_safe
 from tests.unit import handmade
 
 FORK = multiprocessing.get_context("fork")

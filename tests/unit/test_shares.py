@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from mbridge_fsdp_ckpt.families import Claim, Segment
 from mbridge_fsdp_ckpt.plan.boxes import FlatRange, Shape
 from mbridge_fsdp_ckpt.plan.layout import Axis, ParameterLayout
-from mbridge_fsdp_ckpt.plan.pieces import ParameterPlan, plan_parameter
 from mbridge_fsdp_ckpt.plan.shares import SLIVER, Line, Part, shared_out
+from mbridge_fsdp_ckpt.plan.slices import ParameterPlan, plan_parameter
 
 ROW = 1 << 16  # bytes
 

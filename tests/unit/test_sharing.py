@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mbridge_fsdp_ckpt.format.source import StoredChunk
+from mbridge_fsdp_ckpt.io.store import as_path
 from mbridge_fsdp_ckpt.loading.sharing import Parcel, parcels, readers, reads_are_shared, rounds
 from mbridge_fsdp_ckpt.plan.boxes import Box, whole
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.plan.tiling import tiling_defect
 from mbridge_fsdp_ckpt.settings import Settings
-from mbridge_fsdp_ckpt.storage.source import StoredChunk
-from mbridge_fsdp_ckpt.storage.store import as_path
 
 
 @pytest.mark.parametrize(

@@ -5,25 +5,25 @@ from collections.abc import Sequence
 
 import pytest
 
-from mbridge_fsdp_ckpt.agree import sketches
-from mbridge_fsdp_ckpt.agree.sketches import Block, BlockRow
+from mbridge_fsdp_ckpt.coverage import plans
+from mbridge_fsdp_ckpt.coverage.plans import Block, BlockRow
 from mbridge_fsdp_ckpt.errors import PlanDisagreementError
-from mbridge_fsdp_ckpt.live.holdings import Holding
+from mbridge_fsdp_ckpt.live.local_shards import Holding
 from mbridge_fsdp_ckpt.plan.boxes import Shape
-from mbridge_fsdp_ckpt.plan.pieces import owner
+from mbridge_fsdp_ckpt.plan.slices import owner
 from tests.unit.holdings import holdings, scalar
 
 
 def remainders(ranks: Sequence[Sequence[Holding]]) -> dict[int, int]:
-    return sketches.add(json.loads(json.dumps([sketches.sketch(map(Block.of, rank)) for rank in ranks])))
+    return plans.add(json.loads(json.dumps([plans.sketch(map(Block.of, rank)) for rank in ranks])))
 
 
 def judge(ranks: Sequence[Sequence[Holding]]) -> None:
     """Both meetings about a plan."""
     bad = remainders(ranks)
     if bad:
-        rows = [sketches.blocks_in(number, map(Block.of, rank), bad) for number, rank in enumerate(ranks)]
-        sketches.judge(sketches.combine(json.loads(json.dumps(rows))), bad)
+        rows = [plans.blocks_in(number, map(Block.of, rank), bad) for number, rank in enumerate(ranks)]
+        plans.judge(plans.combine(json.loads(json.dumps(rows))), bad)
 
 
 def named(ranks: Sequence[Sequence[Holding]]) -> str:
@@ -32,17 +32,17 @@ def named(ranks: Sequence[Sequence[Holding]]) -> str:
     return caught.value.found
 
 
-BUCKET = sketches.bucket_of("model.weight")
+BUCKET = plans.bucket_of("model.weight")
 
 
 def test_buckets_come_from_a_checksum_that_every_process_computes_alike() -> None:
-    assert sketches.bucket_of("123456789") == 0xCBF43926 % 256 == 38
+    assert plans.bucket_of("123456789") == 0xCBF43926 % 256 == 38
 
 
 def test_words_of_keys_differ_and_repeat() -> None:
-    words = {sketches.key_word(f"model.layers.{n}.weight") for n in range(100)}
+    words = {plans.key_word(f"model.layers.{n}.weight") for n in range(100)}
     assert len(words) == 100
-    assert sketches.key_word("a") == sketches.key_word("a") < 1 << 64
+    assert plans.key_word("a") == plans.key_word("a") < 1 << 64
 
 
 @pytest.mark.parametrize(
@@ -86,14 +86,14 @@ def test_plans_that_do_not_tile_leave_the_bucket_of_their_key(ranks: list[list[H
 
 def test_a_bad_component_is_told_from_a_good_one() -> None:
     ranks = [holdings(0, 6, gated=True), holdings(9, 12, gated=True)]
-    assert list(remainders(ranks)) == [sketches.bucket_of("model.weight_v")]
+    assert list(remainders(ranks)) == [plans.bucket_of("model.weight_v")]
 
 
 def test_blocks_are_those_in_the_wanted_buckets() -> None:
     mine = holdings(2, 8) + holdings(0, 12, key="other") + [scalar("model.weight")]
-    assert sketches.bucket_of("model.other") != BUCKET
+    assert plans.bucket_of("model.other") != BUCKET
     weight = "model.weight", "float32", "sharded", [4, 3]
-    [(rank, rows)] = sketches.blocks_in(7, map(Block.of, mine), [BUCKET])["by_rank"]
+    [(rank, rows)] = plans.blocks_in(7, map(Block.of, mine), [BUCKET])["by_rank"]
     assert rank == 7
     assert rows == [
         (*weight, [0, 2], [1, 1], 0, 1, False, True),
@@ -106,7 +106,7 @@ def test_blocks_are_those_in_the_wanted_buckets() -> None:
 def test_a_rank_names_a_bounded_number_of_blocks_the_replicated_first() -> None:
     many = [block for n in range(1000) for block in map(Block.of, holdings(0, 12, key=f"weight{n:04d}"))]
     many += map(Block.of, holdings(0, 12, replica=(1, 2)))
-    named = sketches.blocks_in(0, many, range(sketches.BUCKETS))
+    named = plans.blocks_in(0, many, range(plans.BUCKETS))
     [(_, rows)] = named["by_rank"]
     assert len(rows) == 500
     assert [row[6:8] for row in rows[:2]] == [(1, 2), (0, 1)]
@@ -142,10 +142,10 @@ def row(key: str, offset: list[int], size: list[int], shape: Sequence[int] = (4,
 def judged(rows: list[list[BlockRow]], unnamed: int = 0) -> str:
     """What is found in blocks that the ranks named, where others that add up to `unnamed` were not."""
     blocks = [[Block.from_wire(row) for row in rank] for rank in rows]
-    bad = sketches.add(map(sketches.sketch, blocks))
+    bad = plans.add(map(plans.sketch, blocks))
     assert bad or unnamed
     with pytest.raises(PlanDisagreementError) as caught:
-        sketches.judge(
+        plans.judge(
             {"by_rank": list(enumerate(rows)), "beyond": None},
             {bucket: bad.get(bucket, 0) + unnamed for bucket in bad or [BUCKET]},
         )

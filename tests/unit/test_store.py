@@ -10,11 +10,11 @@ import pytest
 from upath import UPath
 
 from mbridge_fsdp_ckpt.errors import ConfigurationError, DamagedCheckpointError
-from mbridge_fsdp_ckpt.storage.checksums import HASHED_AT_ONCE, Hasher, checksum
-from mbridge_fsdp_ckpt.storage.files import hold, is_plain_file, read_bounded, replace_file, write_file
-from mbridge_fsdp_ckpt.storage.held_path import HeldPath
-from mbridge_fsdp_ckpt.storage.ranges import OpenFiles, Scratch
-from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path, called, is_local, store_of
+from mbridge_fsdp_ckpt.io.checksums import HASHED_AT_ONCE, Hasher, checksum
+from mbridge_fsdp_ckpt.io.files import hold, is_plain_file, read_bounded, replace_file, write_file
+from mbridge_fsdp_ckpt.io.held_path import HeldPath
+from mbridge_fsdp_ckpt.io.ranges import OpenFiles, Scratch
+from mbridge_fsdp_ckpt.io.store import AnyPath, as_path, called, is_local, store_of
 
 DATA = bytes(range(251)) * (3 * HASHED_AT_ONCE // 251)
 

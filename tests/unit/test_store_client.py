@@ -12,16 +12,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mbridge_fsdp_ckpt.care import repair
-from mbridge_fsdp_ckpt.care.audit import Audit
-from mbridge_fsdp_ckpt.care.repair import plan_repair
-from mbridge_fsdp_ckpt.cli.app import application
+from mbridge_fsdp_ckpt.commit import marker, methods, removal
+from mbridge_fsdp_ckpt.commit.retention import reading, remove_unless_kept
+from mbridge_fsdp_ckpt.commit.target import check_replaceable, obstacle
 from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError, StoreClientError, describe_unexpected
+from mbridge_fsdp_ckpt.io.store import as_path, store_of
 from mbridge_fsdp_ckpt.settings import Settings
-from mbridge_fsdp_ckpt.storage.commit import marker, methods, removal
-from mbridge_fsdp_ckpt.storage.commit.retention import reading, remove_unless_kept
-from mbridge_fsdp_ckpt.storage.commit.target import check_replaceable, obstacle
-from mbridge_fsdp_ckpt.storage.store import as_path, store_of
+from mbridge_fsdp_ckpt.tools import repair
+from mbridge_fsdp_ckpt.tools.audit import Audit
+from mbridge_fsdp_ckpt.tools.command.app import application
+from mbridge_fsdp_ckpt.tools.repair import plan_repair
 from tests.golden import archive
 from tests.unit.holdings import holdings
 from tests.unit.test_saving import prepared, save

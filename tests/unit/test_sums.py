@@ -10,17 +10,17 @@ import pytest
 import torch
 import xxhash
 
-from mbridge_fsdp_ckpt.care.audit import Audit
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, ManifestError
+from mbridge_fsdp_ckpt.format import reader
+from mbridge_fsdp_ckpt.format.payload import PayloadWriter
+from mbridge_fsdp_ckpt.format.reader import SafeSource
+from mbridge_fsdp_ckpt.format.rows import Chunk
+from mbridge_fsdp_ckpt.format.source import StoredChunk
+from mbridge_fsdp_ckpt.format.sums import sums_bytes, sums_bytes_of
+from mbridge_fsdp_ckpt.io.ranges import Place, Scratch
 from mbridge_fsdp_ckpt.plan import records
 from mbridge_fsdp_ckpt.plan.boxes import Box, whole
-from mbridge_fsdp_ckpt.storage.format import reader
-from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter
-from mbridge_fsdp_ckpt.storage.format.reader import SafeSource
-from mbridge_fsdp_ckpt.storage.format.rows import Chunk
-from mbridge_fsdp_ckpt.storage.format.sums import sums_bytes, sums_bytes_of
-from mbridge_fsdp_ckpt.storage.ranges import Place, Scratch
-from mbridge_fsdp_ckpt.storage.source import StoredChunk
+from mbridge_fsdp_ckpt.tools.audit import Audit
 from tests.unit import handmade, index_bytes
 from tests.unit.elements import expected_bytes, pattern
 from tests.unit.handmade import AVERAGE, LOWER, TENSORS, UPPER

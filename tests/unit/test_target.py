@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 from upath import UPath
 
-from mbridge_fsdp_ckpt.care.prune import plan_pruning
-from mbridge_fsdp_ckpt.care.repair import plan_repair
-from mbridge_fsdp_ckpt.convert.destination import check_free
+from mbridge_fsdp_ckpt.commit import lease, methods, removal
+from mbridge_fsdp_ckpt.commit.content import Content
+from mbridge_fsdp_ckpt.commit.marker import MarkerCommit
+from mbridge_fsdp_ckpt.commit.rename import RenameCommit
+from mbridge_fsdp_ckpt.commit.retention import prune, remove_unless_kept
+from mbridge_fsdp_ckpt.commit.target import check_replaceable, obstacle
 from mbridge_fsdp_ckpt.errors import ConfigurationError
-from mbridge_fsdp_ckpt.storage.commit import lease, methods, removal
-from mbridge_fsdp_ckpt.storage.commit.content import Content
-from mbridge_fsdp_ckpt.storage.commit.marker import MarkerCommit
-from mbridge_fsdp_ckpt.storage.commit.rename import RenameCommit
-from mbridge_fsdp_ckpt.storage.commit.retention import prune, remove_unless_kept
-from mbridge_fsdp_ckpt.storage.commit.target import check_replaceable, obstacle
-from mbridge_fsdp_ckpt.storage.object_store import ObjectStore
-from mbridge_fsdp_ckpt.storage.store import AnyPath, as_path
+from mbridge_fsdp_ckpt.io.object_store import ObjectStore
+from mbridge_fsdp_ckpt.io.store import AnyPath, as_path
+from mbridge_fsdp_ckpt.tools.convert.destination import check_free
+from mbridge_fsdp_ckpt.tools.prune import plan_pruning
+from mbridge_fsdp_ckpt.tools.repair import plan_repair
 
 TOKEN = "0123456789ab"
 HEAD = '{\n "format": "fsdp_dtensor_safe",'

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from mbridge_fsdp_ckpt.care.timeline.facts import moment
-from mbridge_fsdp_ckpt.care.timeline.html import draw_html
-from mbridge_fsdp_ckpt.care.timeline.lanes import DRAWN_LANES, SLOWEST, Lane, Timeline, timeline
-from mbridge_fsdp_ckpt.care.timeline.png import draw_png
 from mbridge_fsdp_ckpt.errors import ManifestError, NoTimesError
+from mbridge_fsdp_ckpt.format.manifest import read_manifest
 from mbridge_fsdp_ckpt.phases import Phase
-from mbridge_fsdp_ckpt.storage.format.manifest import read_manifest
+from mbridge_fsdp_ckpt.tools.timeline.facts import moment
+from mbridge_fsdp_ckpt.tools.timeline.html import draw_html
+from mbridge_fsdp_ckpt.tools.timeline.lanes import DRAWN_LANES, SLOWEST, Lane, Timeline, timeline
+from mbridge_fsdp_ckpt.tools.timeline.png import draw_png
 from tests.unit import handmade
 from tests.unit.test_cli import call, data
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from mbridge_fsdp_ckpt.commit import trackers
 from mbridge_fsdp_ckpt.errors import NotACheckpointError
-from mbridge_fsdp_ckpt.hosts.root import find_checkpoint
-from mbridge_fsdp_ckpt.storage.commit import trackers
-from mbridge_fsdp_ckpt.storage.file_system import FileSystem
-from mbridge_fsdp_ckpt.storage.files import replace_file
+from mbridge_fsdp_ckpt.integrations.common.root import find_checkpoint
+from mbridge_fsdp_ckpt.io.file_system import FileSystem
+from mbridge_fsdp_ckpt.io.files import replace_file
 from tests.trackers import CASES, SECRET, STATE, TRACKER, state
 from tests.unit import handmade
 from tests.unit.test_cli import call

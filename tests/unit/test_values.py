@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from mbridge_fsdp_ckpt.errors import ManifestError, UnsupportedStateError
+from mbridge_fsdp_ckpt.format.values import decode, decode_mapping, encode, encode_mapping
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name, dtype_name
-from mbridge_fsdp_ckpt.storage.format.values import decode, decode_mapping, encode, encode_mapping
 from tests.unit.elements import expected_bytes
 
 FLOAT8 = torch.tensor([0, 1, 127, 200], dtype=torch.uint8).view(torch.float8_e4m3fn)

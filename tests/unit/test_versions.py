@@ -19,7 +19,7 @@ from mbridge_fsdp_ckpt import versions
 from mbridge_fsdp_ckpt.attributes import ATTRIBUTES
 from mbridge_fsdp_ckpt.errors import UnsupportedVersionError
 from mbridge_fsdp_ckpt.probes import PROBES, Need, Probe
-from mbridge_fsdp_ckpt.testing.modules import is_installed
+from testing.modules import is_installed
 from tests.patched import errors_without_each_name, unnamed
 
 PACKAGE = Path(mbridge_fsdp_ckpt.__file__).parent
@@ -95,7 +95,7 @@ def test_a_name_that_is_gone_is_an_error_that_says_who_needs_it(monkeypatch: pyt
     monkeypatch.delattr(torch.serialization, "set_crc32_options")
     with pytest.raises(UnsupportedVersionError) as caught:
         versions.require("save and load")
-    assert caught.value.expected == "torch.serialization.set_crc32_options, which storage/format/payload.py needs"
+    assert caught.value.expected == "torch.serialization.set_crc32_options, which format/payload.py needs"
     assert caught.value.found == "torch 2.13.0 without it"
     assert f"pip install 'torch{versions.TESTED['torch']}' was tested" in caught.value.remedy
     with pytest.raises(UnsupportedVersionError):

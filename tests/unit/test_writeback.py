@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from mbridge_fsdp_ckpt.format.payload import PayloadWriter
+from mbridge_fsdp_ckpt.io import direct_writer, writeback
+from mbridge_fsdp_ckpt.io.checksums import HASHED_AT_ONCE
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.settings import DEFAULT_STORAGE_LIMIT, DEFAULT_TIME_LIMIT
-from mbridge_fsdp_ckpt.storage import growing, writeback
-from mbridge_fsdp_ckpt.storage.checksums import HASHED_AT_ONCE
-from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter
 
 MIB = 1 << 20
 BLOCK = 1 << 18
@@ -64,8 +64,10 @@ def through_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         return os.O_WRONLY
 
-    monkeypatch.setattr(growing, "BLOCK", BLOCK)
-    monkeypatch.setattr(growing, "fcntl", SimpleNamespace(fcntl=refused, F_GETFL=fcntl.F_GETFL, F_SETFL=fcntl.F_SETFL))
+    monkeypatch.setattr(direct_writer, "BLOCK", BLOCK)
+    monkeypatch.setattr(
+        direct_writer, "fcntl", SimpleNamespace(fcntl=refused, F_GETFL=fcntl.F_GETFL, F_SETFL=fcntl.F_SETFL)
+    )
 
 
 def written(path: Path, disk: SlowDisk, count: int) -> PayloadWriter:
@@ -88,12 +90,12 @@ def test_a_chunk_of_any_size_is_silent_for_no_longer_than_a_window_takes(
     assert entry.size > mib * MIB
     assert disk.now == pytest.approx(entry.size / SPEED)
     longest = max(after - before for before, after in zip(disk.signs, disk.signs[1:], strict=False))
-    assert longest <= (2 * window + growing.BLOCKS * BLOCK + HASHED_AT_ONCE) / SPEED
+    assert longest <= (2 * window + direct_writer.BLOCKS * BLOCK + HASHED_AT_ONCE) / SPEED
     assert len(disk.signs) > mib * MIB // HASHED_AT_ONCE
 
 
 def test_the_default_limits_are_far_above_what_a_slow_disk_takes() -> None:
-    longest = (2 * writeback.WINDOW + growing.BLOCKS * growing.BLOCK + HASHED_AT_ONCE) / SPEED
+    longest = (2 * writeback.WINDOW + direct_writer.BLOCKS * direct_writer.BLOCK + HASHED_AT_ONCE) / SPEED
     assert longest < 2.0
     assert longest < DEFAULT_TIME_LIMIT / 8
     assert 100e9 / SPEED < DEFAULT_STORAGE_LIMIT, "even where a file system flushes nothing before it must"

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from mbridge_fsdp_ckpt.agree.elsewhere import Seat
+from mbridge_fsdp_ckpt.coordination.delegated import Seat
 from mbridge_fsdp_ckpt.errors import SaveAbandonedError
-from mbridge_fsdp_ckpt.saving.beside.handle import Saving
-from mbridge_fsdp_ckpt.saving.beside.process import WriterProcess
+from mbridge_fsdp_ckpt.saving.background.checkpoint_process import WriterProcess
+from mbridge_fsdp_ckpt.saving.background.handle import Saving
 
 LIMIT_S = 60.0
 LONG = {"word": "x" * (1 << 22)}

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from mbridge_fsdp_ckpt.agree.elsewhere import Seat
+from mbridge_fsdp_ckpt.coordination.delegated import Seat
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.phases import Phases
-from mbridge_fsdp_ckpt.saving.beside import wire
-from mbridge_fsdp_ckpt.saving.beside.channel import Channel, Message, encoded, pulse_for
-from mbridge_fsdp_ckpt.saving.beside.memory import Staging
-from mbridge_fsdp_ckpt.saving.beside.writing import Writer
+from mbridge_fsdp_ckpt.saving.background import wire
+from mbridge_fsdp_ckpt.saving.background.channel import Channel, Message, encoded, pulse_for
+from mbridge_fsdp_ckpt.saving.background.checkpoint_main import Writer
+from mbridge_fsdp_ckpt.saving.background.memory import Staging
 from mbridge_fsdp_ckpt.settings import Settings
 from tests.unit.test_beside_memory import outgoing
 

@@ -25,12 +25,12 @@ class Trainer:
     def __init__(self, rank: int, ranks: int, port: int) -> None:
         import verl
 
-        self.plugin_came_with_verl = "mbridge_fsdp_ckpt.verl" in sys.modules
+        self.plugin_came_with_verl = "mbridge_fsdp_ckpt.integrations.verl" in sys.modules
         import torch.distributed as dist
         import transformer_engine.pytorch  # noqa: F401 - looks for CUDA while it is imported
         import verl.workers.engine.megatron.transformer_impl  # noqa: F401
 
-        from mbridge_fsdp_ckpt.testing import cleanup, cpu_cuda
+        from testing import cleanup, cpu_cuda
 
         cpu_cuda.install()
         cleanup.seed()

@@ -11,8 +11,8 @@ from unittest.mock import patch
 
 from mbridge_fsdp_ckpt import checkpoint
 from mbridge_fsdp_ckpt.errors import CheckpointError
-from mbridge_fsdp_ckpt.saving.beside.filling import Filling
-from mbridge_fsdp_ckpt.saving.beside.trainer import trainer
+from mbridge_fsdp_ckpt.saving.background.async_saves import trainer
+from mbridge_fsdp_ckpt.saving.background.filling import Filling
 from tests.models.imported import gloo_gathers_uneven
 from tests.verl import tiny
 from tests.verl.tiny import Setup

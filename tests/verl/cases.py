@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 
 from mbridge_fsdp_ckpt.errors import CheckpointError, KeyMismatchError
-from mbridge_fsdp_ckpt.storage.format.payload import PayloadWriter
+from mbridge_fsdp_ckpt.format.payload import PayloadWriter
 from tests.applied import Applied, applied_numbers
 from tests.models.imported import gloo_gathers_uneven
 from tests.verl import tiny

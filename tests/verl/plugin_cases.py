@@ -12,8 +12,8 @@ from unittest.mock import patch
 
 from mbridge_fsdp_ckpt import versions
 from mbridge_fsdp_ckpt.errors import CheckpointError
-from mbridge_fsdp_ckpt.hosts import options
-from mbridge_fsdp_ckpt.verl import plugin
+from mbridge_fsdp_ckpt.integrations.common import options
+from mbridge_fsdp_ckpt.integrations.verl import plugin
 from tests.models.imported import gloo_gathers_uneven
 from tests.patched import errors_without_each_name, gone
 from tests.verl import tiny
@@ -71,7 +71,7 @@ def error_without_the_save(setup: Setup) -> tuple[str, str]:
     """What building an engine raises where VeRL's manager has no save that could be replaced."""
     versions.forget()
     with gone(
-        "verl.utils.checkpoint.megatron_checkpoint_manager:MegatronCheckpointManager._save_megatron_fsdp_checkpoint"
+        "integrations.verl.utils.checkpoint.megatron_checkpoint_manager:MegatronCheckpointManager._save_megatron_fsdp_checkpoint"
     ):
         return _error_of_building(setup, {})
 
@@ -119,7 +119,7 @@ class _EnoughError(Exception):
 
 def taken_over(setup: Setup) -> dict[str, bool]:
     """What MBRIDGE_FSDP_CKPT_TAKEOVER=1 does to engines that name no format."""
-    from mbridge_fsdp_ckpt.hosts.sharded_hybrid import ShardedHybridDeviceOptimizer
+    from mbridge_fsdp_ckpt.upstream_fixes.hybrid_optimizer import ShardedHybridDeviceOptimizer
 
     with patch.dict(os.environ, MBRIDGE_FSDP_CKPT_TAKEOVER="1"):
         without = tiny.build(setup.on(optimizer="fused", fsdp=False, overlap=False))
@@ -140,7 +140,7 @@ def install_and_uninstall(setup: Setup) -> dict[str, bool]:
     from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager
     from verl.workers.engine.megatron.transformer_impl import MegatronEngine
 
-    from mbridge_fsdp_ckpt.verl import install, uninstall
+    from mbridge_fsdp_ckpt.integrations.verl import install, uninstall
 
     def methods() -> dict[str, Any]:
         owners = (MegatronCheckpointManager, MegatronEngine, CheckpointHandler)

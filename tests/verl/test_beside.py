@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from mbridge_fsdp_ckpt.errors import SaveAbandonedError
-from mbridge_fsdp_ckpt.testing.outcomes import Died
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
-from mbridge_fsdp_ckpt.verl.beside import Following
+from mbridge_fsdp_ckpt.integrations.verl.asynchronous import Following
+from testing.outcomes import Died
+from testing.ranks import RankPool
 from tests.core import oracle
 from tests.verl import beside_cases, cases
 from tests.verl.conftest import RANKS

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from mbridge_fsdp_ckpt.integrations.verl.choice import VARIABLE, choice_of
 from mbridge_fsdp_ckpt.settings import Settings
-from mbridge_fsdp_ckpt.testing.modules import is_installed
-from mbridge_fsdp_ckpt.verl.choice import VARIABLE, choice_of
+from testing.modules import is_installed
 from tests.verl.fresh import Fresh
 
 pytestmark = pytest.mark.skipif(not is_installed("verl"), reason="needs verl, which is not installed")
@@ -31,7 +31,7 @@ TRAINERS = {"verl.trainer.main_ppo": "ppo_trainer", "verl.trainer.sft_trainer": 
 INPUTS = ("MODEL_PATH", "TRAIN_FILES", "VAL_FILES", "CHECKPOINTS", "MASTER_ADDR", "NODE_RANK")
 
 PPO, SFT = ["model_engine=megatron"], ["engine=megatron", "optim=megatron"]
-OURS = "checkpoint._target_=mbridge_fsdp_ckpt.verl.config.SafeCheckpointConfig"
+OURS = "checkpoint._target_=mbridge_fsdp_ckpt.integrations.verl.config.SafeCheckpointConfig"
 AS_MEGATRONS = "checkpoint._target_=verl.workers.config.McoreCheckpointConfig"
 SAFE = "mbridge_config.ckpt_format=fsdp_dtensor_safe"
 
@@ -117,7 +117,7 @@ def test_where_plug_ins_are_off_the_class_brings_it_and_the_key_says_nothing(fre
     assert (by_key.returncode, by_key.stdout.split()[-1:]) == (0, ["False"]), by_key.stderr
 
 
-@pytest.mark.parametrize("gone", ["mbridge_fsdp_ckpt", "mbridge_fsdp_ckpt.hosts.patching"])
+@pytest.mark.parametrize("gone", ["mbridge_fsdp_ckpt", "mbridge_fsdp_ckpt.patching"])
 def test_where_it_cannot_be_imported_the_class_stops_the_run_and_the_key_says_nothing(gone: str, fresh: Fresh) -> None:
     before = f"import sys; sys.modules[{gone!r}] = None"
     by_class, by_key = (made(fresh, way, before) for way in (BY_CLASS, BY_KEY))

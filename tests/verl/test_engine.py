@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from mbridge_fsdp_ckpt.testing.outcomes import Died
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
+from testing.outcomes import Died
+from testing.ranks import RankPool
 from tests.soak import sampling
 from tests.upstream import is_before
 from tests.verl import cases

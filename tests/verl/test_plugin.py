@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from mbridge_fsdp_ckpt.errors import CheckpointError
+from mbridge_fsdp_ckpt.integrations.verl.choice import VARIABLE, choice_of
 from mbridge_fsdp_ckpt.settings import Settings
-from mbridge_fsdp_ckpt.testing.modules import is_installed
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
-from mbridge_fsdp_ckpt.verl.choice import VARIABLE, choice_of
+from testing.modules import is_installed
+from testing.ranks import RankPool
 from tests import options
 from tests.patched import unnamed
 from tests.verl import plugin_cases
@@ -22,7 +22,7 @@ from tests.verl.conftest import RANKS
 from tests.verl.fresh import Fresh
 from tests.verl.tiny import SAFE, Setup
 
-PLUGIN = "mbridge_fsdp_ckpt.verl"
+PLUGIN = "mbridge_fsdp_ckpt.integrations.verl"
 needs_verl = pytest.mark.skipif(not is_installed("verl"), reason="needs verl, which is not installed")
 
 
@@ -218,4 +218,7 @@ def test_a_name_that_is_gone_is_named_before_training(source: str, verl_ranks: R
     assert unnamed(errors) == []
     (refused,) = verl_ranks.run(plugin_cases.error_without_the_save, Setup(source, str(tmp_path / "run")), ranks=1)
     assert refused[0] == "UnsupportedVersionError"
-    assert "MegatronCheckpointManager._save_megatron_fsdp_checkpoint, which verl/plugin.py needs" in refused[1]
+    assert (
+        "MegatronCheckpointManager._save_megatron_fsdp_checkpoint, which integrations/verl/plugin.py needs"
+        in refused[1]
+    )

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from mbridge_fsdp_ckpt.testing.modules import is_installed
-from mbridge_fsdp_ckpt.testing.outcomes import RankFailed, RanksHung
-from mbridge_fsdp_ckpt.testing.process import rank_environment
-from mbridge_fsdp_ckpt.testing.ranks import RankPool
-from mbridge_fsdp_ckpt.verl.choice import VARIABLE
+from mbridge_fsdp_ckpt.integrations.verl.choice import VARIABLE
+from testing.modules import is_installed
+from testing.outcomes import RankFailed, RanksHung
+from testing.process import rank_environment
+from testing.ranks import RankPool
 from tests.patience import KILLED, patiently
 from tests.verl import cases
 from tests.verl.actors import Trainer

@@ -16,8 +16,8 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from mbridge_fsdp_ckpt.live.megatron_fsdp import local_shard
-from mbridge_fsdp_ckpt.testing.kernels import replace_cuda_only_kernels
+from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import local_shard
+from testing.kernels import replace_cuda_only_kernels
 from tests.core.oracle import digest
 
 SAFE = "fsdp_dtensor_safe"

@@ -14,8 +14,8 @@ from typing import Any
 from unittest.mock import MagicMock, patch
 
 from mbridge_fsdp_ckpt import checkpoint
-from mbridge_fsdp_ckpt.saving.beside.trainer import trainer
-from mbridge_fsdp_ckpt.testing.modules import is_installed
+from mbridge_fsdp_ckpt.saving.background.async_saves import trainer
+from testing.modules import is_installed
 from tests.core.beside import shared_memory
 from tests.models.imported import gloo_gathers_uneven
 from tests.patched import gone
@@ -139,7 +139,7 @@ def train(setup: Setup, steps: int) -> None:
 
 def replaced_and_put_back() -> dict[str, bool]:
     """Whether VeRL's worker groups find what they look for, and its own method is there again."""
-    from mbridge_fsdp_ckpt.verl import install, uninstall
+    from mbridge_fsdp_ckpt.integrations.verl import install, uninstall
 
     with web_servers():
         from verl.single_controller.base.decorator import MAGIC_ATTR
@@ -148,7 +148,7 @@ def replaced_and_put_back() -> dict[str, bool]:
     ours = Worker.update_weights
     uninstall()
     stock = Worker.update_weights
-    with gone("verl.workers.engine_workers:ActorRolloutRefWorker.update_weights"):
+    with gone("integrations.verl.workers.engine_workers:ActorRolloutRefWorker.update_weights"):
         install()
         left_out = not hasattr(Worker, "update_weights")
         uninstall()

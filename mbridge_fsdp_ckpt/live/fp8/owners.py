@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from mbridge_fsdp_ckpt.families.naming import is_expert_name
 from mbridge_fsdp_ckpt.live.fp8 import state as extra_state
-from mbridge_fsdp_ckpt.live.megatron_fsdp import naming_of
+from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import naming_of
 from mbridge_fsdp_ckpt.live.topology import coordinates, replicas
 
 

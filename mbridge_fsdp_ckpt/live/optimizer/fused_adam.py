@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from mbridge_fsdp_ckpt.errors import UnsupportedStateError
-from mbridge_fsdp_ckpt.live.megatron_fsdp import local_shard
 from mbridge_fsdp_ckpt.live.optimizer.base import (
     MASTER,
     STEP,
@@ -35,6 +34,7 @@ from mbridge_fsdp_ckpt.live.optimizer.base import (
     slot_of,
 )
 from mbridge_fsdp_ckpt.live.optimizer.torch_optimizer import TorchOptimizerAdapter, class_name, set_hyperparameters
+from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import local_shard
 from mbridge_fsdp_ckpt.versions import probe
 
 _SCALED = (torch.float16, torch.uint8)

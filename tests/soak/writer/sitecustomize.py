@@ -4,7 +4,7 @@ import os
 import sys
 import traceback
 
-if "MBRIDGE_TEST_IN_WRITER" in os.environ and "mbridge_fsdp_ckpt.saving.beside" in "".join(sys.orig_argv[3:4]):
+if "MBRIDGE_TEST_IN_WRITER" in os.environ and "mbridge_fsdp_ckpt.saving.background" in "".join(sys.orig_argv[3:4]):
     try:
         from tests.soak.in_writer import begin
 

@@ -1,1 +1,0 @@
-"""Meetings of ranks, and what they bring."""

@@ -1,5 +1,0 @@
-"""The only place that knows Megatron-Bridge."""
-
-from mbridge_fsdp_ckpt.bridge.plugin import register, unregister
-
-__all__ = ["register", "unregister"]

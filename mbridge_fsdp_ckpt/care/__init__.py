@@ -1,1 +1,0 @@
-"""What the tools do to checkpoints that are on disk."""

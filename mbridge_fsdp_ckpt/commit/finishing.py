@@ -1,0 +1,86 @@
+"""The end of writing a checkpoint: its head, stock's view of it, and the step that puts it in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mbridge_fsdp_ckpt.commit.content import Commit, Content
+from mbridge_fsdp_ckpt.format.manifest import manifest_bytes
+from mbridge_fsdp_ckpt.format.names import FORMAT_NAME, Files
+from mbridge_fsdp_ckpt.format.reader import SafeSource
+from mbridge_fsdp_ckpt.format.schema import VERSION, IndexEntry, Manifest
+from mbridge_fsdp_ckpt.format.write_results import Told
+from mbridge_fsdp_ckpt.io.entries import ExtraEntry
+from mbridge_fsdp_ckpt.io.files import Json
+from mbridge_fsdp_ckpt.io.store import AnyPath
+from mbridge_fsdp_ckpt.plan.keys import Section
+
+
+def head(
+    *,
+    writer: dict[str, str],
+    topology: dict[str, int | str],
+    sections: tuple[Section, ...],
+    files: Files,
+    told: Told,
+    keys: int,
+    values: Json,
+    time: float | None = None,
+) -> Manifest:
+    """The head of a checkpoint of this version, but for the files that are put beside its tensors."""
+    return Manifest(
+        format=FORMAT_NAME,
+        version=VERSION,
+        save=files.save,
+        suffix=files.suffix,
+        writer=writer,
+        topology=topology,
+        sections=sections,
+        families=dict(sorted(told["families"].items())),
+        slots=tuple(sorted(told["slots"])),
+        hyperparameters=dict(sorted(told["hyperparameters"].items())),
+        keys=keys,
+        chunks=told["chunks"],
+        states=told["states"],
+        index=tuple(IndexEntry.model_validate(entry) for entry in told["index"]),
+        values=values,
+        time=time,
+    )
+
+
+def finish(
+    commit: Commit,
+    manifest: Manifest,
+    *,
+    view_of: Mapping[str, Any] | None,
+    add_files: Callable[[Path], None] | None,
+    progress: Callable[[], None] = lambda: None,
+    last_call: Callable[[], None] = lambda: None,
+) -> list[AnyPath]:
+    """Commit what was written; returns what nobody needs any more, to be deleted.
+
+    Args:
+        commit: Where payload and index lie.
+        manifest: From `head`.
+        view_of: The values that stock's view is to have; None writes no view.
+        add_files: See `Content`.
+        progress: See `Content`.
+        last_call: See `Content`.
+
+    Raises:
+        CheckpointError, OSError: Nothing was committed.
+    """
+
+    def with_files(files: tuple[ExtraEntry, ...]) -> bytes:
+        return manifest_bytes(manifest.model_copy(update={"files": files}))
+
+    def write_view(place: AnyPath) -> None:
+        # Not at the top: torch.distributed.checkpoint costs a process beside each trainer a second, and one needs it.
+        from mbridge_fsdp_ckpt.dcp.writer import write_dcp_view
+
+        write_dcp_view(place, SafeSource(place, manifest=manifest), view_of or {}, progress)
+
+    view, files = None if view_of is None else write_view, Files(manifest.save, manifest.suffix)
+    return commit.finish(Content(with_files, files.are_of_ranks, add_files, view, progress, last_call))

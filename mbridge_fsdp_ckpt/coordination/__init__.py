@@ -1,0 +1,1 @@
+"""Meetings of all ranks in the job's rendezvous store, and heartbeats."""

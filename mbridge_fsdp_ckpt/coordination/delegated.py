@@ -1,0 +1,177 @@
+"""Sequences of meetings that a rank lets another process attend in its place."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
+
+import torch.distributed as dist
+
+from mbridge_fsdp_ckpt.coordination.coordination import Agreement, check_limits
+from mbridge_fsdp_ckpt.coordination.heartbeat import STORE_ERRORS, key_of
+from mbridge_fsdp_ckpt.coordination.incarnation import Incarnation, Opened, connection, incarnation
+from mbridge_fsdp_ckpt.coordination.meeting import lost
+from mbridge_fsdp_ckpt.errors import CheckpointError
+
+
+@dataclass(slots=True)
+class _Joining:
+    """The next sequence of a job: rank 0 opens it, all others ask for it, once, in the thread that first needs it.
+
+    Args:
+        job: The job: it may have left its process group when it is asked.
+    """
+
+    job: Incarnation
+    _asking: threading.Lock = field(default_factory=threading.Lock)
+    _found: Opened | CheckpointError | None = field(default=None)
+
+    def join(self, seat: Seat, note: str = "") -> Opened:
+        """See `Incarnation.join`; the same answer, or error, for all that ask."""
+        with self._asking:
+            if self._found is None:
+                limits = seat.time_limit, seat.storage_limit
+                try:
+                    self._found = self.job.join("async", seat.purpose, note, limits)
+                except CheckpointError as error:
+                    self._found = error
+                except STORE_ERRORS as error:
+                    self._found = lost(error, seat.purpose, seat.rank)
+            if isinstance(self._found, CheckpointError):
+                raise self._found
+            return self._found
+
+    def first_says(self, seat: Seat, word: str, about: str) -> str:
+        """See `Seat.first_says`."""
+        store, key = self.job.store(seat.time_limit, "call"), f"{self.join(seat).name}/{about}"
+        said = store.compare_set(key, "", word).decode()
+        self.job.asked.append(key)
+        if len(self.job.asked) > 2:  # nobody is two questions behind
+            spent = self.job.asked.pop(0)
+            if seat.rank == 0:
+                store.delete_key(spent)
+        return said
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """One rank's seat in a sequence of meetings: whoever has it can take it.
+
+    Args:
+        purpose: What the sequence is for, and where.
+        rank: The rank.
+        world_size: All ranks.
+        time_limit: See `Agreement`.
+        storage_limit: See `Agreement`.
+        host: Who serves the rendezvous store; empty with a single rank, as what follows.
+        port: And where.
+        named: The name of the sequence, or who knows it.
+    """
+
+    purpose: str
+    rank: int
+    world_size: int
+    time_limit: float
+    storage_limit: float
+    host: str = ""
+    port: int = 0
+    named: str | _Joining = ""
+
+    @classmethod
+    def next(cls, purpose: str, time_limit: float, storage_limit: float) -> Self:
+        """The seat of this rank in the next sequence; every rank calls it once for each.
+
+        The store is not asked yet: it would answer thousands of ranks while they all wait to train on.
+
+        Raises:
+            ConfigurationError: A limit is not positive, or another process cannot reach the job's store.
+        """
+        check_limits(time_limit, storage_limit)
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        if world_size == 1:
+            return cls(purpose, 0, 1, time_limit, storage_limit)
+        job = incarnation()
+        return cls(purpose, job.rank, world_size, time_limit, storage_limit, job.host, job.port, _Joining(job))
+
+    @property
+    def name(self) -> str:
+        """Of the sequence; empty with a single rank.  Perhaps requests to the store.
+
+        Raises:
+            ConfigurationError: The ranks begin different things.
+            RankMissingError: The store does not answer, or rank 0 has not begun.
+        """
+        return self.named if isinstance(self.named, str) else self.named.join(self).name
+
+    @classmethod
+    def from_wire(cls, data: dict[str, Any]) -> Self:
+        """What `to_wire` gave."""
+        return cls(**data)
+
+    def to_wire(self) -> dict[str, Any]:
+        """As JSON-able data.
+
+        Raises:
+            CheckpointError: See `name`.
+        """
+        return {field.name: getattr(self, field.name) for field in fields(self)} | {"named": self.name}
+
+    def rank_0_says(self, word: str) -> str:
+        """What rank 0 says as it begins the sequence; all ranks ask before anything else.
+
+        Args:
+            word: What this rank would say.
+
+        Raises:
+            CheckpointError: See `name`.
+        """
+        return word if isinstance(self.named, str) else self.named.join(self, word).note
+
+    def first_says(self, word: str, about: str) -> str:
+        """What the first of all ranks says that asks; one request to the store.
+
+        Args:
+            word: What this rank would say.
+            about: What it is asked about: the same word on all ranks, the number of a step say.
+
+        Raises:
+            CheckpointError: See `name`.
+        """
+        if isinstance(self.named, str):
+            return word
+        try:
+            return self.named.first_says(self, word, about)
+        except STORE_ERRORS as error:
+            raise lost(error, self.purpose, self.rank) from error
+
+    def vouch(self) -> None:
+        """Give a sign of life for whoever is about to take the seat.  Of the rank's own process.
+
+        Raises:
+            CheckpointError: See `name`.
+        """
+        if isinstance(self.named, str):
+            return
+        try:
+            self.named.job.store(self.time_limit, "async").add(key_of(self.name), 1)
+        except STORE_ERRORS as error:
+            raise lost(error, self.purpose, self.rank) from error
+
+    def take(self) -> Agreement:
+        """Attend in the rank's place, over a connection of one's own: see `Agreement.close`.
+
+        Raises:
+            CheckpointError: See `name`.
+        """
+        name, limits = self.name, (self.time_limit, self.storage_limit)
+        if not name:
+            return Agreement(self.purpose, 0, 1, limits[0], storage_limit=limits[1])
+        own = connection(self.host, self.port, limits[0])
+        agreement = Agreement(name, self.rank, self.world_size, limits[0], own.within(limits[0]), limits[1], owned=own)
+        try:
+            agreement.make_up()
+        except STORE_ERRORS as error:
+            agreement.close()
+            raise lost(error, self.purpose, self.rank) from error
+        return agreement

@@ -1,0 +1,261 @@
+"""One meeting in the job's rendezvous store (`TCPStore` under torchrun): makes the requests that `protocol` asks for.
+
+Who waits for the verdict waits inside the store, which answers when it is there: no request while nothing happens.
+The few that gather messages look instead, less and less often: they must see a verdict, too, that comes before them.
+
+A wait holds this process's connection, so it is cut in slices.  These are long: one that ends without an answer leaves
+two lines of torch's in the log, for which torch looks up the server's name (2.13 `socket.cpp`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from mbridge_fsdp_ckpt.coordination import protocol
+from mbridge_fsdp_ckpt.coordination.connection import Store
+from mbridge_fsdp_ckpt.coordination.heartbeat import STORE_ERRORS, Signs, Watch
+from mbridge_fsdp_ckpt.coordination.messages import Combining, Judging, Wire, combined, judged
+from mbridge_fsdp_ckpt.coordination.protocol import (
+    NAMES,
+    OUTCOME,
+    SEALED,
+    Combine,
+    Drop,
+    Gather,
+    Judge,
+    Late,
+    Missing,
+    Patience,
+    Put,
+    Read,
+    Request,
+    Settle,
+    Steps,
+    There,
+)
+from mbridge_fsdp_ckpt.errors import CheckpointError, ErrorData, RankMissingError, brief
+
+GRACE = 15.0
+"""Seconds that others wait for what rank 0 says, beyond the limit of who waits for messages."""
+
+_LOOKS = 0.002, 0.25  # seconds between looks for messages, first and longest
+_LONGER = 1.2  # of the last pause: who is late by some time is seen a sixth of it later
+_SLICE = 30.0  # seconds of one wait inside the store
+_LAST_WORD = 5.0  # seconds that rank 0 waits until it is read
+_RENEWED = 60.0  # seconds after which rank 0, while it waits, does what it does with each step
+
+_log = logging.getLogger(__name__)
+
+Thinking = Callable[[Combine | Judge], Wire[Any]]
+
+
+@dataclass(slots=True)
+class Meeting:
+    """All ranks meet once.
+
+    Args:
+        store: The store.
+        name: Common to all ranks, and new for each meeting.
+        phase: What the meeting is for, in errors.
+        rank: This rank.
+        world_size: All ranks.
+        time_limit: See `Agreement`.
+        signs: Signs of life of all ranks.
+        renew: What rank 0 does now and then while it waits.
+        hosts: Below this key, ranks write what host they are on.
+    """
+
+    store: Store
+    name: str
+    phase: str
+    rank: int
+    world_size: int
+    time_limit: float
+    signs: Signs
+    renew: Callable[[], None]
+    hosts: str
+    _watch: Watch = field(init=False)
+    _pause: float = field(default=_LOOKS[0])
+    _renewed: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._watch, self._renewed = Watch(self.signs, self.time_limit), time.monotonic()
+
+    def meet[M, V](self, wire: Wire[M], judge: Judging[M, V], combine: Combining[M]) -> Wire[V]:
+        """Bring what this rank has to say; returns the verdict."""
+
+        def think(request: Combine | Judge) -> Wire[Any]:
+            messages = [json.loads(message) for message in request.messages]
+            with self.signs.at_work():
+                whole = combined(messages, combine, self.phase, self.rank)
+                return whole if isinstance(request, Combine) else judged(whole, judge, self.phase)
+
+        try:
+            if "failed" in wire:
+                steps = protocol.fail(self._node, json.dumps(wire))
+            else:
+                steps = protocol.attend(self._node, json.dumps(wire["value"]))
+            verdict: Wire[V] = json.loads(self._run(steps, think))
+        except STORE_ERRORS as error:
+            return {"failed": lost(error, self.phase, self.rank).to_wire()}
+        return verdict
+
+    def seal(self) -> None:
+        """Nobody gives up any more.
+
+        Raises:
+            CheckpointError: Somebody has, or has failed.
+        """
+        if self._answer(Settle(OUTCOME, SEALED)) != SEALED:
+            verdict = json.loads(self._run(protocol.follow(self._node), _nothing_to_think))
+            raise CheckpointError.from_wire(verdict["failed"])
+
+    def was_sealed(self) -> bool:
+        """Whether nobody gave up, as far as can be told."""
+        try:
+            return bool(self._answer(Read(OUTCOME, waits=False)) == SEALED)
+        except STORE_ERRORS:
+            return True  # nobody knows
+
+    def leave(self) -> None:
+        """Say that this rank has read the verdict; rank 0 stays until the others have."""
+        try:
+            if self.rank == 0:
+                wait_for(self.store, [self._at("left")], min(_LAST_WORD, self.time_limit))
+            elif self.store.add(self._at("read"), 1) == self.world_size - 1:
+                self.store.set(self._at("left"), "")
+        except STORE_ERRORS as error:  # the verdict is known here, and that is all that counts
+            _log.info("rank 0 does not hear that rank %d read its verdict: %s", self.rank, error)
+
+    def keys(self, *, failed: bool) -> list[str]:
+        """The keys of this meeting that stay when it is over, and that this rank deletes later.
+
+        Args:
+            failed: Whether it failed: who gathers messages deletes them otherwise.
+        """
+        common = (protocol.VERDICT, OUTCOME, protocol.NAMED, "read", "left") if self.rank == 0 else ()
+        own = (protocol.message_of(self.rank), protocol.here(self.rank)) if failed else ()
+        return [self._at(key) for key in (*common, *own)]
+
+    @property
+    def _node(self) -> protocol.Node:
+        return protocol.Node(self.rank, self.world_size)
+
+    def _at(self, key: str) -> str:
+        return f"{self.name}/{key}"
+
+    def _run(self, steps: Steps, think: Thinking) -> str:
+        """Answer all requests; returns what the meeting came to."""
+        answer: Any = None
+        while True:
+            try:
+                request = steps.send(answer)
+            except StopIteration as stop:
+                return str(stop.value)
+            if not isinstance(request, Combine | Judge):
+                answer = self._answer(request)
+                continue
+            wire = think(request)
+            if isinstance(request, Judge):
+                answer = json.dumps(wire)
+            elif "failed" in wire:
+                steps, answer = protocol.fail(self._node, json.dumps(wire)), None
+            else:
+                answer = json.dumps(wire["value"])
+
+    def _answer(self, request: Request) -> Any:
+        match request:
+            case Put(key, value):
+                self.store.set(self._at(key), value)
+            case Settle(key, value):
+                return self.store.compare_set(self._at(key), "", value).decode()
+            case Gather(keys):
+                return self._look([self._at(key) for key in keys])
+            case Read(key, waits):
+                return self._read(self._at(key), waits=waits)
+            case There(key):
+                return self.store.check([self._at(key)])
+            case Drop(keys):
+                for key in keys:
+                    self.store.delete_key(self._at(key))
+            case Patience(for_messages):
+                self._watch = Watch(self.signs, self.time_limit + (0.0 if for_messages else GRACE))
+            case Late():
+                return self._watch.over()
+            case Missing(absent, sealed):
+                return json.dumps({"failed": self._missing(absent, sealed=sealed)})
+        return None
+
+    def _look(self, keys: list[str]) -> list[str] | None:
+        """The values of all keys; None, after a pause, if one is not there."""
+        if self.store.check(keys):
+            return values(self.store, keys)
+        time.sleep(self._pause)
+        self._pause = min(self._pause * _LONGER, _LOOKS[1], self.time_limit / 8)
+        if self.rank == 0 and time.monotonic() - self._renewed > _RENEWED:
+            self._renewed = time.monotonic()
+            with self.signs.at_work():
+                self.renew()
+        return None
+
+    def _read(self, key: str, *, waits: bool) -> str | None:
+        is_there = wait_for(self.store, [key], a_while(self.time_limit)) if waits else self.store.check([key])
+        return self.store.get(key).decode() if is_there else None
+
+    def _missing(self, absent: tuple[int, ...], *, sealed: bool) -> ErrorData:
+        named = ", ".join(map(self._with_host, absent[:NAMES])) + (", ..." if len(absent) > NAMES else "")
+        stalled = sealed or (absent == (0,) and self._answer(There(protocol.here(0))))
+        remedy = "Look at the logs of these ranks; raise the time limit if they were only slow."
+        return RankMissingError(
+            expected=f"all {self.world_size} ranks at {self.phase!r} within {self.time_limit:g} s",
+            found=f"no {'verdict' if stalled else 'sign'} of rank {named}",
+            remedy=f"It was about to finish: look whether the checkpoint is there. {remedy}" if sealed else remedy,
+        ).to_wire()
+
+    def _with_host(self, rank: int) -> str:
+        key = f"{self.hosts}/{rank}"
+        return f"{rank} on {self.store.get(key).decode()}" if self.store.check([key]) else str(rank)
+
+
+def a_while(time_limit: float) -> float:
+    """Seconds of one wait inside the store: then who waits looks for signs of life."""
+    return min(_SLICE, time_limit / 8)
+
+
+def wait_for(store: Store, keys: list[str], seconds: float) -> bool:
+    """Wait inside the store; whether all keys are there."""
+    try:
+        store.wait(keys, timedelta(seconds=seconds))
+    except dist.DistStoreError:  # late; a store that has gone raises another
+        return False
+    return True
+
+
+def values(store: Store, keys: list[str]) -> list[str]:
+    """Of keys that are there: in one request, where the store can."""
+    in_one = getattr(store, "has_extended_api", bool)()  # torch's types don't know it
+    return [found.decode() for found in (store.multi_get(keys) if in_one else map(store.get, keys))]
+
+
+def lost(error: BaseException, phase: str, rank: int) -> RankMissingError:
+    """The error for a store that does not answer any more."""
+    frozen = isinstance(error, TimeoutError)
+    return RankMissingError(
+        expected=f"the job's rendezvous store to answer at {phase!r}",
+        found=brief(error),
+        remedy="Rank 0, or the process that serves the store, "
+        f"{'is stopped or out of reach: look at its host' if frozen else 'has ended: look at its log'}.",
+        rank=rank,
+    )
+
+
+def _nothing_to_think(request: Combine | Judge) -> Wire[Any]:
+    raise AssertionError(request)

@@ -1,0 +1,26 @@
+"""What makes a directory a checkpoint: its head, which is written last."""
+
+from __future__ import annotations
+
+from mbridge_fsdp_ckpt.format.names import DCP_METADATA, MANIFEST_NAME
+from mbridge_fsdp_ckpt.io.store import AnyPath
+
+HEADS = (MANIFEST_NAME, DCP_METADATA)
+
+
+def head_of(directory: AnyPath) -> AnyPath | None:
+    """The file that makes a directory a checkpoint: our manifest, else stock's metadata; None where none is."""
+    return next((path for name in HEADS if (path := directory / name).exists()), None)
+
+
+def has_head(directory: AnyPath) -> bool:
+    """Whether a directory has what makes it a checkpoint."""
+    return head_of(directory) is not None
+
+
+def has_readable_head(directory: AnyPath) -> bool:
+    """The same of a directory that may be somebody else's: one that cannot be looked into is no checkpoint of ours."""
+    try:
+        return has_head(directory)
+    except PermissionError:
+        return False

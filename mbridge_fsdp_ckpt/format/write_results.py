@@ -1,0 +1,161 @@
+"""What groups of ranks tell of what they wrote, on the way to the head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypedDict
+
+from mbridge_fsdp_ckpt.errors import PlanDisagreementError, UnsupportedStateError
+from mbridge_fsdp_ckpt.format.columns import Columns
+from mbridge_fsdp_ckpt.format.directory import Directory
+from mbridge_fsdp_ckpt.format.group_index import merged
+from mbridge_fsdp_ckpt.format.index import IndexFile
+from mbridge_fsdp_ckpt.format.names import Files
+from mbridge_fsdp_ckpt.format.own_index import RankIndex, own_index
+from mbridge_fsdp_ckpt.format.rows import Number, Row
+from mbridge_fsdp_ckpt.format.schema import IndexEntry
+from mbridge_fsdp_ckpt.io.checksums import checksum
+from mbridge_fsdp_ckpt.io.entries import FileEntry
+from mbridge_fsdp_ckpt.io.files import Json, check_file, write_file
+from mbridge_fsdp_ckpt.io.ranges import OpenFiles
+from mbridge_fsdp_ckpt.io.store import AnyPath
+from mbridge_fsdp_ckpt.plan.keys import KeyEntry, name_and_slot
+
+MAX_SETS = 1000
+"""Distinct sets of hyperparameters in a checkpoint: they stand in its head, which everybody reads."""
+
+
+class Told(TypedDict):
+    """Bounded, JSON-able, and the same for one rank and for many.
+
+    Args:
+        pending: Index files of ranks that are not merged into a group's yet.
+        index: Index files of groups.
+        chunks: Rows and numbers.
+        bytes: Of payload files.
+        states: Modules with FP8 state, each counted by every rank that has some.
+        families: See `Manifest`.
+        slots: See `Manifest`.
+        hyperparameters: See `Manifest`.
+    """
+
+    pending: list[dict[str, str | int]]
+    index: list[dict[str, str | int]]
+    chunks: int
+    bytes: int
+    states: int
+    families: dict[str, str]
+    slots: list[str]
+    hyperparameters: dict[str, dict[str, Json]]
+
+
+def write_own_index(
+    directory: AnyPath,
+    files: Files,
+    said: RankIndex,
+    rows: Sequence[Row],
+    hyperparameters: Mapping[int, dict[str, Json]],
+) -> Told:
+    """Write a rank's index file; returns what to tell of it.
+
+    Raises:
+        OSError: The storage refused.
+    """
+    name, data = files.of_rank(said.rank), own_index(said, rows, files).to_bytes()
+    write_file(directory / name, data)
+    entry = IndexEntry(rank=said.rank, name=name, size=len(data), checksum=checksum(data))
+    slots = {named[1] for key in said.keys if (named := name_and_slot(key))}
+    return {
+        "pending": [entry.model_dump()],
+        "index": [],
+        "chunks": sum(not isinstance(row, Number) or row.counts for row in rows),
+        "bytes": said.payload.size if said.payload is not None else 0,
+        "states": len(said.states),
+        "families": families_of(said.keys),
+        "slots": sorted(slots),
+        "hyperparameters": {f"{hashed:016x}": values for hashed, values in hyperparameters.items()},
+    }
+
+
+def families_of(keys: Mapping[str, KeyEntry]) -> dict[str, str]:
+    """The families that split keys, each with the first of them."""
+    found: dict[str, str] = {}
+    for key, entry in keys.items():
+        if entry.family is not None:
+            found[entry.family] = min(key, found.get(entry.family, key))
+    return found
+
+
+def together(told: Iterable[Told]) -> Told:
+    """What several told, as one.
+
+    Raises:
+        UnsupportedStateError: There are too many sets of hyperparameters.
+    """
+    total: Told = {
+        "pending": [], "index": [], "chunks": 0, "bytes": 0, "states": 0, "families": {}, "slots": [],
+        "hyperparameters": {},
+    }  # fmt: skip
+    for one in told:
+        total["pending"] += one["pending"]
+        total["index"] += one["index"]
+        total["chunks"] += one["chunks"]
+        total["bytes"] += one["bytes"]
+        total["states"] += one["states"]
+        total["slots"] = sorted({*total["slots"], *one["slots"]})
+        total["hyperparameters"] |= one["hyperparameters"]
+        for family, key in one["families"].items():
+            total["families"][family] = min(key, total["families"].get(family, key))
+    if len(total["hyperparameters"]) > MAX_SETS:
+        raise UnsupportedStateError(
+            expected=f"at most {MAX_SETS} different sets of hyperparameters over all param groups",
+            found=str(len(total["hyperparameters"])),
+            remedy="Does something put a tensor, or a number of each step, into a param group? Nothing was committed.",
+        )
+    return total
+
+
+def write_group_index(directory: AnyPath, files: Files, leader: int, told: Told) -> Told:
+    """Merge the index files that are pending into one, the group's.
+
+    Raises:
+        PlanDisagreementError: See `merged`.
+        DamagedCheckpointError: A rank's payload is not there as it said.
+        OSError: The storage refused.
+    """
+    pending = [IndexEntry.model_validate(entry) for entry in told["pending"]]
+    parts = [_part(directory, files, entry) for entry in sorted(pending, key=lambda entry: entry.rank)]
+    name, data = files.of_group(leader), merged(parts).to_bytes()
+    write_file(directory / name, data)
+    entry = IndexEntry(rank=leader, name=name, size=len(data), checksum=checksum(data))
+    return {**told, "pending": [], "index": [*told["index"], entry.model_dump()]}
+
+
+def _part(directory: AnyPath, files: Files, entry: IndexEntry) -> Columns:
+    """A rank's index, whose payload is there at its size."""
+    path = check_file(directory, entry)
+    part = IndexFile(path, entry.size, files, OpenFiles()).columns()
+    size = int(part.ranks["size"][0])
+    if size:
+        check_file(directory, FileEntry(name=files.payload(entry.rank), size=size, checksum=""), path.name)
+    return part
+
+
+def count_keys(directory: AnyPath, files: Files, told: Told) -> int:
+    """How many keys all groups have.
+
+    Raises:
+        PlanDisagreementError: Of one, not exactly one rank has written the first element.
+        DamagedCheckpointError, ManifestError: A group's index is not what its leader told.
+    """
+    entries = [IndexEntry.model_validate(entry) for entry in told["index"]]
+    opened = OpenFiles()
+    index = Directory([IndexFile(check_file(directory, entry), entry.size, files, opened) for entry in entries])
+    for key, writers in index.without_one_origin():
+        raise PlanDisagreementError(
+            expected="one rank to write the first element of a tensor",
+            found=f"{writers} did",
+            remedy="The ranks hold different models, or do not know of each other. Nothing was committed.",
+            key=key,
+        )
+    return index.count

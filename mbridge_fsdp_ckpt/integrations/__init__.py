@@ -1,0 +1,1 @@
+"""Plug-ins: one package for each framework, and what they share."""

@@ -1,0 +1,5 @@
+"""The only place that knows Megatron-Bridge."""
+
+from mbridge_fsdp_ckpt.integrations.bridge.plugin import register, unregister
+
+__all__ = ["register", "unregister"]

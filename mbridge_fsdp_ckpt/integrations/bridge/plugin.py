@@ -1,0 +1,204 @@
+"""`register()`: Megatron-Bridge learns the format name `fsdp_dtensor_safe`.
+
+The training loop's checkpoints go through Bridge's own plug-in point, `checkpoint.custom_manager_class`.  Where that
+does not reach, these are replaced, here and nowhere else, and only act for our format name (and, where a user asks for
+a takeover, for the stock one):
+
+    ConfigContainer.validate                         knows three format names by heart; sets custom_manager_class
+    GlobalState.initialize_async_checkpoint_worker   would start processes for async_save, which ours does not use
+    checkpointing.maybe_finalize_async_save          called directly by users with a loop of their own
+    checkpointing.create_checkpoint_manager          called by set-up before it builds a model: what has to be there
+    checkpointing.save_checkpoint                    called directly by save_megatron_model and by users
+    checkpointing._load_checkpoint_from_path         called by load_checkpoint and by Bridge's set-up
+    optim.sync_hybrid_device_optimizer_...           assumes a distributed optimizer without Megatron-FSDP
+
+megatron-core itself is corrected in `upstream_fixes.corrections`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from mbridge_fsdp_ckpt.integrations.bridge.choice import (
+    check_format,
+    check_settings,
+    is_ours,
+    presented_as_stock,
+    settings_in_use,
+    takeover_by_environment,
+    use,
+)
+from mbridge_fsdp_ckpt.integrations.bridge.options import MANAGER
+from mbridge_fsdp_ckpt.integrations.common import options
+from mbridge_fsdp_ckpt.integrations.common.own_name import refusing_as
+from mbridge_fsdp_ckpt.patching import Patches, rebind_everywhere
+from mbridge_fsdp_ckpt.settings import Settings
+from mbridge_fsdp_ckpt.upstream_fixes import corrections
+from mbridge_fsdp_ckpt.versions import require
+
+START_WORKER = "initialize_async_checkpoint_worker"
+_patches: Patches | None = None
+
+
+def register(settings: Settings | None = None, *, takeover: bool | None = None) -> None:
+    """Make `checkpoint.ckpt_format=fsdp_dtensor_safe` work in Megatron-Bridge.
+
+    Calling it again changes nothing but what is given.
+
+    Args:
+        settings: Time limit and the like, for every save and load through Bridge.
+        takeover: Whether runs that say `fsdp_dtensor` are saved and loaded here, too, and need no other change. By
+            default what the environment variable MBRIDGE_FSDP_CKPT_TAKEOVER says.
+
+    Raises:
+        UnsupportedVersionError: A package is not there, or lacks what this needs of it.
+        ConfigurationError: The environment variable is neither 0 nor 1.
+    """
+    global _patches
+    if takeover is None and _patches is None:
+        takeover = takeover_by_environment()
+    use(settings, takeover=takeover)
+    if _patches is not None:
+        return
+    require("save and load", "corrections", "random states", "Bridge")
+    patches = Patches()
+    try:
+        corrections.apply(__name__)
+        _patch(patches)
+    except BaseException:
+        patches.undo()
+        _disallow()
+        corrections.withdraw(__name__)
+        raise
+    _patches = patches
+
+
+def unregister() -> None:
+    """Put everything back as it was.  Does nothing unless registered."""
+    global _patches
+    if _patches is not None:
+        _patches.undo()
+        _disallow()
+        corrections.withdraw(__name__)
+        use(Settings(), takeover=False)
+        options.forget()
+        _patches = None
+
+
+def _patch(patches: Patches) -> None:
+    from megatron.bridge.training import checkpointing
+    from megatron.bridge.training.config import ConfigContainer
+    from megatron.bridge.training.state import GlobalState
+    from megatron.bridge.utils.instantiate_utils import target_allowlist
+
+    from mbridge_fsdp_ckpt.integrations.bridge import conversion_seams, manager
+    from mbridge_fsdp_ckpt.integrations.bridge.differences import copies_refresher
+    from mbridge_fsdp_ckpt.upstream_fixes.bridge_export import correct_export
+    from mbridge_fsdp_ckpt.upstream_fixes.full_dim_norms import mark_as_sharded
+
+    target_allowlist.add_exact(MANAGER)  # Bridge's prefixes would let a checkpoint name everything below them
+    patches.set(ConfigContainer, "validate", _validate(ConfigContainer.validate))
+    patches.set(GlobalState, START_WORKER, _start_worker(getattr(GlobalState, START_WORKER)))
+    save, load = checkpointing.save_checkpoint, checkpointing._load_checkpoint_from_path
+    finalize, create = checkpointing.maybe_finalize_async_save, checkpointing.create_checkpoint_manager
+    sync = copies_refresher()
+    replacements = [
+        (save, _routed(save, manager.save_checkpoint)),
+        (load, _routed(load, manager.load_from_path)),
+        (finalize, _finalize(finalize, manager.finalize)),
+        (create, _create(create)),
+        *([] if sync is None else [(sync, _sync_copies(sync))]),
+        *conversion_seams.replacements(is_ours),
+    ]
+    correct_export(patches)
+    conversion_seams.follow_trackers(patches)
+    mark_as_sharded(patches)
+    rebind_everywhere(patches, replacements)
+
+
+def _disallow() -> None:
+    from megatron.bridge.utils.instantiate_utils import target_allowlist
+
+    target_allowlist.remove_exact(MANAGER)
+
+
+def _routed(stock: Callable[..., Any], safe: Callable[..., Any]) -> Callable[..., Any]:
+    """Call ours for our format, Bridge's otherwise.  Both take the state by name or as the argument that has cfg."""
+
+    @functools.wraps(stock)
+    def routed(*args: Any, **kwargs: Any) -> Any:
+        state = kwargs.get("state") or next(arg for arg in args if hasattr(arg, "cfg"))
+        check_format(state.cfg.checkpoint.ckpt_format)
+        if not is_ours(state.cfg.checkpoint.ckpt_format):
+            return stock(*args, **kwargs)
+        options.tell(check_settings(state.cfg))  # for a loop of one's own, which need not validate
+        return safe(*args, **kwargs)
+
+    return routed
+
+
+def _validate(stock: Callable[[Any], None]) -> Callable[[Any], None]:
+    @functools.wraps(stock)
+    def validate(config: Any) -> None:
+        checkpoint = config.checkpoint
+        check_format(checkpoint.ckpt_format)
+        if not is_ours(checkpoint.ckpt_format):
+            stock(config)
+            return
+        options.tell(check_settings(config))
+        checkpoint.custom_manager_class = MANAGER
+        with refusing_as(checkpoint.ckpt_format), presented_as_stock(checkpoint):
+            stock(config)
+
+    return validate
+
+
+def _start_worker(stock: Callable[[Any], None]) -> Callable[[Any], None]:
+    @functools.wraps(stock)
+    def start(state: Any) -> None:
+        if state.cfg is None or not is_ours(state.cfg.checkpoint.ckpt_format):
+            stock(state)
+
+    return start
+
+
+def _finalize(stock: Callable[..., None], safe: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(stock)
+    def finalize(global_state: Any, ckpt_cfg: Any, blocking: bool = False, terminate: bool = False) -> None:
+        if is_ours(ckpt_cfg.ckpt_format):
+            safe(global_state.train_state.step, blocking=blocking, terminate=terminate)
+        else:
+            stock(global_state, ckpt_cfg, blocking=blocking, terminate=terminate)
+
+    return finalize
+
+
+def _create(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    from mbridge_fsdp_ckpt.integrations.bridge.locate import check_there
+
+    @functools.wraps(stock)
+    def create_checkpoint_manager(checkpoint_config: Any) -> Any:
+        if is_ours(checkpoint_config.ckpt_format):
+            check_there(checkpoint_config, settings_in_use())
+        return stock(checkpoint_config)
+
+    return create_checkpoint_manager
+
+
+def _sync_copies(stock: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    from mbridge_fsdp_ckpt.upstream_fixes.hybrid_optimizer import ShardedHybridDeviceOptimizer
+
+    @functools.wraps(stock)
+    def sync(optimizer: Any) -> bool:
+        parts = getattr(optimizer, "chained_optimizers", [optimizer])
+        under_fsdp = [p for p in parts if getattr(getattr(p, "ddp_config", None), "use_megatron_fsdp", False)]
+        if not under_fsdp:
+            return stock(optimizer)
+        hybrid = [p.optimizer for p in under_fsdp if isinstance(p.optimizer, ShardedHybridDeviceOptimizer)]
+        for inner in hybrid:
+            inner.update_fp32_param_by_new_param()
+        return bool(hybrid)
+
+    return sync

@@ -1,0 +1,40 @@
+"""The process group of a conversion."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from mbridge_fsdp_ckpt.integrations.bridge.without_gpu import current_device_is_cpu
+
+
+@contextmanager
+def job() -> Iterator[None]:
+    """The process group that torchrun described, or one of this process alone, unless there is one already."""
+    own = not dist.is_initialized()
+    if own:
+        join()
+    try:
+        with current_device_is_cpu():
+            yield
+    finally:
+        if own:
+            from megatron.core import parallel_state
+
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
+
+
+def join() -> None:
+    """Join the process group that torchrun described, or make one of this process alone."""
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

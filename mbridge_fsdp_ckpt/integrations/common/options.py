@@ -1,0 +1,182 @@
+"""What becomes of each option of a host: obeyed, refused before training, or without effect, which is said.
+
+Each integration has one table, in its `options.py`; docs/options.md is written from them.  Tests
+compare their names with those that the installed hosts have.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from mbridge_fsdp_ckpt.errors import ConfigurationError
+from mbridge_fsdp_ckpt.format.names import FORMAT_NAME
+
+
+class Handling(StrEnum):
+    """What becomes of an option."""
+
+    OBEYED = "obeyed"
+    IN_PART = "in part"
+    REFUSED = "refused"
+    NO_EFFECT = "no effect"
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option of a host.
+
+    Args:
+        name: As in the host's configuration; dotted below its root.
+        handling: What becomes of it.
+        text: One sentence or two: who obeys it, why it is refused, or what happens instead.
+        when: For which configurations it is refused or warned of. None: an obeyed one for none, another one wherever
+            its value is not the host's default.
+        remedy: What a user does where it is refused.
+        shown: As a user writes it; empty for the name.
+        since: The host's first release that has it, as "megatron-core 0.19"; empty where all in the window do.
+        until: The first release without it.
+    """
+
+    name: str
+    handling: Handling
+    text: str
+    when: Callable[[Any], bool] | None = None
+    remedy: str = ""
+    shown: str = ""
+    since: str = ""
+    until: str = ""
+
+    @property
+    def written(self) -> str:
+        """As a user writes it."""
+        return self.shown or self.name
+
+
+class Given(NamedTuple):
+    """What a configuration says, and what it would say by default."""
+
+    value: Any
+    default: Any
+
+
+def given_by(owner: Any, prefix: str = "") -> dict[str, Given]:
+    """What a dataclass of a host's says, by dotted name; private fields are left out."""
+    found = {}
+    for each in fields(owner):
+        if not each.name.startswith("_"):
+            default = each.default if each.default_factory is MISSING else each.default_factory()
+            found[prefix + each.name] = Given(getattr(owner, each.name, default), default)
+    return found
+
+
+def check(
+    config: Any, given: Mapping[str, Given], table: Sequence[Option], written: Callable[[str, Any], str]
+) -> list[str]:
+    """Refuse what the format cannot do; the result says what has no effect.
+
+    Args:
+        config: The host's configuration, which `Option.when` gets.
+        given: What it says.
+        table: What becomes of it.
+        written: A setting as a user writes it, from its name there and its value.
+
+    Raises:
+        ConfigurationError: Some options are refused; it names all of them.
+    """
+    rows = {option.name: option for option in table}
+    counted = [
+        (rows[name], found.value)
+        for name, found in given.items()
+        if name in rows and _counts(rows[name], config, found)
+    ]
+    refused = [(option, value) for option, value in counted if option.handling in (Handling.OBEYED, Handling.REFUSED)]
+    if refused:
+        raise ConfigurationError(
+            expected=f"options that {FORMAT_NAME} supports",
+            found=", ".join(written(option.written, value) for option, value in refused),
+            remedy=" ".join(dict.fromkeys(f"{option.text} {option.remedy}" for option, _ in refused)),
+        )
+    said = [_warning(option, written(option.written, value)) for option, value in counted]
+    unknown = [
+        (name, found.value) for name, found in given.items() if name not in rows and found.value != found.default
+    ]
+    return said + [
+        f"{written(name, value)}: this release of mbridge_fsdp_ckpt does not know that option, and may not obey it"
+        for name, value in unknown
+    ]
+
+
+def _counts(option: Option, config: Any, given: Given) -> bool:
+    if option.when is not None:
+        return option.when(config)
+    return option.handling is not Handling.OBEYED and bool(given.value != given.default)
+
+
+def _warning(option: Option, setting: str) -> str:
+    if option.handling is Handling.IN_PART:
+        return f"{setting} with {FORMAT_NAME}: {option.text}"
+    return f"{setting} has no effect with {FORMAT_NAME}: {option.text}"
+
+
+_told: set[str] = set()
+
+
+def tell(texts: Iterable[str]) -> None:
+    """Warn of each text once in a process."""
+    for text in texts:
+        if text not in _told:
+            warn(text)
+        _told.add(text)
+
+
+def warn(text: str) -> None:
+    """Print on rank 0, as the hosts print their warnings: both drop log records of the level WARNING by default."""
+    if _rank() == 0:
+        print(f"WARNING: {text}", flush=True)
+
+
+def forget() -> None:
+    """Tell everything again."""
+    _told.clear()
+
+
+def _rank() -> int:
+    """Hosts check their configuration before they make process groups."""
+    dist: Any = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        return int(dist.get_rank())
+    return int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
+
+
+def check_fills(*, skips: bool) -> None:
+    """Refuse a load that is to fill nothing: in both hosts it is torch's FSDP2 that has filled the model before.
+
+    Args:
+        skips: The argument `skip_load_to_model_and_opt`.
+
+    Raises:
+        ConfigurationError: It is set.
+    """
+    if skips:
+        raise ConfigurationError(
+            expected=f"a load that fills model and optimizer, which is all that {FORMAT_NAME} has",
+            found="skip_load_to_model_and_opt=True",
+            remedy="Leave that argument out.",
+        )
+
+
+RERUN = "The state of the rerun state machine is not kept in a checkpoint, as in stock fsdp_dtensor."
+
+
+def tell_of_rerun() -> None:
+    """Where a step is to be run again from the checkpoint that is being saved: say that this will not happen."""
+    from megatron.core import rerun_state_machine
+
+    machine = getattr(rerun_state_machine, "_GLOBAL_RERUN_STATE_MACHINE", None)
+    if machine is not None and machine.state is not rerun_state_machine.RerunState.NOT_RUNNING_YET:
+        tell([f"{RERUN} A job that resumes from this one does not repeat the step whose result is in doubt."])

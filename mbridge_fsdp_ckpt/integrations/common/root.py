@@ -1,0 +1,130 @@
+"""The root of a run's checkpoints: the iteration directory that is meant, and that is there, for all ranks alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mbridge_fsdp_ckpt.commit import trackers
+from mbridge_fsdp_ckpt.commit.methods import recover
+from mbridge_fsdp_ckpt.coordination.coordination import next_agreement
+from mbridge_fsdp_ckpt.coordination.outcome import Outcome
+from mbridge_fsdp_ckpt.errors import NotACheckpointError
+from mbridge_fsdp_ckpt.format.head import has_head
+from mbridge_fsdp_ckpt.format.names import ITERATION, iteration_name
+from mbridge_fsdp_ckpt.io.files import entries, what_is_there
+from mbridge_fsdp_ckpt.io.store import AnyPath
+from mbridge_fsdp_ckpt.settings import Settings
+
+_LISTED = 8  # iterations that an error names: the newest
+_VERLS = "global_step_"
+_TENSORS = ("actor/model/dist_ckpt", "model/dist_ckpt")  # of an actor, of the SFT trainer
+_VIEWS = 4  # different things that ranks see, of which an error tells
+
+
+def same_on_all_ranks[T](look: Callable[[], T], describe: Callable[[T], str], settings: Settings) -> T:
+    """What a rank finds where checkpoints lie, if all ranks find the same.
+
+    Each host looks for itself, and one whose file system shows an older state would begin at random weights while the
+    others wait for it to load.
+
+    Args:
+        look: What each rank does.
+        describe: What it found, in words that are the same on ranks that found the same.
+        settings: Their limits count.
+
+    Raises:
+        NotACheckpointError: Ranks find different things; the same on every rank.
+        CheckpointError: What `look` raised on some rank; the same on every rank.
+    """
+
+    def look_and_describe() -> tuple[T, str]:
+        found = look()
+        return found, describe(found)
+
+    agreement = next_agreement("finding the checkpoint to load", settings.time_limit, settings.storage_limit)
+    with agreement.at_work():
+        seen = Outcome.of(look_and_describe, agreement.rank, "looking for the checkpoint to load")
+    message = seen.message(lambda found: [(found[1], agreement.rank)])
+    agreement.meet("finding the checkpoint to load", message, _check_alike, _one_of_each)
+    agreement.end()
+    return seen.value[0]
+
+
+def _one_of_each(views: list[list[tuple[str, int]]]) -> list[tuple[str, int]]:
+    """Each view with the first rank that has it."""
+    first: dict[str, int] = {}
+    for view, rank in (each for found in views for each in found):
+        first[view] = min(rank, first.get(view, rank))
+    return sorted(first.items(), key=lambda each: each[1])[:_VIEWS]
+
+
+def _check_alike(views: list[tuple[str, int]]) -> None:
+    if len(views) > 1:
+        raise NotACheckpointError(
+            expected="all ranks to find the same checkpoint to load",
+            found="; ".join(f"on rank {rank} {view}" for view, rank in views),
+            remedy="Check that the path leads to the same shared directory on every host, and start again once each "
+            "host's file system shows its present state.",
+        )
+
+
+def find_checkpoint(path: AnyPath) -> AnyPath:
+    """The iteration directory: the path itself, or the one that the trackers of a run's root mean.
+
+    Returns:
+        The path itself also where there is no tracker.
+
+    Raises:
+        NotACheckpointError: What a tracker names is not there, or it is not legible: see `commit.trackers`.
+    """
+    if has_head(path):
+        return path
+    named = trackers.meant(path)
+    if named is None:
+        return path
+    return existing(path, named.name, named.tracker.name, "Give an iteration directory (iter_0000010).")
+
+
+def chosen(root: AnyPath, number: int, option: str) -> AnyPath:
+    """The directory of an iteration that the user chose.
+
+    Args:
+        root: The root of a run's checkpoints.
+        number: The iteration.
+        option: What the user chose it with.
+
+    Raises:
+        NotACheckpointError: It is not there.
+    """
+    return existing(root, iteration_name(number), option, f"Choose one that is there with {option}.")
+
+
+def existing(root: AnyPath, name: str, named_by: str, remedy: str) -> AnyPath:
+    """A checkpoint's directory below a root.
+
+    If a save died between its two renames, it is moved back first.
+
+    Raises:
+        NotACheckpointError: It is not there.
+    """
+    directory = root / name
+    recover(directory)
+    if not directory.is_dir():
+        there = sorted(path.name for path in entries(root, ITERATION))
+        remedy = remedy if there else _in_verls(root) or remedy
+        raise NotACheckpointError(
+            expected=f"{name}, which {named_by} names",
+            found=", ".join(there[-_LISTED:]) or f"no iteration directory; {what_is_there(root)}",
+            remedy=remedy,
+            key=str(root),
+        )
+    return directory
+
+
+def _in_verls(root: AnyPath) -> str:
+    """What to give of a root of VeRL's, whose tracker has the same name; empty where it is none."""
+    steps = sorted(entries(root, _VERLS), key=lambda path: (len(path.name), path.name))
+    if not steps:
+        return ""
+    below = next((place for place in _TENSORS if (steps[-1] / place).is_dir()), _TENSORS[0])
+    return f"It is a root of VeRL's: give the directory that has the tensors, such as {steps[-1].name}/{below}."

@@ -1,0 +1,120 @@
+"""VeRL's saves beside the training (`checkpoint.async_save`): VeRL's own bookkeeping follows the commit.
+
+VeRL writes its manifest, uploads, sets the tracker and removes old checkpoints in one function.  It hands that over
+once its export is written, to a queue that nothing in it serves.  Here rank 0 calls it with the commit, in another
+thread; the others, who only remove old directories of their own host in it, when the next save begins.
+
+Ray kills its actors as soon as the driver has ended.  So the last save of a run is waited for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from mbridge_fsdp_ckpt import checkpoint
+from mbridge_fsdp_ckpt.errors import SaveAbandonedError
+from mbridge_fsdp_ckpt.saving.background.channel import slices
+
+_log = logging.getLogger(__name__)
+_ACTOR = "actor"
+
+
+class Following:
+    """What VeRL does once a checkpoint is committed.
+
+    Args:
+        limit: Seconds that VeRL may take after the commit until it hands that over.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self._limit, self._handed_over = limit, threading.Event()
+        self._finalize: Callable[[], None] | None = None
+        self.saving: checkpoint.Saving | None = None
+        """The save, once it has begun."""
+
+    def hand_over(self, finalize: Callable[[], None] | None) -> bool:
+        """Take VeRL's function, None where its export failed; False if there is one already."""
+        if self._handed_over.is_set():
+            return False
+        self._finalize = finalize
+        self._handed_over.set()
+        return True
+
+    def after_commit(self) -> None:
+        """On rank 0, in another thread.
+
+        Raises:
+            SaveAbandonedError: VeRL's export failed, or takes too long.
+        """
+        has_come = any(self._handed_over.wait(pause) for pause in slices(self._limit))
+        if self._finalize is None:
+            raise SaveAbandonedError(
+                expected="VeRL's export of the same step beside the sharded checkpoint",
+                found="that it failed" if has_come else f"none within {self._limit:g} s of the commit (storage_limit)",
+                remedy="See its own error. VeRL's tracker names the checkpoint before.",
+            )
+        self._finalize()
+
+    def elsewhere(self) -> None:
+        """On the other ranks, where they train."""
+        if self._finalize is not None and self.saving is not None and self.saving.done and self.saving.error is None:
+            finalize, self._finalize = self._finalize, None
+            finalize()
+
+
+_of: WeakKeyDictionary[Any, Following] = WeakKeyDictionary()
+
+
+def begun(manager: Any, following: Following, saving: checkpoint.Saving | None) -> None:
+    """A manager's save goes on; its one before has ended."""
+    following.saving = saving
+    before = _of.get(manager)
+    if before is not None and manager.rank != 0:
+        before.elsewhere()
+    _of[manager] = following
+
+
+def hand_over(manager: Any, finalize: Callable[[], None] | None) -> bool:
+    """Give VeRL's function to the save that has just begun; False if there is none."""
+    following = _of.get(manager)
+    return following is not None and following.hand_over(finalize)
+
+
+def keep_to_actors(manager: Any, local_path: str) -> None:
+    """Let a manager save beside the training if it is an actor's under PPO's trainers; all others stay synchronous.
+
+    The SFT trainer sets its tracker as soon as a save has returned.  A critic would set the same tracker as its actor,
+    which need not be committed by then.
+
+    Args:
+        manager: VeRL's `MegatronCheckpointManager`.
+        local_path: PPO's trainers save in `.../global_step_N/actor` and `critic`, the SFT trainer in `global_step_N`.
+    """
+    if manager.checkpoint_config.async_save and Path(local_path).name != _ACTOR:
+        manager.checkpoint_config = dataclasses.replace(manager.checkpoint_config, async_save=False)
+        if manager.rank == 0:
+            _log.warning("checkpoint.async_save=True is for actors: saves to %s stay synchronous", local_path)
+
+
+def is_last(engine: Any, step: int) -> bool:
+    """Whether no later call may come from VeRL's driver; also where it does not say how long it trains."""
+    steps = engine.optimizer_config.total_training_steps
+    return bool(steps <= 0 or max(step, getattr(engine.lr_scheduler, "num_steps", 0)) >= steps)
+
+
+def finish(manager: Any) -> None:
+    """Wait for a manager's save, and for what follows.
+
+    Raises:
+        CheckpointError: It failed.  The same on every rank.
+    """
+    checkpoint.finish_saves()
+    following = _of.get(manager)
+    if following is not None and manager.rank != 0:
+        following.elsewhere()

@@ -1,0 +1,1 @@
+"""One file for each wrapper: what a wrapped model holds, and where it belongs."""

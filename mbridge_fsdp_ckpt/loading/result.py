@@ -1,0 +1,118 @@
+"""What a load returns besides filling model and optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypedDict
+
+from mbridge_fsdp_ckpt.errors import CheckpointError, ErrorData, LoadInterruptedError
+from mbridge_fsdp_ckpt.format.source import RankRecord
+from mbridge_fsdp_ckpt.loading import exchange
+from mbridge_fsdp_ckpt.loading.match import NAMED
+from mbridge_fsdp_ckpt.phases import Phases
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a load returns besides filling model and optimizer.
+
+    Args:
+        values: The non-tensor state that `save` was given.
+        topology: The saving job's sizes.
+        own: The saving rank's record with this rank's coordinates, if there is one.
+        nearest: The record of one saving rank that shares this rank's (pipeline, tensor) place, if there is one: `own`,
+            where there is that.
+        skipped: Keys that were allowed to be missing, or to stay unread; of what other ranks found, the first 20.
+        bytes: Of payload that this rank read, each counted once.  This and what follows is there when the load is done.
+        bytes_of_all: The same over all ranks.
+        seconds: By phase, in order: open (and match with the live model), agree (meetings), read (and verify),
+            exchange (with ranks that read for each other), fill, refresh (the compute weights).
+        duration: Seconds from the call to its end.
+        unknown_slots: Names of optimizer slots that may be copies of weights, as far as this package knows, and that
+            the load left as they were although it changed the weights, or filled with zeros where the checkpoint lacks
+            elements.
+    """
+
+    values: Mapping[str, Any]
+    topology: Mapping[str, int | str]
+    own: RankRecord | None
+    nearest: RankRecord | None
+    skipped: tuple[str, ...] = field(default=())
+    bytes: int = 0
+    bytes_of_all: int = 0
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    duration: float = 0.0
+    unknown_slots: tuple[str, ...] = field(default=())
+
+    def warnings(self) -> list[str]:
+        """What a user should know of the load, a sentence each; frameworks that drop log records print it."""
+        said = []
+        if self.skipped:
+            said.append(f"Not in the checkpoint, or not read, as allowed: {', '.join(self.skipped[:NAMED])}.")
+        if self.unknown_slots:
+            said.append(
+                f"The optimizer keeps {', '.join(self.unknown_slots)}. It is not known whether they are copies of "
+                "weights, so the load did not set them. If they are, clear the optimizer's state: otherwise its next "
+                "step undoes the load."
+            )
+        return said
+
+    def with_results(self, skipped: Iterable[str], filled: Filled, read: int, phases: Phases) -> Loaded:
+        """The same of a load that is done.
+
+        Args:
+            skipped: Of all ranks.
+            filled: What all ranks said at the end.
+            read: Bytes that this rank read.
+            phases: The load's clock.
+        """
+        return replace(
+            self,
+            skipped=tuple(sorted({*self.skipped, *skipped})),
+            bytes=read,
+            bytes_of_all=filled["bytes"],
+            seconds=phases.seconds,
+            duration=phases.elapsed,
+            unknown_slots=tuple(filled["unknown_slots"]),
+        )
+
+
+class Filled(TypedDict):
+    """A rank's message when it is through, or several ranks'.
+
+    Args:
+        lost: See `exchange.message`.
+        bytes: That were read.
+        unknown_slots: See `Loaded`; the first 20.
+    """
+
+    lost: ErrorData | None
+    bytes: int
+    unknown_slots: list[str]
+
+
+def combine(messages: list[Filled]) -> Filled:
+    """What several ranks say, as one message."""
+    lost = exchange.first([message["lost"] for message in messages])
+    slots = sorted({slot for message in messages for slot in message["unknown_slots"]})[:NAMED]
+    return {"lost": lost, "bytes": sum(message["bytes"] for message in messages), "unknown_slots": slots}
+
+
+def judge(filled: Filled) -> Filled:
+    """Second meeting: what all ranks say together, unless one lost those that read for it."""
+    exchange.judge(filled["lost"])
+    return filled
+
+
+def interrupted(error: CheckpointError) -> CheckpointError:
+    """What fails a load after live tensors had begun to change."""
+    return LoadInterruptedError(
+        expected="all ranks to fill what they had verified",
+        found=str(error),
+        remedy="Model and optimizer are partly loaded: end this process and load again.",
+        rank=error.rank,
+        key=error.key,
+        host=error.host,
+        phase=error.phase,
+    )

@@ -1,0 +1,332 @@
+"""Saves beside the training, as the training process begins, awaits and ends them: one at a time, in order."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from mbridge_fsdp_ckpt.coordination.delegated import Seat
+from mbridge_fsdp_ckpt.coordination.incarnation import base_of, default_store
+from mbridge_fsdp_ckpt.coordination.outcome import Outcome
+from mbridge_fsdp_ckpt.errors import CheckpointError, brief, describe_unexpected
+from mbridge_fsdp_ckpt.saving.background import wire
+from mbridge_fsdp_ckpt.saving.background.channel import Message
+from mbridge_fsdp_ckpt.saving.background.checkpoint_process import WriterProcess
+from mbridge_fsdp_ckpt.saving.background.filling import Copies, Filling, OnHost, OnStream
+from mbridge_fsdp_ckpt.saving.background.handle import Saving, ended, say
+from mbridge_fsdp_ckpt.saving.background.memory import Staging, length_of, slots_for
+from mbridge_fsdp_ckpt.saving.background.order import Order, Snapshot, Still
+from mbridge_fsdp_ckpt.saving.snapshot import Prepared
+from mbridge_fsdp_ckpt.settings import Settings
+
+_SIGNS = 8  # within the time limit, in place of a checkpoint process that starts
+_CALL_FIRST_S = 1e-4  # a thread that begins would keep the interpreter for 5 ms, and the call waiting
+_log = logging.getLogger(__name__)
+
+
+class Trainer:
+    """This process, as far as it has saves going on."""
+
+    def __init__(self) -> None:
+        self._writer: WriterProcess | None = None
+        self._saving: Saving | None = None
+        self._saves, self._to_release = 0, 0
+        self._lock = threading.Lock()  # a save begins, or memory is given back
+        self._served: dist.Store | None = None  # it serves for as long as somebody refers to it
+        self._owed: CheckpointError | None = None
+        self._blocks = 0
+
+    def begin(self, order: Order) -> Saving:
+        """Begin a save; the one before has ended.  What has not been read when it returns, only a step changes."""
+        _hook()
+        with self._lock:
+            self._saves += 1
+        saving, replayed = Saving(self._saves, order.directory, order.seat), False
+        try:
+            self._served = base_of(default_store()) if order.seat.world_size > 1 else None
+            still = order.held_still()
+            replayed = still.message(lambda own: own.seen.may_be_replayed) is True
+            on_device = still.message(lambda own: own.seen.tensors.is_on_device) is True
+            copies: Copies = OnStream() if on_device else OnHost()
+            writer = self._writer_for(order.settings, order.seat)
+            arguments = saving, order, writer, still, copies
+            thread = threading.Thread(target=self._live, args=arguments, name=f"save {self._saves}", daemon=True)
+            self._saving = saving
+            thread.start()
+        except Exception as error:  # no process, no thread: no rank can save
+            say(_log.exception, "rank %d cannot begin to save", order.seat.rank)
+            saving.set_taken()
+            saving.give_up(error)
+        self._saving = saving
+        saving.stalled += order.phases.elapsed
+        if replayed:  # no hook tells of such a step
+            saving.wait_until_taken()
+        return saving
+
+    def wait_until_taken(self) -> None:
+        """Before tensors change: let the snapshot come to its end."""
+        if self._saving is not None:
+            self._saving.wait_until_taken()
+
+    def skips(self, seat: Seat, settings: Settings) -> bool:
+        """Whether a save is left out, because the one before goes on: where rank 0 finds it so, on all."""
+        if settings.when_busy != "skip":
+            return False
+        busy = self._saving is not None and not self._saving.done
+        if busy and self._saving is not None:
+            self._saving.join()  # sequences are begun in the order of the calls, on all ranks
+        skipped = seat.rank_0_says("busy" if busy else "free") == "busy"
+        if skipped and seat.rank == 0:
+            _log.warning("skipped: %s; the save before it goes on", seat.purpose)
+        return skipped
+
+    @contextmanager
+    def old_error_last(self) -> Iterator[None]:
+        """Around a save, and what its caller does with it: an error of the save before is raised behind that, once.
+
+        By then the new save has ended, too: an error that ends the job does not cost it.  Blocks may be nested.
+
+        Raises:
+            CheckpointError: Of the save before, which nobody has been told of: the same on every rank.  Where the new
+                save has failed as well, that one's, with a note of the other.
+        """
+        self._blocks += 1
+        try:
+            yield
+            if self._blocks == 1 and self._owed is not None:
+                self.end_last()
+        except CheckpointError as error:
+            if self._blocks > 1:
+                raise
+            self._owe(error)
+        finally:
+            self._blocks -= 1
+        if self._blocks == 0 and self._owed is not None:
+            owed, self._owed = self._owed, None
+            raise owed
+
+    def end_last(self) -> None:
+        """Wait for the save before, if there is one; what it failed with is owed, unless it has been raised."""
+        saving = self._saving
+        if saving is None:
+            return
+        saving.wait()  # where a signal ends the wait, the save goes on: the next call waits for it
+        self._saving = self._served = None
+        if saving.error is not None and not saving.raised:
+            saving.raised = True
+            self._owe(saving.error)
+
+    def _owe(self, error: CheckpointError) -> None:
+        if self._owed is not None:
+            error.add_note(f"The save before has failed, too: {self._owed}")
+        self._owed = error
+
+    def settle(self) -> None:
+        """Wait for the save before, if there is one.
+
+        Raises:
+            CheckpointError: It failed, and nobody has been told.  The same on every rank.
+        """
+        with self.old_error_last():
+            self.end_last()
+
+    def release(self, *, wait: bool = True) -> None:
+        """Give staging memory back, once a save that goes on has been written; see `checkpoint.release_staging`."""
+        if wait and self._saving is not None:
+            self._saving.wait()
+        with self._lock:
+            self._to_release = self._saves
+            if self._saving is None or self._saving.done:
+                self._give_back(self._saves)
+
+    def _give_back(self, number: int) -> None:
+        """Give staging memory back if that was asked for, and no save has begun since this one."""
+        writer = self._writer
+        if number == self._saves == self._to_release and writer is not None and writer.staging is not None:
+            with suppress(CheckpointError):  # with a process that has ended its share has gone
+                writer.send({"release": True})
+            writer.drop_staging()
+
+    def stop(self) -> None:
+        """Wait for the save that goes on, whatever it comes to, and let the checkpoint process end."""
+        if self._saving is not None:
+            self._saving.wait()
+        self._saving = self._served = self._owed = None
+        with self._lock:
+            writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.stop()
+
+    def forget(self) -> None:
+        """In a forked child, which has no threads that save: close what it has inherited."""
+        if self._writer is not None:
+            self._writer.forget()
+
+    def _writer_for(self, settings: Settings, seat: Seat) -> WriterProcess:
+        if self._writer is None or self._writer.error is not None:
+            if self._writer is not None:
+                self._writer.drop_staging()
+            self._writer = writer = WriterProcess(settings.storage_limit, settings.time_limit)
+            if self._served is not None:
+                threading.Thread(
+                    target=_vouch, args=(writer, seat), name="checkpoint process starts", daemon=True
+                ).start()
+        return self._writer
+
+    def _live(self, saving: Saving, order: Order, writer: WriterProcess, still: Outcome[Still], copies: Copies) -> None:
+        """All that a save needs of this process.  Of its thread: whatever ends that ends the save, by name."""
+        try:
+            time.sleep(_CALL_FIRST_S)
+            self._copy(saving, order, writer, still, copies)
+            saving.serve(lambda ask: _answer(ask, saving, order))
+        except BaseException as error:
+            failed = ended(f"the thread of the save failed: {brief(error)}")
+            writer.kill(failed)
+            saving.set_taken()
+            saving.give_up(failed)
+        finally:
+            with self._lock:
+                self._give_back(saving.number)
+
+    def _copy(self, saving: Saving, order: Order, writer: WriterProcess, still: Outcome[Still], copies: Copies) -> None:
+        """Plan, hand over and copy."""
+        handed_over = False
+        try:
+            with copies.reading():  # of state in 8 or 16 bits an optimizer makes what is saved
+                snapshot = order.planned(still).brought
+            if isinstance(snapshot, CheckpointError):
+                raise snapshot
+            self._announce(saving, writer, order, snapshot, copies)
+            handed_over = True
+            self._fill(saving, writer.staging, snapshot.prepared, order.settings.replicas, copies)
+        except BaseException as error:
+            named = describe_unexpected(error, rank=order.seat.rank, doing="copying what is saved")
+            if not isinstance(error, CheckpointError):
+                say(_log.exception, "rank %d failed while copying what is saved", order.seat.rank)
+            saving.set_taken()
+            if not handed_over:
+                saving.give_up(named)
+            else:
+                with suppress(CheckpointError):  # it has ended, and with it the save
+                    saving.tell(broken=named.to_wire())
+        else:
+            saving.set_taken()
+
+    def _announce(
+        self, saving: Saving, writer: WriterProcess, order: Order, snapshot: Snapshot, copies: Copies
+    ) -> None:
+        """Hand the save over, numbers of tensors among it; what the process knows since is noted once it is told."""
+        with copies.reading():
+            outgoing, descriptor = snapshot.prepared.read(), None
+        message = {
+            "begin": True,
+            "save": saving.number,
+            "seat": order.seat.to_wire(),
+            "target": order.directory,
+            "working": order.working,
+            "settings": asdict(order.settings),
+            "adds_files": order.add_files is not None,
+            "follows_up": order.after_commit is not None,
+            "phases": order.phases.to_wire(),
+            "values": snapshot.values,
+            "planned": wire.to_wire(outgoing),
+        }
+        needed = length_of(outgoing.blocks[number].nbytes for number in outgoing.chunks)
+        slots, staging = slots_for(needed, order.settings.staging_limit), writer.staging
+        if (layout := wire.layout_of(outgoing)) != writer.layout:
+            message["layout"] = wire.layout_to_wire(layout)
+        if staging is None or staging.slots != slots:
+            writer.drop_staging()
+            staging = Staging.create(slots)
+            message["slots"], descriptor = slots, staging.descriptor
+            if not copies.prepare(staging):
+                say(_log.warning, "staging memory cannot be page-locked: copies from the device take longer")
+        try:
+            writer.send(message, descriptor, begins=saving)
+        except BaseException:
+            if staging is not writer.staging:
+                staging.close()
+            raise
+        writer.layout, writer.staging = layout, staging
+        saving.slots, saving.send = slots, writer.send
+
+    def _fill(self, saving: Saving, staging: Staging | None, own: Prepared, choice: str, copies: Copies) -> None:
+        """Copy what the checkpoint process writes, and hash what it compares alone."""
+        assert staging is not None
+        filling = Filling(staging, saving.number, saving, copies)
+        with torch.no_grad():
+            for number in own.outgoing.chunks:
+                filling.add(own.holdings[number].elements().detach(), partial(own.check, number))
+            filling.end()
+        with torch.no_grad(), copies.reading():
+            compared = own.outgoing.compared(choice)
+            digests = list(zip(compared, own.elements.digests(compared), strict=True))
+        saving.tell(digests=digests)
+
+
+def _answer(ask: Message, saving: Saving, order: Order) -> None:
+    """Call what the caller of the save gave, and tell the checkpoint process what it raised."""
+    answer = None
+    try:
+        if ask["ask"] == "add_files" and order.add_files is not None:
+            order.add_files(Path(ask["directory"]))
+        if ask["ask"] == "after_commit" and order.after_commit is not None:
+            order.after_commit()
+    except BaseException as error:  # SystemExit, too: no rank may go on as if it were saved
+        if not isinstance(error, CheckpointError):
+            say(_log.exception, "%s failed for %s", ask["ask"], order.directory)
+        answer = describe_unexpected(error, rank=order.seat.rank, doing=f"calling {ask['ask']}").to_wire()
+    with suppress(CheckpointError):  # the process has ended, and with it the save
+        saving.tell(answer=answer)
+
+
+def _vouch(writer: WriterProcess, seat: Seat) -> None:
+    """While a checkpoint process starts, give its heartbeats: that may take long where files are slow."""
+    while not writer.spoke.wait(seat.time_limit / _SIGNS):
+        try:
+            seat.vouch()
+        except CheckpointError as error:  # who meets there will say so
+            say(_log.info, "no heartbeat can be given for the checkpoint process: %s", error)
+            return
+
+
+_trainer = Trainer()
+
+
+def trainer() -> Trainer:
+    """This process's."""
+    return _trainer
+
+
+@cache
+def _hook() -> None:
+    """Weights and optimizer state change in an optimizer's step and nowhere else: it waits for the snapshot.
+
+    Whichever optimizer it is: a save without optimizer state is one of weights all the same.
+    """
+    register_optimizer_step_pre_hook(_before_step)
+    atexit.register(lambda: _trainer.stop())
+    os.register_at_fork(after_in_child=_forget)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    _trainer.wait_until_taken()
+
+
+def _forget() -> None:
+    global _trainer
+    _trainer.forget()
+    _trainer = Trainer()

@@ -1,0 +1,246 @@
+"""One save beside the training, as the training process sees it: copying -> writing -> ended."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Literal
+
+from mbridge_fsdp_ckpt.coordination.delegated import Seat
+from mbridge_fsdp_ckpt.errors import (
+    CheckpointError,
+    ConfigurationError,
+    ErrorData,
+    SaveAbandonedError,
+    brief,
+    describe_unexpected,
+)
+from mbridge_fsdp_ckpt.phases import tell
+from mbridge_fsdp_ckpt.saving.background.channel import Message
+from mbridge_fsdp_ckpt.saving.result import Saved
+from mbridge_fsdp_ckpt.saving.run import give_up
+
+DOING = "saving beside the training"
+
+_log = logging.getLogger(__name__)
+_complained = False
+
+
+class Saving:
+    """A save that goes on while training does.
+
+    Args:
+        number: Its id in all messages between this process and its checkpoint process.
+        directory: Where to, as all ranks call it.
+        seat: This rank's, in the meetings.
+    """
+
+    def __init__(self, number: int, directory: str, seat: Seat) -> None:
+        self.number, self.directory, self._seat = number, directory, seat
+        self._process, self._changed = os.getpid(), threading.Condition()
+        self._copying, self._giving_up, self._freed = True, False, 0
+        self._asks: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self.slots = 0
+        """Portions of staging memory that it has."""
+        self.send: Callable[[Message], None] = lambda message: None
+        """To the checkpoint process, once it was handed over."""
+        self._saved: Saved | None = None
+        self._failed: ErrorData | None = None  # an error itself would keep the frames that it passed
+        self.raised = False
+        """Whether its error has been raised."""
+        self.stalled = 0.0
+        """Seconds that training has waited for it so far."""
+
+    @property
+    def state(self) -> Literal["copying", "writing", "ended"]:
+        """Where it is.  One that has failed counts as copying until nothing of it is copied any more.
+
+        Raises:
+            ConfigurationError: This is a forked child, where nothing of it ever happens; so of all that waits.
+        """
+        if os.getpid() != self._process:
+            raise ConfigurationError(
+                expected="the handle of a save to be asked in the process that saves",
+                found=f"process {os.getpid()}, forked from process {self._process}",
+                remedy="Ask it there, and tell the other process of the answer.",
+            )
+        return "copying" if self._copying else "ended" if self._over else "writing"
+
+    @property
+    def taken(self) -> bool:
+        """Whether all of it is copied: nothing that happens to model and optimizer any more is part of it."""
+        return self.state != "copying"
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self.state == "ended"
+
+    @property
+    def _over(self) -> bool:
+        return self._saved is not None or self._failed is not None
+
+    def ended_on_all(self, asked: str) -> bool:
+        """Whether it has ended, as the first rank finds that asks: the same on all.
+
+        Where another rank has heard it first, this one waits until it does.  One request to the store.
+
+        Args:
+            asked: The name of the question, such as the step at which all ranks ask.
+
+        Raises:
+            RankMissingError: The store does not answer.
+        """
+        word = self._seat.first_says("ended" if self.done else "goes on", f"asked {asked}")
+        if word == "ended":
+            self.wait()
+        return word == "ended"
+
+    def join(self) -> None:
+        """Begin its meetings, if that has not been done.  What hinders that, the save fails with."""
+        with suppress(CheckpointError):
+            _ = self._seat.name
+
+    @property
+    def error(self) -> CheckpointError | None:
+        """What it failed with."""
+        return None if self._failed is None else CheckpointError.from_wire(self._failed)
+
+    def wait_until_taken(self) -> None:
+        """Wait until all of it is copied, or it has failed: from then on tensors may change, move or be freed."""
+        if self.taken:
+            return
+        start = time.monotonic()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._copying)
+        self.stalled += time.monotonic() - start
+
+    def wait(self) -> None:
+        """Wait until it has ended, well or not."""
+        if not self.done:
+            with self._changed:
+                self._changed.wait_for(lambda: self._over and not self._copying)
+
+    def result(self) -> Saved:
+        """Wait until it has ended; what it cost.
+
+        Raises:
+            CheckpointError: The same on every rank; the checkpoint before stands.
+        """
+        self.wait()
+        if self._saved is not None:
+            return self._saved
+        self.raised = True
+        assert self._failed is not None
+        raise CheckpointError.from_wire(self._failed)
+
+    def set_taken(self) -> None:
+        """All is copied, or nothing more will be.  Of the save's thread."""
+        with self._changed:
+            self._copying = False
+            self._changed.notify_all()
+
+    def tell(self, **message: object) -> None:
+        """Tell the checkpoint process something of it.
+
+        Raises:
+            CheckpointError: That has ended, and with it the save.
+            TypeError: It cannot be sent.
+        """
+        self.send({**message, "save": self.number})
+
+    def filled(self, portions: int) -> None:
+        """See `filling.Consumer`."""
+        self.tell(filled=portions)
+
+    def wait_for_slot(self, portion: int) -> None:
+        """See `filling.Consumer`.
+
+        Raises:
+            CheckpointError: The save has failed meanwhile.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._over or self._freed > portion - self.slots)
+            if self._over:
+                raise self.error or ended("it has ended")
+
+    def hear(self, message: Message) -> None:
+        """What the checkpoint process says of it.  Of the thread that listens."""
+        if "freed" in message:
+            with self._changed:
+                self._freed = message["freed"]
+                self._changed.notify_all()
+        elif "ask" in message:  # it may take long, and there is more to hear
+            self._asks.put(message)
+        elif "done" in message:
+            self._end(Saved(**message["done"]))
+        elif "failed" in message:
+            self._end(CheckpointError.from_wire(message["failed"]))
+
+    def serve(self, answer: Callable[[Message], None]) -> None:
+        """Let everything be answered that the checkpoint process asks, until the save has ended.  Of its thread."""
+        while (ask := self._asks.get()) is not None:
+            answer(ask)
+
+    def give_up(self, error: BaseException) -> None:
+        """Bring an error to the meetings in the checkpoint process's place: it won't come, or has ended.
+
+        Of any thread; the save has ended when it returns.
+        """
+        with self._changed:
+            if self._over or self._giving_up:
+                return
+            self._giving_up = True
+        rank = self._seat.rank
+        try:
+            total = give_up(self._seat.take(), describe_unexpected(error, rank=rank, doing=DOING))
+        except CheckpointError as told:
+            self._end(told)
+        except BaseException as unexpected:  # whoever waits for the end must not wait for ever
+            say(_log.exception, "rank %d failed while %s", rank, DOING)
+            self._end(describe_unexpected(unexpected, rank=rank, doing=DOING))
+        else:  # the ranks had committed it by then
+            self._end(Saved(0, total, {}, 0.0, 0.0))
+
+    def _end(self, ending: Saved | CheckpointError) -> None:
+        if self._over:
+            return
+        saved = replace(ending, stalled=self.stalled) if isinstance(ending, Saved) else None
+        if isinstance(ending, CheckpointError):
+            say(
+                _log.error, "the save to %s failed; the next save, or the last call, raises: %s", self.directory, ending
+            )
+        elif saved is not None and self._seat.rank == 0:
+            say(tell, "save", self.directory, saved, stalled=saved.stalled)
+        with self._changed:
+            self._saved = saved
+            self._failed = ending.to_wire() if isinstance(ending, CheckpointError) else None
+            self._changed.notify_all()
+        self._asks.put(None)
+
+
+def ended(how: str) -> SaveAbandonedError:
+    """The error for a checkpoint process that is no more."""
+    return SaveAbandonedError(
+        expected="the process that writes this rank's save to live until that has ended",
+        found=how,
+        remedy="Was it killed, say for memory? A resume finds the last whole checkpoint. The next save starts another.",
+    )
+
+
+def say(log: Callable[..., object], *args: object, **more: object) -> None:
+    """Log something.  A handler of the user's that raises ends no thread that a save needs; the first is told of."""
+    global _complained
+    try:
+        log(*args, **more)
+    except BaseException as error:
+        if not _complained:
+            _complained = True
+            sys.stderr.write(f"mbridge_fsdp_ckpt cannot log, which is not said again: {brief(error)}\n")

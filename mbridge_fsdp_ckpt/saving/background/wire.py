@@ -1,0 +1,67 @@
+"""What a training process tells its checkpoint process of a save, as JSON-able data."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from mbridge_fsdp_ckpt.coverage.plans import Block
+from mbridge_fsdp_ckpt.format.own_index import RankIndex
+from mbridge_fsdp_ckpt.format.rows import Number
+from mbridge_fsdp_ckpt.format.schema import RankOwn
+from mbridge_fsdp_ckpt.plan.keys import KeyEntry
+from mbridge_fsdp_ckpt.saving.write_plan import Outgoing
+
+_SAID = "coordinates", "parameters", "stateless", "states", "param_groups"
+
+Layout = tuple[list[Block], dict[str, KeyEntry]]
+"""What is the same from save to save: blocks and keys.  Values never are."""
+
+
+def layout_of(outgoing: Outgoing) -> Layout:
+    """The part that a checkpoint process may keep for the next save."""
+    return outgoing.blocks, outgoing.keys
+
+
+def layout_to_wire(layout: Layout) -> dict[str, Any]:
+    """A layout as data; each description once, however many keys share it."""
+    blocks, keys = layout
+    known: dict[KeyEntry, int] = {}
+    numbers = {key: known.setdefault(entry, len(known)) for key, entry in keys.items()}
+    entries = [entry.model_dump() for entry in known]
+    return {"blocks": [block.to_wire() for block in blocks], "keys": numbers, "entries": entries}
+
+
+def layout_from_wire(data: dict[str, Any]) -> Layout:
+    """What `layout_to_wire` gave."""
+    entries = [KeyEntry.model_validate(entry) for entry in data["entries"]]
+    return list(map(Block.from_wire, data["blocks"])), {key: entries[number] for key, number in data["keys"].items()}
+
+
+def to_wire(outgoing: Outgoing) -> dict[str, Any]:
+    """All but the layout."""
+    said = outgoing.said
+    return {
+        "numbers": [[number.key, number.data.hex(), number.counts] for number in outgoing.numbers],
+        "sketch": outgoing.sketch,
+        "said": {name: getattr(said, name) for name in _SAID},
+        "own": said.own.model_dump(),
+        "hyperparameters": {str(hashed): values for hashed, values in outgoing.hyperparameters.items()},
+        "sections": list(outgoing.sections),
+        "topology": outgoing.topology,
+    }
+
+
+def from_wire(data: dict[str, Any], layout: Layout, rank: int) -> Outgoing:
+    """What `to_wire` and `layout_to_wire` gave."""
+    blocks, keys = layout
+    said = RankIndex(rank=rank, payload=None, keys={}, own=RankOwn.model_validate(data["own"]), **data["said"])
+    return Outgoing(
+        blocks=blocks,
+        keys=keys,
+        numbers=[Number(key, bytes.fromhex(value), counts) for key, value, counts in data["numbers"]],
+        sketch=data["sketch"],
+        said=said,
+        hyperparameters={int(hashed): values for hashed, values in data["hyperparameters"].items()},
+        sections=cast("Any", tuple(data["sections"])),
+        topology=data["topology"],
+    )

@@ -1,0 +1,1 @@
+"""What looks after checkpoints on disk, and the command."""

@@ -1,0 +1,305 @@
+"""Hugging Face -> checkpoint -> Hugging Face, by Megatron-Bridge's own mappings.
+
+The model is built plain: each rank holds its tensor- and expert-parallel part whole, on the GPU, or in host memory
+where there is none.  Megatron-FSDP takes no part, so that Bridge's export meets the tensors it was written for, and
+the memory is that of the weights alone.  What is saved has the keys of the wrapped model.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError, StorageError
+from mbridge_fsdp_ckpt.format.names import FORMAT_NAME, STAGING, beside
+from mbridge_fsdp_ckpt.integrations.bridge.plain_model import PlainModel, load_plain
+from mbridge_fsdp_ckpt.integrations.bridge.plugin import register
+from mbridge_fsdp_ckpt.integrations.bridge.process_group import job
+from mbridge_fsdp_ckpt.integrations.bridge.without_gpu import as_if_there_was_one
+from mbridge_fsdp_ckpt.io.store import AnyPath
+from mbridge_fsdp_ckpt.tools.convert.accounting import check_files, fill, left_out
+from mbridge_fsdp_ckpt.versions import require
+
+_HALF = (torch.bfloat16, torch.float16)
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A Hugging Face model.
+
+    Args:
+        place: Its directory, or its name on the Hugging Face Hub.
+        dtype: Precision of the Megatron model that it becomes.
+        trust_remote_code: Whether code that comes with it may run.
+    """
+
+    place: str
+    dtype: torch.dtype = torch.bfloat16
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Parallel sizes of the job that converts; what is saved loads in every other layout.
+
+    Args:
+        tensor: Tensor-parallel size.
+        context: Context-parallel size.
+        expert: Expert-parallel size.
+        expert_tensor: Tensor-parallel size of experts; None leaves Bridge's choice for the model.
+    """
+
+    tensor: int = 1
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """How Hugging Face files are written.
+
+    Args:
+        strict: Whether the exported names must be those of the original model.
+        show_progress: Whether to draw a progress bar.
+        distributed: Whether ranks write files of their own.
+        every: Of how many ranks one writes, where `distributed` is set.
+    """
+
+    strict: bool = True
+    show_progress: bool = True
+    distributed: bool = False
+    every: int = 1
+
+
+def import_model(source: Source, sizes: Sizes, directory: AnyPath, *, strict: bool = True) -> list[str]:
+    """Save a Hugging Face model as a checkpoint with iteration 0.  All ranks call it with the same arguments.
+
+    Args:
+        source: The model.
+        sizes: Of this job.
+        directory: The root of what is written.
+        strict: Whether every tensor of the files must have a place.
+
+    Returns:
+        Tensors of the files that have none.
+
+    Raises:
+        ConfigurationError: Bridge does not know the model, or it does not fit the sizes or its precision.
+        KeyMismatchError: Its files lack tensors, or have some without a place.
+        CheckpointError: The save failed, the same on every rank.
+    """
+    from megatron.bridge.training.model_load_save import save_megatron_model
+
+    register()
+    with job(), _errors_named("importing", source.place):
+        bridge, model = _build(source, sizes)
+        unread = fill(bridge, model, strict=strict)
+        save_megatron_model(
+            [PlainModel(model)],
+            str(directory),
+            ckpt_format=FORMAT_NAME,
+            hf_tokenizer_path=source.place if _has_tokenizer(source.place) else None,
+            hf_tokenizer_kwargs=_tokenizer_arguments(bridge, source),
+        )
+    return unread
+
+
+def export_model(source: Source, sizes: Sizes, directory: AnyPath, target: str, files: Files) -> list[str]:
+    """Write a checkpoint's weights as a Hugging Face model.  All ranks call it with the same arguments.
+
+    Args:
+        source: The model it was made from: configuration, tokenizer, names and files of tensors.
+        sizes: Of this job.
+        directory: An iteration directory, of this format or of stock `fsdp_dtensor`.
+        target: Where the model goes: it appears there when it is whole.
+        files: How it is written.
+
+    Returns:
+        Parameters that the checkpoint lacks; none where it is `strict`.
+
+    Raises:
+        ConfigurationError: Bridge does not know the model, or it does not fit the sizes.
+        CheckpointError: The load failed, the same on every rank.
+    """
+    register()
+    with job(), _errors_named("exporting", source.place), appearing(Path(target).absolute()) as place:
+        bridge, model = _build(source, sizes)
+        absent = load_plain(directory, [model], strict=files.strict)
+        if source.dtype != torch.float32:
+            _narrow(bridge)
+        if not _has_tokenizer(source.place):
+            bridge.hf_pretrained.ARTIFACTS = []  # Bridge insists on one
+        with left_out(bridge, absent) as names:
+            bridge.save_hf_pretrained(
+                [model],
+                str(place),
+                show_progress=files.show_progress,
+                strict=files.strict,
+                distributed_save=files.distributed,
+                save_every_n_ranks=files.every,
+            )
+    return names
+
+
+@contextmanager
+def _errors_named(doing: str, place: str) -> Iterator[None]:
+    """Say in one line what Bridge, or a library of its, could not do."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        kind = StorageError if isinstance(error, OSError) else ConfigurationError
+        raise kind(
+            expected=f"{doing} with the installed Megatron-Bridge to succeed",
+            found=f"{type(error).__name__}: {in_one_line(error)}",
+            remedy="Nothing is left of it. Check the model's files, and the versions that are installed.",
+            key=place,
+        ) from error
+
+
+@contextmanager
+def appearing(target: Path) -> Iterator[Path]:
+    """A directory that takes the target's place when all ranks are done; nothing is left of what failed.
+
+    It is beside the target; in it where that is there, for that may be a file system of its own.  All ranks enter and
+    leave; the target is new, or empty.
+    """
+    name = beside(STAGING, target.name)
+    places = [target / name if target.is_dir() else target.with_name(name)]
+    dist.broadcast_object_list(places)
+    [place] = places
+    try:
+        yield place
+        dist.barrier()
+        if dist.get_rank() == 0:
+            _move(place, target)
+    except BaseException:
+        shutil.rmtree(place, ignore_errors=True)
+        raise
+    dist.barrier()
+
+
+def _move(place: Path, target: Path) -> None:
+    if not target.exists():
+        place.rename(target)
+        return
+    for entry in place.iterdir():
+        entry.rename(target / entry.name)
+    place.rmdir()
+
+
+def _build(source: Source, sizes: Sizes) -> tuple[Any, Any]:
+    """Bridge's converter, and the model with whatever it is initialised to."""
+    require("conversion")
+    from megatron.bridge import AutoBridge
+
+    try:
+        bridge = AutoBridge.from_hf_pretrained(
+            source.place, torch_dtype=source.dtype, trust_remote_code=source.trust_remote_code
+        )
+        provider = bridge.to_megatron_provider(load_weights=False)
+    except (ImportError, OSError, ValueError) as error:
+        raise ConfigurationError(
+            expected="a Hugging Face model that the installed Megatron-Bridge knows",
+            found=in_one_line(error),
+            remedy="Give a directory with config.json and safetensors files, or a name on the Hugging Face Hub.",
+            key=source.place,
+        ) from error
+    check_files(bridge)
+    configure(provider, source.dtype, sizes)
+    with as_if_there_was_one():
+        chunks = provider.provide_distributed_model(
+            wrap_with_ddp=False, use_cpu_initialization=not torch.cuda.is_available()
+        )
+    return bridge, chunks[0]
+
+
+def arrange(provider: Any, dtype: torch.dtype, sizes: Sizes) -> None:
+    """Set a model provider's precision and sizes, and leave out what weights do not need."""
+    provider.tensor_model_parallel_size, provider.context_parallel_size = sizes.tensor, sizes.context
+    provider.expert_model_parallel_size = sizes.expert
+    if sizes.expert_tensor is not None:
+        provider.expert_tensor_parallel_size = sizes.expert_tensor
+    elif sizes.expert > 1 and provider.expert_tensor_parallel_size is None:
+        provider.expert_tensor_parallel_size = 1  # as Bridge 0.6 does; 0.5 takes the tensor-parallel size
+    provider.pipeline_dtype = provider.params_dtype = dtype
+    provider.bf16, provider.fp16 = dtype == torch.bfloat16, dtype == torch.float16
+    provider.gradient_accumulation_fusion = False
+    provider.sequence_parallel = sizes.tensor > 1  # some layers are built with it alone
+    if getattr(provider, "moe_token_dispatcher_type", None) == "flex":
+        provider.moe_token_dispatcher_type = "alltoall"  # no token is dispatched; flex wants packages that do
+
+
+def configure(provider: Any, dtype: torch.dtype, sizes: Sizes) -> None:
+    """Arrange a provider, and Megatron's groups.
+
+    Raises:
+        ConfigurationError: The sizes do not fit.
+    """
+    arrange(provider, dtype, sizes)
+    try:
+        provider.finalize()
+        provider.initialize_model_parallel(seed=0 if torch.cuda.is_available() else None)
+    except (AssertionError, RuntimeError, ValueError) as error:
+        raise ConfigurationError(
+            expected="parallel sizes that fit the model and the number of ranks",
+            found=in_one_line(error) or type(error).__name__,
+            remedy=f"Given: TP {sizes.tensor}, CP {sizes.context}, EP {sizes.expert}, {dist.get_world_size()} ranks.",
+        ) from error
+
+
+def _narrow(bridge: Any) -> None:
+    """Write a tensor that the model keeps in float32 in the original's 16-bit type, if it has one."""
+    files: Any = getattr(bridge.hf_pretrained.state, "source", None)
+    if files is None or not hasattr(files, "save_generator"):
+        return
+    save, dtypes = files.save_generator, _dtypes(files)
+
+    def narrowed(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors:
+            wanted = dtypes.get(name)
+            narrows = tensor.dtype == torch.float32 and wanted in _HALF
+            yield name, tensor.to(wanted) if narrows else tensor
+
+    files.save_generator = lambda tensors, *args, **kwargs: save(narrowed(tensors), *args, **kwargs)
+
+
+def _dtypes(files: Any) -> dict[str, torch.dtype]:
+    """Types of the original's tensors, from the headers of its safetensors files."""
+    from safetensors import safe_open
+
+    known = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+    found = {}
+    for name in sorted(set(files.key_to_filename_map.values())):
+        with safe_open(str(Path(files.path) / name), "pt") as file:
+            for key in file.keys():  # noqa: SIM118 - it is no dictionary
+                dtype = known.get(file.get_slice(key).get_dtype())
+                if dtype is not None:
+                    found[key] = dtype
+    return found
+
+
+def _has_tokenizer(place: str) -> bool:
+    """Whether there are tokenizer files; a model on the Hub is taken to have some."""
+    directory = Path(place)
+    return not directory.is_dir() or any((directory / name).is_file() for name in _TOKENIZER_FILES)
+
+
+def _tokenizer_arguments(bridge: Any, source: Source) -> dict[str, Any]:
+    wanted = getattr(bridge._model_bridge, "get_hf_tokenizer_kwargs", lambda: None)() or {}
+    return dict(wanted) | ({"trust_remote_code": True} if source.trust_remote_code else {})
+
+
+def in_one_line(error: BaseException) -> str:
+    """What an error of others says."""
+    return " ".join(str(error).split())[:500]

@@ -1,0 +1,80 @@
+"""Files beside tensors that a rewritten checkpoint keeps: run configuration, train state, tokenizer and the like."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from mbridge_fsdp_ckpt.errors import DamagedCheckpointError
+from mbridge_fsdp_ckpt.format.manifest import read_manifest
+from mbridge_fsdp_ckpt.format.names import MANIFEST_NAME, Files, is_part
+from mbridge_fsdp_ckpt.integrations.bridge.names import RUN_CONFIG
+from mbridge_fsdp_ckpt.io.entries import ExtraEntry
+from mbridge_fsdp_ckpt.io.files import copy_file, everything_in
+from mbridge_fsdp_ckpt.io.store import AnyPath, store_of
+
+
+def other_files(directory: AnyPath) -> dict[str, str]:
+    """The files of a checkpoint that are neither payload nor head nor index files: what each is called where it lies.
+
+    In an object store those that the manifest lists: others are copies for stock, or of an older save.
+
+    Raises:
+        DamagedCheckpointError: One is a link, or no file; or has a name that the format does not allow.
+        OSError: A folder may not be read.
+    """
+    if (directory / MANIFEST_NAME).exists() and (head := read_manifest(directory)).suffix:
+        files = Files(head.save, head.suffix)
+        return {entry.name: files.added(entry.name) for entry in head.files}
+    names = sorted(name for name in _names(directory) if not is_part(name))
+    for name in names:
+        try:
+            ExtraEntry(name=name, size=0, checksum="")
+        except ValueError as error:
+            raise _refused(directory / name, "another name") from error
+    return {name: name for name in names}
+
+
+def _names(directory: AnyPath) -> Iterator[str]:
+    for path in everything_in(directory):
+        linked, is_file = store_of(path).is_link(), path.is_file()
+        if linked or not (is_file or path.is_dir()):
+            raise _refused(path, "a symbolic link" if linked else "a special file")
+        if is_file:
+            yield path.relative_to(str(directory)).as_posix()
+
+
+def _refused(path: AnyPath, found: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(
+        expected="plain files beside the tensors, to be carried over",
+        found=found,
+        remedy="Replace it by the file itself, or move it out of the checkpoint.",
+        key=str(path),
+    )
+
+
+def carry_over(
+    directory: AnyPath,
+    names: Mapping[str, str],
+    into: Path,
+    listed: Mapping[str, ExtraEntry],
+    edit: Callable[[bytes], bytes],
+) -> None:
+    """Copy files, block by block; those that the source lists are verified.
+
+    Args:
+        directory: The checkpoint they are in.
+        names: Their names, and what they are called in that directory.
+        into: Where they go.
+        listed: Entries of those with a checksum.
+        edit: Changes the run configuration.
+
+    Raises:
+        DamagedCheckpointError: A file is not what was written.
+    """
+    for name, stored in names.items():
+        (into / name).parent.mkdir(parents=True, exist_ok=True)
+        copy_file(directory / stored, into / name, listed.get(stored), listed_in=MANIFEST_NAME)
+    config = into / RUN_CONFIG
+    if config.is_file():
+        config.write_bytes(edit(config.read_bytes()))

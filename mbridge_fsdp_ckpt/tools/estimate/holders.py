@@ -1,0 +1,142 @@
+"""All ranks that hold something of one kind, in circles that hold the very same; and which of a circle writes what.
+
+The arithmetic is that of `plan.shares`, for all circles at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from mbridge_fsdp_ckpt.plan.shares import SLIVER, Line
+from mbridge_fsdp_ckpt.tools.estimate.cuts import Blocks, Counts, Cuts, piece_records
+from mbridge_fsdp_ckpt.tools.estimate.layout import DENSE, EXPERT, Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Of a parameter's component: what data-parallel ranks have, and what is saved of it.
+
+    Args:
+        cuts: What they have.
+        dtypes: Of the weight, and of the slots that are cut like it.
+        numbers: How many slots are numbers.
+        bytes_per_element: See `ModelParameter`.
+        part: The part of the model it belongs to.
+    """
+
+    cuts: Cuts
+    dtypes: tuple[torch.dtype, ...]
+    numbers: int
+    bytes_per_element: int
+    part: str
+
+
+class Work(NamedTuple):
+    """Some ranks hold blocks of a component, and some of them write them; one number each, or for all.
+
+    Args:
+        held: The component.
+        holders: Ranks.
+        writers: Those that write, in a shape of the same dimensions.
+        bytes: Of one rank's records.
+        records: How many these are.
+        origins: Of its blocks.
+    """
+
+    held: Held
+    holders: Ranks
+    writers: Ranks
+    bytes: Counts
+    records: Counts
+    origins: Counts
+
+
+def circles(mesh: Ranks, along: Sequence[str], *, shards_outer: bool) -> Ranks:
+    """Ranks by their place in their circle, data-parallel rank, expert-parallel rank and tensor-parallel rank.
+
+    Args:
+        mesh: See `JobLayout.mesh`.
+        along: The dimensions along which ranks hold the same, the slowest changing first; they are of size one then.
+        shards_outer: Whether parameters are sharded over the outer dimension, too.
+    """
+    names = list(EXPERT if mesh.ndim == len(EXPERT) else DENSE)
+    order = [names.index(name) for name in along]
+    sharded = [name for name in (("shard", "outer") if shards_outer else ("outer", "shard")) if name not in along]
+    shape = [math.prod(mesh.shape[axis] for axis in order)]
+    for dimension in (sharded, ["expert"], ["tensor"]):
+        axes = [names.index(name) for name in dimension if name in names and name not in along]
+        order += axes
+        shape.append(math.prod(mesh.shape[axis] for axis in axes))
+    return mesh.transpose(order).reshape(shape)
+
+
+def shared_out(ranks: Ranks, helds: Sequence[Held]) -> Iterator[Work]:
+    """What each circle holds, and which of its ranks writes it: `plan.shares.shared_out` for all circles.
+
+    Args:
+        ranks: See `circles`.
+        helds: All that they hold, in the order of the model.
+    """
+    lengths, filled = (np.zeros(ranks.shape[1], dtype=np.int64) for _ in range(2))
+    for held in helds:
+        for blocks in held.cuts.blocks:
+            lengths[blocks.ranks] += held.bytes_per_element * blocks.volumes
+    lines = _Lines(lengths, ranks.shape[0])
+    for held in helds:
+        for blocks in held.cuts.blocks:
+            sizes = held.bytes_per_element * blocks.volumes
+            yield from _of_blocks(ranks, lines, held, blocks, filled[blocks.ranks], sizes)
+            filled[blocks.ranks] += sizes
+
+
+@dataclass(frozen=True, slots=True)
+class _Lines:
+    """`plan.shares.Line`, one for each circle.
+
+    Args:
+        lengths: Bytes of all blocks.
+        ranks: Of one circle.
+    """
+
+    lengths: Counts
+    ranks: int
+
+    def part_at(self, circles: Counts, places: Counts) -> Counts:
+        """See `Line.part_at`."""
+        writers = self._writers(circles)
+        parts: Counts = np.minimum(places * writers // np.maximum(1, self.lengths[circles]), writers - 1)
+        return parts
+
+    def writer_of(self, circles: Counts, parts: Counts) -> Counts:
+        """See `Line.writer_of`."""
+        writers: Counts = parts * self.ranks // self._writers(circles)
+        return writers
+
+    def _writers(self, circles: Counts) -> Counts:
+        writers: Counts = np.clip(self.lengths[circles] // (2 * SLIVER), 1, self.ranks)
+        return writers
+
+
+def _of_blocks(
+    ranks: Ranks, lines: _Lines, held: Held, blocks: Blocks, begins: Counts, sizes: Counts
+) -> Iterator[Work]:
+    circles = blocks.ranks
+    first = lines.part_at(circles, begins)
+    is_whole = first == lines.part_at(circles, begins + np.maximum(0, sizes - 1))
+    whole = circles[is_whole]
+    writers = ranks[lines.writer_of(whole, first[is_whole]), whole]
+    numbers = (column[is_whole] for column in (blocks.bytes, blocks.records, blocks.origins))
+    yield Work(held, ranks[:, whole], writers[None], *numbers)
+    for number in np.flatnonzero(~is_whole):
+        circle, piece = int(circles[number]), blocks.pieces[number]
+        line = Line(int(lines.lengths[circle]), lines.ranks)
+        for part in line.parts(int(begins[number]), int(sizes[number]), piece.rows):
+            cut = piece.part(part.begin, part.end)
+            counts = np.array([*piece_records(cut, held.dtypes), cut.is_origin], dtype=np.int64)[:, None]
+            yield Work(held, ranks[:, [circle]], ranks[None, part.writer, [circle]], *counts)

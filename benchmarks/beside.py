@@ -1,7 +1,7 @@
 """What training waits for a save beside it: `python -m benchmarks.beside`.
 
 Two real ranks or four, models of few large tensors and of many small ones, each in one run: saves of ours that wait,
-and beside the training; plain `torch.distributed.checkpoint` of the same tensors, its own two ways of saving
+and asynchronously; plain `torch.distributed.checkpoint` of the same tensors, its own two ways of saving
 asynchronously (a thread, a process) among them; where it is installed, `torch_checkpointing`, which flushes nothing;
 and one copy of the state in memory.  All take turns, each after a step and with steps after it until the checkpoint is
 there, and find the memory that they take with the machine (see `benchmarks.memory`).  Medians of the slowest rank.

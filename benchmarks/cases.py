@@ -46,7 +46,7 @@ class Case:
     beside: bool = False
 
     def __str__(self) -> str:
-        return f"{self.format}{', beside the training' if self.beside else ''}: {self.size} on {self.ranks} ranks"
+        return f"{self.format}{', asynchronously' if self.beside else ''}: {self.size} on {self.ranks} ranks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +109,8 @@ class Suite:
     """A benchmark.
 
     Args:
-        sides: Stock, ours, and ours beside the training.
-        others: Bridge's other ways to save: stock beside the training, and `torch_dist` in both ways.
+        sides: Stock, ours, and ours asynchronously.
+        others: Bridge's other ways to save: stock asynchronously, and `torch_dist` in both ways.
         small: Smaller ones, which show what collectives depend on.
         rounds: How many times all sides and others are run, one after the other.
     """

@@ -9,7 +9,7 @@ flushed, and nothing that is read is in the page cache.  The memory that a kind 
 load, a gather of all of them, is told apart; and what a load takes that finds its memory taken: it reads into new
 slots, so that one that fails leaves the old ones, where the others read into what is there.  For the same reason it
 copies verified weights once more, into live memory: "but for gather and copy" is the load without that.  "But for
-stock's view" is a save without the file that stock reads it by (`Settings.dcp_metadata`), which none of the others has.
+DCP metadata" is a save without the file that stock reads it by (`Settings.dcp_metadata`), which none of the others has.
 "Not verified" is a load that checks structure and sizes alone (`Settings.verify`), and so reads weights into live
 memory at once: no hash, no copy; with memory taken before, what is left of a load is the reading.
 
@@ -58,7 +58,7 @@ RAW = {
 KINDS = (
     *RAW["write"],
     "save",
-    "save but for stock's view",
+    "save but for DCP metadata",
     "save, DCP",
     *(("save, torch_checkpointing",) if peers.IS_INSTALLED else ()),
     *RAW["read"],
@@ -155,7 +155,7 @@ class _Rank:
         yield "save", self._timed(lambda: told.append(mbridge_fsdp_ckpt.save(saved, **whole)))
         yield from ((f"save: {phase}", told[0].seconds[phase]) for phase in PHASES["save"])
         self._expected.check(saved)
-        yield "save but for stock's view", alone
+        yield "save but for DCP metadata", alone
         memory = Beforehand(self.size)
         with memory.seen():
             yield from self._load(saved, whole, "")

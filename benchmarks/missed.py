@@ -11,7 +11,7 @@ WANTED = 0.85
 
 _LARGE = 1.5e9  # bytes
 _OURS = {
-    "save": ("save but for stock's view",),
+    "save": ("save but for DCP metadata",),
     "load but for the gather": (
         "load but for the gather, memory taken before",
         "load but for gather and copy",

@@ -25,7 +25,7 @@ class TorchCheckpointing:
     """Its manager on this rank.
 
     Args:
-        background: Whether a process beside the training writes.
+        background: Whether a process asynchronously writes.
         reshards: Whether it says where its DTensors lie, so that they can be loaded in another layout.
     """
 

@@ -27,7 +27,7 @@ _NOTES = (
     "computes checksums and commits by a rename, and on load verifies every byte before it changes anything.",
     "*stall* is what training waits for a save: stock's whole call; of ours with `checkpoint.async_save`, its call and "
     "what the next optimizer step waits. Each such save has ended before the next one begins.",
-    "Of `fsdp_dtensor` and `torch_dist` beside the training only their call is counted, not what they wait later to "
+    "Of `fsdp_dtensor` and `torch_dist` asynchronously only their call is counted, not what they wait later to "
     "finalise it: that is waited for here, after the next step, outside of all figures. Their writers run without a "
     "GPU (`cpu_shm_mode`), which they look for before they know what is to be written. Tensors in host memory they "
     "take as they are, without a copy: on a GPU the call would wait for that, too.",

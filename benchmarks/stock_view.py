@@ -1,4 +1,4 @@
-"""What stock's view costs rank 0 at a commit: `python -m benchmarks.stock_view`.
+"""What DCP metadata costs rank 0 at a commit: `python -m benchmarks.stock_view`.
 
 Index files of many ranks, made up, and the real `write_dcp_view` over them in a process of its own: seconds, bytes of
 `.metadata`, and the memory it takes; and the seconds of the next save of the same training, of which rank 0 has kept
@@ -101,7 +101,7 @@ def main() -> None:
         with get_context("spawn").Pool(1) as pool:  # the memory of one is not another's
             found.append(pool.apply(measure, (ranks,)))
     about = circumstances(Path(tempfile.gettempdir()))
-    lines = ["# What stock's view costs rank 0 at a commit\n", *(f"- {name}: {value}" for name, value in about.items())]
+    lines = ["# What DCP metadata costs rank 0 at a commit\n", *(f"- {name}: {value}" for name, value in about.items())]
     lines += [f"- {CHUNKS_A_RANK} chunks a rank; `auto` writes the view up to {AUTO_DCP_CHUNKS} chunks\n"]
     lines += ["| ranks | chunks | seconds | seconds, next save | .metadata, MB | memory, MB |", "| ---: " * 6 + "|"]
     for row in found:

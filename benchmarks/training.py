@@ -36,7 +36,7 @@ class Training:
         saves: How many steps are followed by a save, the first ones that this call makes.
         save: Where to.
         load: Where to resume from; None starts anew.
-        beside: Whether saves go on beside the training; each has ended before the next one begins.
+        beside: Whether saves go on asynchronously; each has ended before the next one begins.
     """
 
     size: Size
@@ -94,7 +94,7 @@ def _after_step(training: Training, report: RankReport, context: Any) -> None:
 
 
 def _beside(training: Training, report: RankReport) -> AbstractContextManager[None]:
-    """What saves beside the training need, to be measured or to run."""
+    """What asynchronous saves need, to be measured or to run."""
     if not training.beside:
         return nullcontext()
     return _kept(report) if training.format == SAFE else _without_device()
@@ -117,7 +117,7 @@ def _without_device() -> Iterator[None]:
 
 @contextmanager
 def _kept(report: RankReport) -> Iterator[None]:
-    """While the block runs, keep what saves beside the training tell; then add what training waited after their calls.
+    """While the block runs, keep what asynchronous saves tell; then add what training waited after their calls.
 
     Raises:
         RuntimeError: A save was not beside it.
@@ -134,7 +134,7 @@ def _kept(report: RankReport) -> Iterator[None]:
     with patch.object(checkpoint, "save", keeping):
         yield
     if len(kept) != len(report.calls):
-        raise RuntimeError(f"{len(report.calls)} saves were measured, {len(kept)} went on beside the training")
+        raise RuntimeError(f"{len(report.calls)} saves were measured, {len(kept)} went on asynchronously")
     report.calls = [
         replace(call, whole=call.whole + Cost(saving.stalled - own))
         for call, (saving, own) in zip(report.calls, kept, strict=True)
@@ -231,7 +231,7 @@ def _measured(format_name: str, meter: Meter, report: RankReport) -> Iterator[No
     """Wrap what is measured, for as long as the block runs."""
     from megatron.bridge.training import checkpointing, setup
 
-    from mbridge_fsdp_ckpt.coordination.coordination import Agreement
+    from mbridge_fsdp_ckpt.coordination.coordination import Coordination
     from mbridge_fsdp_ckpt.loading import fill
     from mbridge_fsdp_ckpt.saving import snapshot, write_plan
 
@@ -246,10 +246,10 @@ def _measured(format_name: str, meter: Meter, report: RankReport) -> Iterator[No
 
     patches = Patches()
     patches.set(setup, "create_checkpoint_manager", create_measured)
-    patches.set(Agreement, "meet", meter.meeting(Agreement.meet))
+    patches.set(Coordination, "meet", meter.meeting(Coordination.meet))
     parts: list[tuple[Part, Any, Callable[..., Any]]] = [  # a name that is gone is an error of types
         ("preparation", checkpointing, checkpointing.preprocess_fsdp_dtensor_state_dict),
-        ("preparation", snapshot, snapshot.look),
+        ("preparation", snapshot, snapshot.observe),
         ("preparation", snapshot, snapshot.plan_save),
         ("preparation", write_plan, write_plan.announce),
         ("gather", fill, fill.refresh),

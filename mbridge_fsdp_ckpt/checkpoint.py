@@ -20,8 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack, overload
 
-from mbridge_fsdp_ckpt.coordination.coordination import next_agreement
-from mbridge_fsdp_ckpt.coordination.delegated import Seat
+from mbridge_fsdp_ckpt.coordination.coordination import next_coordination
+from mbridge_fsdp_ckpt.coordination.delegated import Participant
 from mbridge_fsdp_ckpt.coordination.outcome import Outcome
 from mbridge_fsdp_ckpt.io.progress_bar import job_bar
 from mbridge_fsdp_ckpt.io.store import AnyPath, as_path, called
@@ -35,7 +35,7 @@ from mbridge_fsdp_ckpt.phases import Phases, tell
 from mbridge_fsdp_ckpt.remedies import Door, entrance
 from mbridge_fsdp_ckpt.saving import run as saving
 from mbridge_fsdp_ckpt.saving import snapshot
-from mbridge_fsdp_ckpt.saving.background.async_saves import trainer
+from mbridge_fsdp_ckpt.saving.background.async_saves import async_saves
 from mbridge_fsdp_ckpt.saving.background.handle import Saving
 from mbridge_fsdp_ckpt.saving.background.order import Order
 from mbridge_fsdp_ckpt.saving.commit import Job
@@ -113,7 +113,7 @@ def save(
         after_commit: Called on rank 0 once the checkpoint is in its place, while the others still wait: to let a
             tracker name it.  Where it raises, all ranks raise.
         settings: See `Settings`.
-        background: Whether to return while the save goes on beside the training, in a process of its own.  What is
+        background: Whether to return while the save goes on asynchronously, in a process of its own.  What is
             saved is what is there now: tensors are copied during the next forward and backward pass, and the step of
             any torch optimizer waits for what is left of that.  Where steps may be replays of a captured graph, the
             call itself waits.  Before tensors change otherwise, or are moved, call `Saving.wait_until_taken`.
@@ -131,28 +131,28 @@ def save(
     """
     settings, phases, place = settings or _DEFAULTS, Phases(), called(directory)
     purpose, limits = f"save to {place}", (settings.time_limit, settings.storage_limit)
-    look = partial(snapshot.look, model, optimizer, include, rank_values, values, settings.vocabulary_size)
+    observe = partial(snapshot.observe, model, optimizer, include, rank_values, values, settings.vocabulary_size)
     values = loss_scales.with_loss_scales(values, optimizer)
-    with trainer().old_error_last():
+    with async_saves().old_error_last():
         if background:
-            seat = Seat.next(purpose, *limits)
-            if trainer().skips(seat, settings):
+            participant = Participant.next(purpose, *limits)
+            if async_saves().skips(participant, settings):
                 return None
             with phases("wait"):
-                trainer().end_last()
+                async_saves().end_last()
             with phases("plan"):
-                seen = Outcome.of(look, seat.rank, "planning the save")
-            what = Order(place, seat, settings, values, seen, phases, add_files, after_commit)
-            return trainer().begin(what)
-        trainer().end_last()
-        agreement = next_agreement(purpose, *limits)
-        job = Job(as_path(directory), settings, agreement, values, add_files, after_commit)
+                observed = Outcome.of(observe, participant.rank, "planning the save")
+            what = Order(place, participant, settings, values, observed, phases, add_files, after_commit)
+            return async_saves().begin(what)
+        async_saves().end_last()
+        coordination = next_coordination(purpose, *limits)
+        job = Job(as_path(directory), settings, coordination, values, add_files, after_commit)
         with phases("plan"):
-            prepared = Outcome.of(lambda: snapshot.plan_save(look()), agreement.rank, "planning the save")
-        outgoing = prepared.then(lambda own: own.read(), agreement.rank, "planning the save")
-        with job_bar(agreement.rank, wanted=settings.progress) as progress:
-            saved = saving.run(job, outgoing, lambda: prepared.value.elements, Watching(phases, progress))
-        if agreement.rank == 0:
+            prepared = Outcome.of(lambda: snapshot.plan_save(observe()), coordination.rank, "planning the save")
+        write_plan = prepared.then(lambda own: own.read(), coordination.rank, "planning the save")
+        with job_bar(coordination.rank, wanted=settings.progress) as progress:
+            saved = saving.run(job, write_plan, lambda: prepared.value.elements, Watching(phases, progress))
+        if coordination.rank == 0:
             tell("save", place, saved)
         return saved
 
@@ -163,7 +163,7 @@ def finish_saves() -> None:
     Raises:
         CheckpointError: The last one failed, and its error has not been raised yet.  The same on every rank.
     """
-    trainer().settle()
+    async_saves().settle()
 
 
 def release_staging(*, wait: bool = True) -> None:
@@ -175,7 +175,7 @@ def release_staging(*, wait: bool = True) -> None:
         wait: Whether to wait for a save that goes on.  Otherwise the memory is given back when that has been written,
             unless the next save has begun by then, which takes it over.
     """
-    trainer().release(wait=wait)
+    async_saves().release(wait=wait)
 
 
 @entrance(Door.PYTHON)
@@ -266,5 +266,5 @@ def load_optimizer_only(
 
 def _load(directory: Directory, wanted: Wanted, accept: Accept | None, settings: Settings | None) -> Loaded:
     """Load; what a save in the background still copies is copied before anything changes."""
-    trainer().wait_until_taken()
+    async_saves().wait_until_taken()
     return loading.run(directory, wanted, accept, settings or _DEFAULTS)

@@ -147,11 +147,11 @@ class RankMissingError(CheckpointError):
 
 
 class ChangedTensorError(CheckpointError):
-    """A tensor that changed, or was replaced, between the call of a save beside the training and its copy."""
+    """A tensor that changed, or was replaced, between the call of an asynchronous save and its copy."""
 
 
 class SaveAbandonedError(CheckpointError):
-    """A save beside the training whose trainer or writer ended, or fell silent, before it was committed."""
+    """An asynchronous save whose training or checkpoint process ended, or fell silent, before it was committed."""
 
 
 class RankFailedError(CheckpointError):

@@ -16,7 +16,7 @@ Need = Literal[
     "random states",
     "Bridge",
     "plain models",
-    "rehearsal",
+    "estimate",
     "FusedAdam",
     "conversion",
     "torch_dist",
@@ -179,7 +179,7 @@ _TOUCHED: dict[Need, dict[str, dict[str, str]]] = {
             "megatron.core.distributed.fsdp.mcore_fsdp_adapter": "",
         },
     },
-    "rehearsal": {
+    "estimate": {
         "tools/estimate/shards.py": {
             "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer": (
                 "BucketingPolicy _get_parameter_groups DataParallelBuffer._get_item_slice_in_shard "

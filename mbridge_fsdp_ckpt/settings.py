@@ -22,7 +22,7 @@ BUSY_CHOICES = ("wait", "skip")
 LEAST_STAGING = 1 << 24
 """Bytes of two portions of staging memory: one is filled while the other is written."""
 AUTO_DCP_CHUNKS = 64_000
-"""Largest number of chunks, over all ranks, for which "auto" writes stock's view: a second of rank 0, in the first save
+"""Largest number of chunks, over all ranks, for which "auto" writes DCP metadata: a second of rank 0, in the first save
 of a training, and 80 MB, both proportional to it (`benchmarks/results/stock_view.md`)."""
 
 
@@ -31,7 +31,7 @@ class Settings:
     """Settings of saves and loads.
 
     Args:
-        time_limit: Seconds without a sign of life after which a waiting rank gives up.
+        time_limit: Seconds without a heartbeat after which a waiting rank gives up.
         storage_limit: Seconds that a rank may be inside one call of the storage, such as a flush, before its silence
             counts.
         dcp_metadata: Whether a save writes `.metadata` and the pickled values that stock needs to read it: "auto" does
@@ -58,7 +58,7 @@ class Settings:
         staging_limit: Bytes of host memory, in portions of 8 MiB, into which each rank copies what a save beside the
             training (`background=True`) writes. None: as many as it writes. With fewer, an optimizer's step waits
             until enough has been written.
-        when_busy: What a save beside the training does while the one before goes on: "wait" until that has ended, or
+        when_busy: What an asynchronous save does while the one before goes on: "wait" until that has ended, or
             "skip" this one, with a line in the log.
         progress: Whether rank 0 shows a bar of its bytes on standard error where a save or load lasts; only on a
             terminal, and not where the environment variable MBRIDGE_FSDP_CKPT_PROGRESS is 0.
@@ -107,7 +107,7 @@ class Settings:
             )
 
     def writes_dcp_metadata(self, chunks: int) -> bool:
-        """Whether a save of so many chunks, over all ranks, writes stock's view."""
+        """Whether a save of so many chunks, over all ranks, writes DCP metadata."""
         return self.dcp_metadata == "always" or (self.dcp_metadata == "auto" and chunks <= AUTO_DCP_CHUNKS)
 
     def for_vocabulary(self, tokens: int | None) -> Settings:

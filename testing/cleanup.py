@@ -82,10 +82,10 @@ def _leave_megatron() -> None:
 
 
 def _end_saves() -> None:
-    """Let the writer of saves beside the training end, where the case had one."""
+    """Let the writer of asynchronous saves end, where the case had one."""
     beside = sys.modules.get("mbridge_fsdp_ckpt.saving.background.async_saves")
     if beside is not None:
-        beside.trainer().stop()
+        beside.async_saves().stop()
 
 
 def _leave_process_group() -> None:

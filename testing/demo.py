@@ -73,8 +73,8 @@ def main() -> int:
     )
     exact = again["losses"] == whole["losses"][SAVED_AFTER:]
     near = all(abs(a - b) < 1e-2 for a, b in zip(other["losses"], whole["losses"][SAVED_AFTER:], strict=True))
-    console.print(f"Same layout, to the last digit: {_verdict(exact)}")
-    console.print(f"Other layout, the same training up to rounding: {_verdict(near)}")
+    console.print(f"Same layout, to the last digit: {_decision(exact)}")
+    console.print(f"Other layout, the same training up to rounding: {_decision(near)}")
     return 0 if exact and near and whole["collectives"] == 0 else 1
 
 
@@ -87,7 +87,7 @@ def _table(*columns: list[float]) -> Table:
     return table
 
 
-def _verdict(held: bool) -> str:
+def _decision(held: bool) -> str:
     return "[green]yes[/green]" if held else "[red]NO[/red]"
 
 

@@ -2,7 +2,7 @@
 
 torch fills its own new tensors if asked to (all bits set for integers it cannot hold NaN in: the largest number).
 What NumPy and the kernel hand out for reading and staging gets bytes of 0xFF, which are NaN in every floating-point
-dtype.  A separate process, such as the writer of saves beside the training, does as it always does.
+dtype.  A separate process, such as the writer of asynchronous saves, does as it always does.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ from mbridge_fsdp_ckpt.tools.compare import Tolerance
 from mbridge_fsdp_ckpt.tools.convert.hugging_face import Sizes, arrange
 from mbridge_fsdp_ckpt.tools.diff import differences
 from mbridge_fsdp_ckpt.tools.estimate.choices import Choices, Described, describe
+from mbridge_fsdp_ckpt.tools.estimate.estimate import estimate
 from mbridge_fsdp_ckpt.tools.estimate.layout import JobLayout, in_small, other_than
-from mbridge_fsdp_ckpt.tools.estimate.rehearse import rehearse
 from recipes.tiny import shrink_model
 from testing.models import torch_adam
 from testing.modules import BRIDGE_MODULES, installed
@@ -145,8 +145,8 @@ def resharded(asked: Asked, other: JobLayout, directory: str, again: str) -> flo
 
 @no_process_group
 def predicted(asked: Asked) -> dict[int, int]:
-    """Bytes of each rank, rehearsed."""
-    tally = rehearse(_described(asked).job()).tally
+    """Bytes of each rank, estimated."""
+    tally = estimate(_described(asked).job()).tally
     return {rank: tally.work(rank).bytes for rank in range(tally.world)}
 
 
@@ -163,7 +163,7 @@ def run_small(pool: RankPool, asked: Asked, folder: Path) -> dict[str, Any]:
     layout, other = pool.run(laid_out, asked, ranks=1)[0]
     own = pool.run(saved_and_loaded, asked, place, ranks=layout.world)
     seconds = pool.run(resharded, asked, other, place, again, ranks=other.world)
-    rehearsed = pool.run(predicted, asked, ranks=1)[0]
+    estimated = pool.run(predicted, asked, ranks=1)[0]
     differing = differences(as_path(place), as_path(again), Tolerance(0.0, 0.0), progress=Unwatched())
     sizes = {rank: _size(Path(place) / payload_name(rank)) for rank in range(layout.world)}
     return {
@@ -171,7 +171,7 @@ def run_small(pool: RankPool, asked: Asked, folder: Path) -> dict[str, Any]:
         "other_layout": other.as_data(),
         "bytes": sum(sizes.values()),
         "blocks": sum(rank["blocks"] for rank in own),
-        "as_rehearsed": sizes == rehearsed,
+        "as_estimated": sizes == estimated,
         "load_is_identical": all(rank["same"] for rank in own),
         "resharded_load_is_identical": differing.equal and differing.compared > 0,
         "seconds": {"save": own[0]["save"], "load": own[0]["load"], "resharded_load": max(seconds)},
@@ -185,7 +185,7 @@ def _size(path: Path) -> int:
 def main() -> None:
     """Run one and print what came of it."""
     parser = argparse.ArgumentParser(description="Save, load and reshard a job in small, on CPU ranks.")
-    parser.add_argument("model", help="as `mbridge_fsdp_ckpt rehearse` takes it")
+    parser.add_argument("model", help="as `mbridge_fsdp_ckpt estimate` takes it")
     parser.add_argument("--layout", required=True, metavar="SIZES", help="world=64,tp=2")
     parser.add_argument("--optimizer", default="fused", choices=("fused", "torch", "none"))
     parser.add_argument("--ranks", type=int, default=2, choices=range(2, 9), metavar="2..8")
@@ -198,7 +198,7 @@ def main() -> None:
     ):
         found = run_small(pool, asked, Path(folder))
     print(json.dumps(found, indent=1))
-    sys.exit(not all(found[name] for name in ("as_rehearsed", "load_is_identical", "resharded_load_is_identical")))
+    sys.exit(not all(found[name] for name in ("as_estimated", "load_is_identical", "resharded_load_is_identical")))
 
 
 if __name__ == "__main__":

@@ -47,10 +47,10 @@ def save() -> Canvas:
     canvas.box(512, 62, 186, 60, "check, write the head\nrename, then tracker")
     canvas.arrow((500, 92), (511, 92))
     for number, line in enumerate(
-        ("the others wait for", "the verdict; whoever", "stays away is named", "after a time limit")
+        ("the others wait for", "the decision; whoever", "stays away is named", "after a time limit")
     ):
         canvas.text(592, 176 + 20 * number, line, across="center", colour=FAINT)
-    canvas.bar(711, 62, 30, 220, "one verdict for all")
+    canvas.bar(711, 62, 30, 220, "one decision for all")
     canvas.arrow((699, 92), (710, 92))
     canvas.text(18, 322, "on disk", strong=True)
     canvas.arrow((358, 282), (358, 303))
@@ -122,7 +122,7 @@ def stock() -> Canvas:
 def _measured(kind: str, field: str, *, beside: bool = False) -> tuple[float, float]:
     """Medians, over repeated calls, of the slowest rank, of saves after a run's first: stock's, and ours.
 
-    With `beside`, ours is that of saves beside the training.
+    With `beside`, ours is that of asynchronous saves.
     """
     found: dict[tuple[str, bool], list[float]] = {}
     for measured in json.loads(RESULTS.read_text())["cases"]:

@@ -1,6 +1,7 @@
 """Saves and loads of a model of many small tensors on real ranks: this checkout beside another one.
 
-Each checkout has processes of its own, one after the other and again; of each run the first save and load are left out.
+Each checkout has processes of its own, which run its own copy of this file, one after the other and again; of each run
+the first save and load are left out.
 Seconds are those of the slowest rank, medians over the repeats of all runs.
 """
 
@@ -111,7 +112,8 @@ def measure(against: Path, layers: Sequence[int], ranks: int, runs: int, repeats
 
 
 def _in_checkout(checkout: Path, ranks: int, layers: int, repeats: int) -> dict[str, Any]:
-    environment = {**os.environ, "PYTHONPATH": f"{checkout}:{Path(__file__).parent}", "OMP_NUM_THREADS": "1"}
+    own = checkout / "benchmarks" / "scale"
+    environment = {**os.environ, "PYTHONPATH": f"{checkout}:{own}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "chunks", str(ranks), str(layers), str(repeats)]
     done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=checkout, env=environment)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

@@ -1,9 +1,9 @@
 """Meetings of real processes in a real store: seconds, requests, and what the store is busy for.
 
 Every rank is a process, forked from one that has imported torch, with a connection of its own to one `TCPStore`, which
-is a process, too.  Ranks meet again and again; a meeting lasts until all have its verdict.  Each brings a sketch of 256
-numbers, as in a save's first meeting.  All share this machine's cores, the store included: in a job the clients have
-cores of their own, and what counts is how long the store is busy.
+is a process, too.  Ranks meet again and again; a meeting lasts until all have its decision.  Each brings a fingerprint
+of 256 numbers, as in a save's first meeting.  All share this machine's cores, the store included: in a job the clients
+have cores of their own, and what counts is how long the store is busy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from benchmarks.scale import polling
-from mbridge_fsdp_ckpt.coordination.coordination import Agreement
+from mbridge_fsdp_ckpt.coordination.coordination import Coordination
 from mbridge_fsdp_ckpt.coverage import plans
 from mbridge_fsdp_ckpt.plan.tiling import PRIME
 
@@ -149,14 +149,14 @@ def _serve(folder: Path) -> None:
 
 def _attend(folder: Path, size: int, port: int, repeats: int, rank: int) -> None:
     store = Counted(port)
-    agreement = Agreement("scale", rank, size, _LIMIT_S, store)
+    coordination = Coordination("scale", rank, size, _LIMIT_S, store)
     message = [(rank + 1) * bucket * 0x9E3779B97F4A7C15 % PRIME for bucket in range(plans.BUCKETS)]
 
     def tree(number: int) -> None:
-        agreement.meet(f"meeting {number}", message, _judge, plans.added)
+        coordination.meet(f"meeting {number}", message, _decide, plans.added)
 
     def poll(number: int) -> None:
-        polling.meet(store, f"polled/{number}", rank, size, message, lambda all_of: _judge(plans.added(all_of)))
+        polling.meet(store, f"polled/{number}", rank, size, message, lambda all_of: _decide(plans.added(all_of)))
 
     for protocol, meet in zip(PROTOCOLS, (tree, poll), strict=True):
         ends = []
@@ -170,8 +170,8 @@ def _attend(folder: Path, size: int, port: int, repeats: int, rank: int) -> None
         _write(folder / f"{protocol}_{rank}", json.dumps({"ends": ends, "requests": store.requests.total()}))
 
 
-def _judge(sketch: list[int]) -> int:
-    return len(plans.remainders_of(sketch))
+def _decide(fingerprint: list[int]) -> int:
+    return len(plans.remainders_of(fingerprint))
 
 
 def _write(path: Path, text: str) -> None:

@@ -1,6 +1,6 @@
 """What planning a save costs one rank of a large model: the first time, and later.
 
-Ranks of Qwen3.5-397B with FusedAdam, tensors without memory (`mbridge_fsdp_ckpt rehearse`); what is measured is the
+Ranks of Qwen3.5-397B with FusedAdam, tensors without memory (`mbridge_fsdp_ckpt estimate`); what is measured is the
 function that a save calls.  Each rank is a process of its own, forked from one that has built the model.  Garbage is
 collected before, as it is in a job that has trained.
 """
@@ -20,9 +20,9 @@ from pathlib import Path
 from statistics import median
 
 from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import tensors_of
-from mbridge_fsdp_ckpt.saving.snapshot import look, plan_save
+from mbridge_fsdp_ckpt.saving.snapshot import observe, plan_save
 from mbridge_fsdp_ckpt.tools.estimate.choices import Choices, describe
-from mbridge_fsdp_ckpt.tools.estimate.model import RehearsedModel, Subject, optimizer_over
+from mbridge_fsdp_ckpt.tools.estimate.model import EstimatedModel, Subject, optimizer_over
 from mbridge_fsdp_ckpt.tools.estimate.world import as_rank
 
 _ABOUT = (__doc__ or "").partition("\n")[2].strip()
@@ -91,13 +91,13 @@ def _in_process(parent: Connection, subject: Subject, rank: int) -> None:
 
 
 def _planned(subject: Subject, rank: int) -> Planning:
-    model = RehearsedModel(subject, rank)
+    model = EstimatedModel(subject, rank)
     optimizer = optimizer_over(subject, model)
     gc.collect()
     cpu, wall, blocks = [], [], 0
     for _ in range(1 + LATER):
         start, begin = time.process_time(), time.perf_counter()
-        blocks = len(plan_save(look(model, optimizer, None, None, None, subject.vocabulary_size)).holdings)
+        blocks = len(plan_save(observe(model, optimizer, None, None, None, subject.vocabulary_size)).holdings)
         cpu.append(time.process_time() - start)
         wall.append(time.perf_counter() - begin)
     layout = subject.layout

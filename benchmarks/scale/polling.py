@@ -8,29 +8,29 @@ from collections.abc import Callable
 from typing import Any
 
 
-def meet(store: Any, name: str, rank: int, world: int, message: Any, judge: Callable[[list[Any]], Any]) -> Any:
+def meet(store: Any, name: str, rank: int, world: int, message: Any, decide: Callable[[list[Any]], Any]) -> Any:
     """One meeting in which nobody fails."""
     store.set(f"{name}/{rank}", json.dumps(message))
     store.add(f"{name}/arrived", 1)
     pauses = _Pauses(store)
     if rank:
-        while not store.check([f"{name}/verdict"]):
+        while not store.check([f"{name}/decision"]):
             store.check([f"{name}/outcome"])
             pauses.next()
-        return json.loads(store.get(f"{name}/verdict"))
+        return json.loads(store.get(f"{name}/decision"))
     while store.add(f"{name}/arrived", 0) < world:
         store.check([f"{name}/failed"])
         pauses.next()
-    verdict = judge([json.loads(store.get(f"{name}/{other}")) for other in range(world)])
-    store.compare_set(f"{name}/outcome", "", "sealed")
-    store.set(f"{name}/verdict", json.dumps(verdict))
+    decision = decide([json.loads(store.get(f"{name}/{other}")) for other in range(world)])
+    store.compare_set(f"{name}/outcome", "", "fenced")
+    store.set(f"{name}/decision", json.dumps(decision))
     for other in range(world):
         store.delete_key(f"{name}/{other}")
-    return verdict
+    return decision
 
 
 class _Pauses:
-    """Between looks; a look at the signs of life once a second."""
+    """Between looks; a look at the heartbeats once a second."""
 
     def __init__(self, store: Any) -> None:
         self._store, self._pause, self._next_look = store, 0.005, time.monotonic()

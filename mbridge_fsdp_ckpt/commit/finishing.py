@@ -1,4 +1,4 @@
-"""The end of writing a checkpoint: its head, stock's view of it, and the step that puts it in its place."""
+"""The end of writing a checkpoint: its head, DCP metadata of it, and the step that puts it in its place."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def finish(
     Args:
         commit: Where payload and index lie.
         manifest: From `head`.
-        view_of: The values that stock's view is to have; None writes no view.
+        view_of: The values that DCP metadata is to have; None writes no view.
         add_files: See `Content`.
         progress: See `Content`.
         last_call: See `Content`.
@@ -77,7 +77,7 @@ def finish(
         return manifest_bytes(manifest.model_copy(update={"files": files}))
 
     def write_view(place: AnyPath) -> None:
-        # Not at the top: torch.distributed.checkpoint costs a process beside each trainer a second, and one needs it.
+        # Not at the top: torch.distributed.checkpoint costs each checkpoint process a second, and one needs it.
         from mbridge_fsdp_ckpt.dcp.writer import write_dcp_view
 
         write_dcp_view(place, SafeSource(place, manifest=manifest), view_of or {}, progress)

@@ -18,7 +18,7 @@ from mbridge_fsdp_ckpt.io.file_system import temporary_name
 from mbridge_fsdp_ckpt.io.store import AnyPath, is_local, store_of
 
 STALE_S = 3600.0
-"""Seconds without a sign of life after which a job is taken for dead."""
+"""Seconds without a heartbeat after which a job is taken for dead."""
 
 _log = logging.getLogger(__name__)
 _ahead: dict[str, float] = {}
@@ -73,7 +73,7 @@ def is_fresh(place: AnyPath, time: float) -> bool:
 
 
 def renew(place: AnyPath) -> None:
-    """Give a sign of life.  That it could not be given fails nobody: another hour has to pass before it matters."""
+    """Give a heartbeat.  That it could not be given fails nobody: another hour has to pass before it matters."""
     try:
         store_of(place).touch()
     except OSError as error:

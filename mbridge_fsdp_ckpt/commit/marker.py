@@ -4,7 +4,7 @@
         __0_0-<token>.distcp, rank_00000-<token>.index, ...    beside those of an older save, if there is one
         __added-<token>/run_config.yaml, ...                     files that the caller adds
         manifest.json                                            one object: from here on the new ones count
-        .metadata                                                stock's view, where it is wanted
+        .metadata                                                DCP metadata, where it is wanted
         run_config.yaml, ...                                     copies of the added files, where stock looks for them
         the older save's objects are deleted, once nobody waits for it
 
@@ -78,7 +78,7 @@ class MarkerCommit:
             lease = self.directory / self._files.lease  # rank 0 may renew it until all ranks know of the commit
             return [lease, *_objects(self.directory, without=self.suffix)]
         except OSError as error:  # the checkpoint is there: no failure of the save
-            _log.warning("stock's view or older objects in %s were left as they are: %s", self.directory, error)
+            _log.warning("DCP metadata or older objects in %s were left as they are: %s", self.directory, error)
             return []
 
     def _add(

@@ -269,7 +269,7 @@ def remove_unless_kept(directory: AnyPath, keep: int = 0, shown: object = None) 
 
 @contextmanager
 def reading(directory: AnyPath, *, enabled: bool = True) -> Iterator[Callable[[], None]]:
-    """Keep a checkpoint from being pruned; gives what to call from time to time as a sign of life.
+    """Keep a checkpoint from being pruned; gives what to call from time to time as a heartbeat.
 
     The lease stands beside the directory itself, where it is reached through a link.  A reader who may not write there
     reads without protection.

@@ -1,4 +1,4 @@
-"""The one exchange between ranks: all bring a message, these are combined, one judges, all get the same verdict.
+"""The one exchange between ranks: all bring a message, these are combined, one decides, all get the same decision.
 
 No collective.  Ranks meet in the job's rendezvous store, where waiting has a time limit and who is missing can be told
 by name (`meeting`).  A collective has neither: a rank that raised before it leaves the others waiting until a watchdog
@@ -23,36 +23,36 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from mbridge_fsdp_ckpt.coordination.connection import Connection, Store
-from mbridge_fsdp_ckpt.coordination.heartbeat import STORE_ERRORS, Signs, Watch
+from mbridge_fsdp_ckpt.coordination.heartbeat import STORE_ERRORS, Heartbeats, Watch
 from mbridge_fsdp_ckpt.coordination.incarnation import KEPT, connection, end_without, hosts_of, incarnation
 from mbridge_fsdp_ckpt.coordination.meeting import Meeting, lost
-from mbridge_fsdp_ckpt.coordination.messages import Combining, Judging, combined, judged, to_wire
+from mbridge_fsdp_ckpt.coordination.messages import Combining, Deciding, combined, decided, to_wire
 from mbridge_fsdp_ckpt.coordination.protocol import Node
 from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError
 from mbridge_fsdp_ckpt.settings import DEFAULT_STORAGE_LIMIT, DEFAULT_TIME_LIMIT
 
 _log = logging.getLogger(__name__)
 _spent: dict[tuple[str, int], deque[list[str]]] = {}
-"""Keys of the last sequences of a kind, of each rank that this process attends for; see `Agreement._tidy`."""
+"""Keys of the last sequences of a kind, of each rank that this process attends for; see `Coordination._tidy`."""
 _LONGEST = 1e9  # seconds
 _unended: list[tuple[str, CheckpointError]] = []
 """Sequences that rank 0 attended here until the store no longer answered, and what it raised."""
 
 
 @dataclass(slots=True)
-class Agreement:
+class Coordination:
     """A sequence of meetings of all ranks.
 
     Args:
-        name: Common to all ranks and new for each sequence; see `next_agreement`.
+        name: Common to all ranks and new for each sequence; see `next_coordination`.
         rank: This rank.
         world_size: All ranks.
         time_limit: Seconds that a rank waits for the others at each meeting, counted from its own arrival or from
-            the last sign of life of any other rank.
+            the last heartbeat of any other rank.
         store: The store they meet in; None with a single rank.
         storage_limit: Seconds that a rank may be inside one call of the storage, without a step of its own.
-        on_beat: Called with every step, in the thread that works.
-        owned: The connection behind the store, where it is this agreement's alone.
+        on_heartbeat: Called with every step, in the thread that works.
+        owned: The connection behind the store, where it is this coordination's alone.
         keys: What this rank wrote and is to delete once nobody reads it any more.
     """
 
@@ -62,51 +62,51 @@ class Agreement:
     time_limit: float
     store: Store | None = None
     storage_limit: float = DEFAULT_STORAGE_LIMIT
-    on_beat: Callable[[], None] = lambda: None
+    on_heartbeat: Callable[[], None] = lambda: None
     owned: Connection | None = None
     _meetings: int = field(default=0)
-    _sealed: bool = field(default=False)
+    _fenced: bool = field(default=False)
     _last: Meeting | None = field(default=None)
     _ended: bool = field(default=False)
     keys: list[str] = field(default_factory=list)
-    _signs: Signs = field(init=False)
+    _heartbeats: Heartbeats = field(init=False)
 
     def __post_init__(self) -> None:
-        self._signs = Signs(self.store, self.name, self.time_limit, self.storage_limit, self.world_size)
+        self._heartbeats = Heartbeats(self.store, self.name, self.time_limit, self.storage_limit, self.world_size)
 
     @property
     def leads(self) -> int | None:
         """This rank, if it leads a group, where the messages of the group meet: each rank is in one; see `protocol`."""
         return self.rank if Node(self.rank, self.world_size).leads else None
 
-    def meet[M, V](self, phase: str, message: M | CheckpointError, judge: Judging[M, V], combine: Combining[M]) -> V:
-        """Bring a message; get what `judge`, called on rank 0 with all messages combined, returns.
+    def meet[M, V](self, phase: str, message: M | CheckpointError, decide: Deciding[M, V], combine: Combining[M]) -> V:
+        """Bring a message; get what `decide`, called on rank 0 with all messages combined, returns.
 
         Args:
             phase: What this meeting is for, in errors.
             message: JSON-able and bounded, or a `CheckpointError` that this rank failed with.
-            judge: Raises a `CheckpointError` to fail everyone alike.
+            decide: Raises a `CheckpointError` to fail everyone alike.
             combine: See `Combining`; what it returns is bounded, too.
 
         Raises:
             CheckpointError: The same on every rank: what a rank brought or a function raised, or `RankMissingError`
                 naming the ranks that did not arrive.
         """
-        self._meetings, self._sealed = self._meetings + 1, False
+        self._meetings, self._fenced = self._meetings + 1, False
         wire = to_wire(message, phase, self.rank)
         if self.store is None:
             whole = wire if "failed" in wire else combined([wire["value"]], combine, phase, self.rank)
-            verdict = judged(whole, judge, phase)
+            decision = decided(whole, decide, phase)
         else:
             self._last = self._enter(self.store, phase)
-            verdict = self._last.meet(wire, judge, combine)
-            self.keys += self._last.keys(failed="failed" in verdict)
-        if "failed" in verdict:
-            error = CheckpointError.from_wire(verdict["failed"])
+            decision = self._last.meet(wire, decide, combine)
+            self.keys += self._last.keys(failed="failed" in decision)
+        if "failed" in decision:
+            error = CheckpointError.from_wire(decision["failed"])
             if not self.end() and self.rank == 0:
                 _unended.append((self.name, error))
             raise error
-        return verdict["value"]
+        return decision["value"]
 
     def _enter(self, store: Store, phase: str) -> Meeting:
         return Meeting(
@@ -116,13 +116,13 @@ class Agreement:
             self.rank,
             self.world_size,
             self.time_limit,
-            self._signs,
-            renew=lambda: self.on_beat(),
+            self._heartbeats,
+            renew=lambda: self.on_heartbeat(),
             hosts=hosts_of(self.name),
         )
 
     def end(self) -> bool:
-        """After the last meeting: rank 0 stays until the others have read the verdict.  An error is a last word too.
+        """After the last meeting: rank 0 stays until the others have read the decision.  An error is a last word too.
 
         Returns:
             Whether the store has heard of it.
@@ -135,7 +135,7 @@ class Agreement:
                 self.store.set(f"{self.name}/over", "")
             self._last.leave()
             self._tidy(self.store)
-        except STORE_ERRORS as error:  # the verdict is known here, and that is all that counts
+        except STORE_ERRORS as error:  # the decision is known here, and that is all that counts
             _log.info("rank %d does not hear the end of %s: %s", self.rank, self.name, error)
             return False
         return True
@@ -160,7 +160,7 @@ class Agreement:
 
     def close(self) -> None:
         """After all meetings: let go of a connection of its own, and of what refers to this."""
-        self.on_beat, self._last = lambda: None, None
+        self.on_heartbeat, self._last = lambda: None, None
         if self.owned is not None:
             self.owned.close()
 
@@ -174,57 +174,57 @@ class Agreement:
         finally:
             own.close()
 
-    def seal(self) -> None:
-        """Before a judge does what cannot be undone: from here on the others wait for it.
+    def fence(self) -> None:
+        """Before a coordinator does what cannot be undone: from here on the others wait for it.
 
         Raises:
             CheckpointError: What the others raised, if they gave up meanwhile.
         """
         if self._last is not None:
-            self._last.seal()
-        self._sealed = True
+            self._last.fence()
+        self._fenced = True
 
-    def was_sealed(self) -> bool:
-        """Whether the last meeting was sealed, as far as this rank can tell: what it was about may be done."""
-        return self._sealed or (self._last is not None and self._last.was_sealed())
+    def was_fenced(self) -> bool:
+        """Whether the last meeting was fenced, as far as this rank can tell: what it was about may be done."""
+        return self._fenced or (self._last is not None and self._last.was_fenced())
 
     @property
     def has_stopped(self) -> bool:
         """Whether this rank is stuck in its storage; of another thread."""
-        return self._signs.has_stopped
+        return self._heartbeats.has_stopped
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """After each step of long work: others waiting for this rank begin their limit anew.  Cheap to call."""
-        self.on_beat()
-        self._signs.give()
+        self.on_heartbeat()
+        self._heartbeats.give()
 
     def watch(self) -> Watch:
-        """For a wait outside a meeting: tells when the time limit has passed without a sign of life of any rank."""
-        return Watch(self._signs, self.time_limit)
+        """For a wait outside a meeting: tells when the time limit has passed without a heartbeat of any rank."""
+        return Watch(self._heartbeats, self.time_limit)
 
     def at_work(self) -> AbstractContextManager[None]:
         """Around all that touches storage between meetings, on any rank: a call that takes long is no silence.
 
-            with agreement.at_work():
+            with coordination.at_work():
                 for item in items:
                     write(item)         # may block for up to the storage limit
-                    agreement.beat()    # a step is done: that limit, too, begins anew
+                    coordination.heartbeat()    # a step is done: that limit, too, begins anew
 
-        A judge is inside one already, and blocks may be nested.  Leave out what waits for other ranks, or for nothing
-        of the storage's: who is stuck there is to be named within the time limit.
+        A coordinator is inside one already, and blocks may be nested.  Leave out what waits for other ranks, or for
+        nothing of the storage's: who is stuck there is to be named within the time limit.
         """
-        return self._signs.at_work()
+        return self._heartbeats.at_work()
 
 
-def next_agreement(
+def next_coordination(
     purpose: str, time_limit: float = DEFAULT_TIME_LIMIT, storage_limit: float = DEFAULT_STORAGE_LIMIT
-) -> Agreement:
+) -> Coordination:
     """The next sequence of meetings of all ranks of this job.  Every rank calls it once a save or load, first thing.
 
     Args:
         purpose: What for, and where: "save to /checkpoints/iter_0000010".
-        time_limit: See `Agreement`.
-        storage_limit: See `Agreement`.
+        time_limit: See `Coordination`.
+        storage_limit: See `Coordination`.
 
     Raises:
         ConfigurationError: A limit is not positive, or the ranks begin different things.
@@ -232,16 +232,16 @@ def next_agreement(
     """
     check_limits(time_limit, storage_limit)
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return Agreement(purpose, 0, 1, time_limit)
+        return Coordination(purpose, 0, 1, time_limit)
     job = incarnation()
     try:
         name = job.join("call", purpose, "", (time_limit, storage_limit)).name
         store = job.store(time_limit, "call")
-        agreement = Agreement(name, job.rank, job.world_size, time_limit, store, storage_limit)
-        agreement.make_up()
+        coordination = Coordination(name, job.rank, job.world_size, time_limit, store, storage_limit)
+        coordination.make_up()
     except STORE_ERRORS as error:
         raise lost(error, purpose, job.rank) from error
-    return agreement
+    return coordination
 
 
 def check_limits(time_limit: float, storage_limit: float) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
-from mbridge_fsdp_ckpt.coordination.coordination import Agreement, check_limits
+from mbridge_fsdp_ckpt.coordination.coordination import Coordination, check_limits
 from mbridge_fsdp_ckpt.coordination.heartbeat import STORE_ERRORS, key_of
 from mbridge_fsdp_ckpt.coordination.incarnation import Incarnation, Opened, connection, incarnation
 from mbridge_fsdp_ckpt.coordination.meeting import lost
@@ -27,43 +27,43 @@ class _Joining:
     _asking: threading.Lock = field(default_factory=threading.Lock)
     _found: Opened | CheckpointError | None = field(default=None)
 
-    def join(self, seat: Seat, note: str = "") -> Opened:
+    def join(self, participant: Participant, note: str = "") -> Opened:
         """See `Incarnation.join`; the same answer, or error, for all that ask."""
         with self._asking:
             if self._found is None:
-                limits = seat.time_limit, seat.storage_limit
+                limits = participant.time_limit, participant.storage_limit
                 try:
-                    self._found = self.job.join("async", seat.purpose, note, limits)
+                    self._found = self.job.join("async", participant.purpose, note, limits)
                 except CheckpointError as error:
                     self._found = error
                 except STORE_ERRORS as error:
-                    self._found = lost(error, seat.purpose, seat.rank)
+                    self._found = lost(error, participant.purpose, participant.rank)
             if isinstance(self._found, CheckpointError):
                 raise self._found
             return self._found
 
-    def first_says(self, seat: Seat, word: str, about: str) -> str:
-        """See `Seat.first_says`."""
-        store, key = self.job.store(seat.time_limit, "call"), f"{self.join(seat).name}/{about}"
+    def first_says(self, participant: Participant, word: str, about: str) -> str:
+        """See `Participant.first_says`."""
+        store, key = self.job.store(participant.time_limit, "call"), f"{self.join(participant).name}/{about}"
         said = store.compare_set(key, "", word).decode()
         self.job.asked.append(key)
         if len(self.job.asked) > 2:  # nobody is two questions behind
             spent = self.job.asked.pop(0)
-            if seat.rank == 0:
+            if participant.rank == 0:
                 store.delete_key(spent)
         return said
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """One rank's seat in a sequence of meetings: whoever has it can take it.
+class Participant:
+    """A rank's part in a sequence of meetings, as data: another process can attend in its place.
 
     Args:
         purpose: What the sequence is for, and where.
         rank: The rank.
         world_size: All ranks.
-        time_limit: See `Agreement`.
-        storage_limit: See `Agreement`.
+        time_limit: See `Coordination`.
+        storage_limit: See `Coordination`.
         host: Who serves the rendezvous store; empty with a single rank, as what follows.
         port: And where.
         named: The name of the sequence, or who knows it.
@@ -80,7 +80,7 @@ class Seat:
 
     @classmethod
     def next(cls, purpose: str, time_limit: float, storage_limit: float) -> Self:
-        """The seat of this rank in the next sequence; every rank calls it once for each.
+        """The participant of this rank in the next sequence; every rank calls it once for each.
 
         The store is not asked yet: it would answer thousands of ranks while they all wait to train on.
 
@@ -146,7 +146,7 @@ class Seat:
             raise lost(error, self.purpose, self.rank) from error
 
     def vouch(self) -> None:
-        """Give a sign of life for whoever is about to take the seat.  Of the rank's own process.
+        """Give a heartbeat for the process that is about to attend.  Of the rank's own process.
 
         Raises:
             CheckpointError: See `name`.
@@ -158,20 +158,22 @@ class Seat:
         except STORE_ERRORS as error:
             raise lost(error, self.purpose, self.rank) from error
 
-    def take(self) -> Agreement:
-        """Attend in the rank's place, over a connection of one's own: see `Agreement.close`.
+    def take(self) -> Coordination:
+        """Attend in the rank's place, over a connection of one's own: see `Coordination.close`.
 
         Raises:
             CheckpointError: See `name`.
         """
         name, limits = self.name, (self.time_limit, self.storage_limit)
         if not name:
-            return Agreement(self.purpose, 0, 1, limits[0], storage_limit=limits[1])
+            return Coordination(self.purpose, 0, 1, limits[0], storage_limit=limits[1])
         own = connection(self.host, self.port, limits[0])
-        agreement = Agreement(name, self.rank, self.world_size, limits[0], own.within(limits[0]), limits[1], owned=own)
+        coordination = Coordination(
+            name, self.rank, self.world_size, limits[0], own.within(limits[0]), limits[1], owned=own
+        )
         try:
-            agreement.make_up()
+            coordination.make_up()
         except STORE_ERRORS as error:
-            agreement.close()
+            coordination.close()
             raise lost(error, self.purpose, self.rank) from error
-        return agreement
+        return coordination

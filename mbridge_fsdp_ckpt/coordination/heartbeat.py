@@ -1,9 +1,9 @@
-"""Signs of life: what a rank gives while it works, and how long others wait for it.
+"""Heartbeats: what a rank gives while it works, and how long others wait for it.
 
-Two threads of a rank give them.  The one that works does after each step (`Signs.give`).  While it is inside a single
-call of the storage, which may take minutes (a flush, a rename), the pulse does it in its place (`Signs.at_work`): for
-as long as the last step of the work is not older than the storage limit.  A process that died has no pulse, and one
-that is stuck for good loses it.
+Two threads of a rank give them.  The one that works does after each step (`Heartbeats.give`).  While it is inside a
+single call of the storage, which may take minutes (a flush, a rename), the pulse does it in its place
+(`Heartbeats.at_work`): for as long as the last step of the work is not older than the storage limit.  A process that
+died has no pulse, and one that is stuck for good loses it.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from mbridge_fsdp_ckpt.coordination.connection import Store
 STORE_ERRORS = dist.DistError, ConnectionError, OSError
 """What a call of the rendezvous store raises once nobody serves it any more."""
 
-_SELDOM = 5.0  # seconds between signs, where the limit is long
-_PER_SECOND = 1000  # signs that all ranks together give, at most
+_SELDOM = 5.0  # seconds between heartbeats, where the limit is long
+_PER_SECOND = 1000  # heartbeats that all ranks together give, at most
 _log = logging.getLogger(__name__)
 
 
 def key_of(name: str) -> str:
-    """Where the signs of life in a sequence of meetings are counted: one counter for all sequences of a kind."""
+    """Where the heartbeats in a sequence of meetings are counted: one counter for all sequences of a kind."""
     return f"{name.rpartition('/')[0] or name}/beats"
 
 
-class Signs:
-    """The signs of life of all ranks in one sequence of meetings: a number in the store, which each adds to.
+class Heartbeats:
+    """The heartbeats of all ranks in one sequence of meetings: a number in the store, which each adds to.
 
     Args:
         store: The store; None with a single rank.
         name: The sequence's.
         time_limit: Seconds without any sign after which who waits gives up.
         storage_limit: Seconds without a step of a rank's own after which its pulse stops.
-        world_size: Ranks that give signs: the more, the more seldom each does.
+        world_size: Ranks that give heartbeats: the more, the more seldom each does.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Signs:
             self._store.add(self._key, 1)
 
     def count(self) -> int:
-        """How many signs all ranks have given."""
+        """How many heartbeats all ranks have given."""
         return 0 if self._store is None else self._store.add(self._key, 0)
 
     @contextmanager
@@ -83,7 +83,7 @@ class Signs:
             yield
             return
         over = threading.Event()
-        pulse = threading.Thread(target=self._pulse, args=(self._store, over), name="signs of life", daemon=True)
+        pulse = threading.Thread(target=self._pulse, args=(self._store, over), name="heartbeats", daemon=True)
         self._has_pulse = True
         pulse.start()
         try:
@@ -100,24 +100,24 @@ class Signs:
             try:
                 store.add(self._key, 1)
             except STORE_ERRORS as error:  # the next meeting raises it
-                _log.info("no more signs of life can be given: %s", error)
+                _log.info("no more heartbeats can be given: %s", error)
                 return
 
 
 class Watch:
-    """Time since the start or since the last sign of life of any rank, as far as this process was running.
+    """Time since the start or since the last heartbeat of any rank, as far as this process was running.
 
     A process that was stopped, or whose host was, must not take the others for dead when it goes on: of the time
     between two looks, which follow each other every fraction of the limit, no more than a quarter of it counts.
 
     Args:
-        signs: What to look at.
+        heartbeats: What to look at.
         limit: Seconds without a sign until it is over.
     """
 
-    def __init__(self, signs: Signs, limit: float) -> None:
-        self._signs, self._limit = signs, limit
-        self._last_look, self._waited, self._signs_seen = time.monotonic(), 0.0, -1
+    def __init__(self, heartbeats: Heartbeats, limit: float) -> None:
+        self._heartbeats, self._limit = heartbeats, limit
+        self._last_look, self._waited, self._heartbeats_seen = time.monotonic(), 0.0, -1
         self._next_count, self._count_every = self._last_look, min(1.0, limit / 8)
 
     def over(self) -> bool:
@@ -127,7 +127,7 @@ class Watch:
         self._last_look = now
         if now >= self._next_count:
             self._next_count = now + self._count_every
-            count = self._signs.count()
-            if count != self._signs_seen:
-                self._signs_seen, self._waited = count, 0.0
+            count = self._heartbeats.count()
+            if count != self._heartbeats_seen:
+                self._heartbeats_seen, self._waited = count, 0.0
         return self._waited > self._limit

@@ -32,9 +32,9 @@ import torch.distributed as dist
 
 from mbridge_fsdp_ckpt.coordination import meeting
 from mbridge_fsdp_ckpt.coordination.connection import Connection, Store
-from mbridge_fsdp_ckpt.coordination.heartbeat import STORE_ERRORS, Signs, Watch
+from mbridge_fsdp_ckpt.coordination.heartbeat import STORE_ERRORS, Heartbeats, Watch
 from mbridge_fsdp_ckpt.coordination.meeting import Meeting, a_while, wait_for
-from mbridge_fsdp_ckpt.coordination.protocol import VERDICT
+from mbridge_fsdp_ckpt.coordination.protocol import DECISION
 from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError, RankMissingError
 
 _ROOT = "mbridge_fsdp_ckpt"
@@ -49,7 +49,7 @@ KEPT = 2
 """Sequences of a kind of which the keys are still there when rank 0 opens another."""
 
 Kind = Literal["call", "async"]
-"""Sequences of calls that ranks wait in, and of saves that go on beside the training, are numbered separately."""
+"""Sequences of calls that ranks wait in, and of saves that go on asynchronously, are numbered separately."""
 
 
 class Opened(NamedTuple):
@@ -127,7 +127,7 @@ class Incarnation:
             kind: See `Kind`.
             purpose: What this rank begins, and where.
             note: See `Opened`, of rank 0.
-            limits: `Agreement.time_limit` and `Agreement.storage_limit`.
+            limits: `Coordination.time_limit` and `Coordination.storage_limit`.
 
         Raises:
             ConfigurationError: The ranks begin different things.
@@ -148,7 +148,7 @@ class Incarnation:
     def _told(self, entry: Connection, limit: float) -> str:
         """The name that rank 0 has drawn."""
         store, token = entry.within(limit), uuid.uuid4().hex
-        answer, watch = f"{_ANSWERS}/{token}", Watch(Signs(None, "", limit, limit, 1), limit)
+        answer, watch = f"{_ANSWERS}/{token}", Watch(Heartbeats(None, "", limit, limit, 1), limit)
         try:
             store.queue_push(_QUEUE, json.dumps([self.rank, token]))
             while not wait_for(store, [answer], a_while(limit)):
@@ -250,8 +250,8 @@ class _Sequences:
     def join(self, purpose: str, time_limit: float, storage_limit: float) -> Opened:
         """Of all others: the one that rank 0 has opened for the same purpose."""
         store = self.job.store(time_limit, self.kind)
-        signs = Signs(store, f"{self.name}/0", time_limit, storage_limit, self.job.world_size)
-        watch = Watch(signs, time_limit + meeting.GRACE)
+        heartbeats = Heartbeats(store, f"{self.name}/0", time_limit, storage_limit, self.job.world_size)
+        watch = Watch(heartbeats, time_limit + meeting.GRACE)
         differs: CheckpointError | None = None
         while True:
             found = self._next(store, purpose, time_limit)
@@ -263,8 +263,8 @@ class _Sequences:
             if found is not None:
                 self._last = found.number
                 if not store.check([f"{found.name}/over"]):
-                    differs = self._fail(store, signs, found, self._differs(found, purpose), time_limit)
-                    watch = Watch(Signs(None, "", 1.0, 1.0, 1), min(_SECOND_THOUGHT, 2 * time_limit))
+                    differs = self._fail(store, heartbeats, found, self._differs(found, purpose), time_limit)
+                    watch = Watch(Heartbeats(None, "", 1.0, 1.0, 1), min(_SECOND_THOUGHT, 2 * time_limit))
             elif watch.over():
                 raise differs or _absent(repr(purpose), time_limit, self.job.rank)
 
@@ -289,10 +289,12 @@ class _Sequences:
             remedy="Call save and load in the same order and with the same directory on every rank.",
         )
 
-    def _fail(self, store: Store, signs: Signs, found: Opened, error: CheckpointError, limit: float) -> CheckpointError:
+    def _fail(
+        self, store: Store, heartbeats: Heartbeats, found: Opened, error: CheckpointError, limit: float
+    ) -> CheckpointError:
         """Let a sequence that this rank will not join fail on all that have; returns what it failed with."""
         rank, size, name = self.job.rank, self.job.world_size, f"{found.name}/1"
-        met = Meeting(store, name, "beginning", rank, size, limit, signs, lambda: None, hosts_of(name))
+        met = Meeting(store, name, "beginning", rank, size, limit, heartbeats, lambda: None, hosts_of(name))
         told = met.meet({"failed": error.to_wire()}, lambda whole: None, lambda messages: None)
         met.leave()
         return CheckpointError.from_wire(told["failed"]) if "failed" in told else error
@@ -300,7 +302,7 @@ class _Sequences:
 
 def end_without(store: Store, name: str, error: CheckpointError) -> None:
     """End a sequence that rank 0 has begun and could not attend: whoever still joins it hears why."""
-    store.compare_set(f"{name}/1/{VERDICT}", "", json.dumps({"failed": error.to_wire()}))
+    store.compare_set(f"{name}/1/{DECISION}", "", json.dumps({"failed": error.to_wire()}))
     store.set(f"{name}/over", "")
 
 

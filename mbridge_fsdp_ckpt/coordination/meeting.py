@@ -1,7 +1,7 @@
 """One meeting in the job's rendezvous store (`TCPStore` under torchrun): makes the requests that `protocol` asks for.
 
-Who waits for the verdict waits inside the store, which answers when it is there: no request while nothing happens.
-The few that gather messages look instead, less and less often: they must see a verdict, too, that comes before them.
+Who waits for the decision waits inside the store, which answers when it is there: no request while nothing happens.
+The few that gather messages look instead, less and less often: they must see a decision, too, that comes before them.
 
 A wait holds this process's connection, so it is cut in slices.  These are long: one that ends without an answer leaves
 two lines of torch's in the log, for which torch looks up the server's name (2.13 `socket.cpp`).
@@ -21,16 +21,16 @@ import torch.distributed as dist
 
 from mbridge_fsdp_ckpt.coordination import protocol
 from mbridge_fsdp_ckpt.coordination.connection import Store
-from mbridge_fsdp_ckpt.coordination.heartbeat import STORE_ERRORS, Signs, Watch
-from mbridge_fsdp_ckpt.coordination.messages import Combining, Judging, Wire, combined, judged
+from mbridge_fsdp_ckpt.coordination.heartbeat import STORE_ERRORS, Heartbeats, Watch
+from mbridge_fsdp_ckpt.coordination.messages import Combining, Deciding, Wire, combined, decided
 from mbridge_fsdp_ckpt.coordination.protocol import (
+    FENCED,
     NAMES,
     OUTCOME,
-    SEALED,
     Combine,
+    Decide,
     Drop,
     Gather,
-    Judge,
     Late,
     Missing,
     Patience,
@@ -54,7 +54,7 @@ _RENEWED = 60.0  # seconds after which rank 0, while it waits, does what it does
 
 _log = logging.getLogger(__name__)
 
-Thinking = Callable[[Combine | Judge], Wire[Any]]
+Thinking = Callable[[Combine | Decide], Wire[Any]]
 
 
 @dataclass(slots=True)
@@ -67,8 +67,8 @@ class Meeting:
         phase: What the meeting is for, in errors.
         rank: This rank.
         world_size: All ranks.
-        time_limit: See `Agreement`.
-        signs: Signs of life of all ranks.
+        time_limit: See `Coordination`.
+        heartbeats: Heartbeats of all ranks.
         renew: What rank 0 does now and then while it waits.
         hosts: Below this key, ranks write what host they are on.
     """
@@ -79,7 +79,7 @@ class Meeting:
     rank: int
     world_size: int
     time_limit: float
-    signs: Signs
+    heartbeats: Heartbeats
     renew: Callable[[], None]
     hosts: str
     _watch: Watch = field(init=False)
@@ -87,53 +87,53 @@ class Meeting:
     _renewed: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self._watch, self._renewed = Watch(self.signs, self.time_limit), time.monotonic()
+        self._watch, self._renewed = Watch(self.heartbeats, self.time_limit), time.monotonic()
 
-    def meet[M, V](self, wire: Wire[M], judge: Judging[M, V], combine: Combining[M]) -> Wire[V]:
-        """Bring what this rank has to say; returns the verdict."""
+    def meet[M, V](self, wire: Wire[M], decide: Deciding[M, V], combine: Combining[M]) -> Wire[V]:
+        """Bring what this rank has to say; returns the decision."""
 
-        def think(request: Combine | Judge) -> Wire[Any]:
+        def think(request: Combine | Decide) -> Wire[Any]:
             messages = [json.loads(message) for message in request.messages]
-            with self.signs.at_work():
+            with self.heartbeats.at_work():
                 whole = combined(messages, combine, self.phase, self.rank)
-                return whole if isinstance(request, Combine) else judged(whole, judge, self.phase)
+                return whole if isinstance(request, Combine) else decided(whole, decide, self.phase)
 
         try:
             if "failed" in wire:
                 steps = protocol.fail(self._node, json.dumps(wire))
             else:
                 steps = protocol.attend(self._node, json.dumps(wire["value"]))
-            verdict: Wire[V] = json.loads(self._run(steps, think))
+            decision: Wire[V] = json.loads(self._run(steps, think))
         except STORE_ERRORS as error:
             return {"failed": lost(error, self.phase, self.rank).to_wire()}
-        return verdict
+        return decision
 
-    def seal(self) -> None:
+    def fence(self) -> None:
         """Nobody gives up any more.
 
         Raises:
             CheckpointError: Somebody has, or has failed.
         """
-        if self._answer(Settle(OUTCOME, SEALED)) != SEALED:
-            verdict = json.loads(self._run(protocol.follow(self._node), _nothing_to_think))
-            raise CheckpointError.from_wire(verdict["failed"])
+        if self._answer(Settle(OUTCOME, FENCED)) != FENCED:
+            decision = json.loads(self._run(protocol.follow(self._node), _nothing_to_think))
+            raise CheckpointError.from_wire(decision["failed"])
 
-    def was_sealed(self) -> bool:
+    def was_fenced(self) -> bool:
         """Whether nobody gave up, as far as can be told."""
         try:
-            return bool(self._answer(Read(OUTCOME, waits=False)) == SEALED)
+            return bool(self._answer(Read(OUTCOME, waits=False)) == FENCED)
         except STORE_ERRORS:
             return True  # nobody knows
 
     def leave(self) -> None:
-        """Say that this rank has read the verdict; rank 0 stays until the others have."""
+        """Say that this rank has read the decision; rank 0 stays until the others have."""
         try:
             if self.rank == 0:
                 wait_for(self.store, [self._at("left")], min(_LAST_WORD, self.time_limit))
             elif self.store.add(self._at("read"), 1) == self.world_size - 1:
                 self.store.set(self._at("left"), "")
-        except STORE_ERRORS as error:  # the verdict is known here, and that is all that counts
-            _log.info("rank 0 does not hear that rank %d read its verdict: %s", self.rank, error)
+        except STORE_ERRORS as error:  # the decision is known here, and that is all that counts
+            _log.info("rank 0 does not hear that rank %d read its decision: %s", self.rank, error)
 
     def keys(self, *, failed: bool) -> list[str]:
         """The keys of this meeting that stay when it is over, and that this rank deletes later.
@@ -141,7 +141,7 @@ class Meeting:
         Args:
             failed: Whether it failed: who gathers messages deletes them otherwise.
         """
-        common = (protocol.VERDICT, OUTCOME, protocol.NAMED, "read", "left") if self.rank == 0 else ()
+        common = (protocol.DECISION, OUTCOME, protocol.NAMED, "read", "left") if self.rank == 0 else ()
         own = (protocol.message_of(self.rank), protocol.here(self.rank)) if failed else ()
         return [self._at(key) for key in (*common, *own)]
 
@@ -160,11 +160,11 @@ class Meeting:
                 request = steps.send(answer)
             except StopIteration as stop:
                 return str(stop.value)
-            if not isinstance(request, Combine | Judge):
+            if not isinstance(request, Combine | Decide):
                 answer = self._answer(request)
                 continue
             wire = think(request)
-            if isinstance(request, Judge):
+            if isinstance(request, Decide):
                 answer = json.dumps(wire)
             elif "failed" in wire:
                 steps, answer = protocol.fail(self._node, json.dumps(wire)), None
@@ -187,11 +187,11 @@ class Meeting:
                 for key in keys:
                     self.store.delete_key(self._at(key))
             case Patience(for_messages):
-                self._watch = Watch(self.signs, self.time_limit + (0.0 if for_messages else GRACE))
+                self._watch = Watch(self.heartbeats, self.time_limit + (0.0 if for_messages else GRACE))
             case Late():
                 return self._watch.over()
-            case Missing(absent, sealed):
-                return json.dumps({"failed": self._missing(absent, sealed=sealed)})
+            case Missing(absent, fenced):
+                return json.dumps({"failed": self._missing(absent, fenced=fenced)})
         return None
 
     def _look(self, keys: list[str]) -> list[str] | None:
@@ -202,7 +202,7 @@ class Meeting:
         self._pause = min(self._pause * _LONGER, _LOOKS[1], self.time_limit / 8)
         if self.rank == 0 and time.monotonic() - self._renewed > _RENEWED:
             self._renewed = time.monotonic()
-            with self.signs.at_work():
+            with self.heartbeats.at_work():
                 self.renew()
         return None
 
@@ -210,14 +210,14 @@ class Meeting:
         is_there = wait_for(self.store, [key], a_while(self.time_limit)) if waits else self.store.check([key])
         return self.store.get(key).decode() if is_there else None
 
-    def _missing(self, absent: tuple[int, ...], *, sealed: bool) -> ErrorData:
+    def _missing(self, absent: tuple[int, ...], *, fenced: bool) -> ErrorData:
         named = ", ".join(map(self._with_host, absent[:NAMES])) + (", ..." if len(absent) > NAMES else "")
-        stalled = sealed or (absent == (0,) and self._answer(There(protocol.here(0))))
+        stalled = fenced or (absent == (0,) and self._answer(There(protocol.here(0))))
         remedy = "Look at the logs of these ranks; raise the time limit if they were only slow."
         return RankMissingError(
             expected=f"all {self.world_size} ranks at {self.phase!r} within {self.time_limit:g} s",
-            found=f"no {'verdict' if stalled else 'sign'} of rank {named}",
-            remedy=f"It was about to finish: look whether the checkpoint is there. {remedy}" if sealed else remedy,
+            found=f"no {'decision' if stalled else 'sign'} of rank {named}",
+            remedy=f"It was about to finish: look whether the checkpoint is there. {remedy}" if fenced else remedy,
         ).to_wire()
 
     def _with_host(self, rank: int) -> str:
@@ -226,7 +226,7 @@ class Meeting:
 
 
 def a_while(time_limit: float) -> float:
-    """Seconds of one wait inside the store: then who waits looks for signs of life."""
+    """Seconds of one wait inside the store: then who waits looks for heartbeats."""
     return min(_SLICE, time_limit / 8)
 
 
@@ -257,5 +257,5 @@ def lost(error: BaseException, phase: str, rank: int) -> RankMissingError:
     )
 
 
-def _nothing_to_think(request: Combine | Judge) -> Wire[Any]:
+def _nothing_to_think(request: Combine | Decide) -> Wire[Any]:
     raise AssertionError(request)

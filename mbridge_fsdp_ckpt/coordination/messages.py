@@ -1,4 +1,4 @@
-"""What crosses between ranks: messages and verdicts as bounded data, and errors in their place."""
+"""What crosses between ranks: messages and decisions as bounded data, and errors in their place."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypedDict
 
 from mbridge_fsdp_ckpt.errors import CheckpointError, ErrorData, InternalError, describe_unexpected
 
-type Judging[M, V] = Callable[[M], V]
+type Deciding[M, V] = Callable[[M], V]
 """Called on rank 0 with the messages of all ranks, combined; its answer, or the error it raises, is everybody's."""
 
 type Combining[M] = Callable[[list[M]], M]
@@ -58,9 +58,9 @@ def combined[M](messages: list[M], combine: Combining[M], phase: str, rank: int)
     return _tried(lambda: combine(messages), phase, rank)
 
 
-def judged[M, V](wire: Wire[M], judge: Judging[M, V], phase: str) -> Wire[V]:
-    """The verdict, as data: an error that was brought, the judge's answer, or whatever the judge raised."""
-    return {"failed": wire["failed"]} if "failed" in wire else _tried(lambda: judge(wire["value"]), phase, 0)
+def decided[M, V](wire: Wire[M], decide: Deciding[M, V], phase: str) -> Wire[V]:
+    """The decision, as data: an error that a rank brought, or what the coordinator returned or raised."""
+    return {"failed": wire["failed"]} if "failed" in wire else _tried(lambda: decide(wire["value"]), phase, 0)
 
 
 def _tried[T](action: Callable[[], T], phase: str, rank: int) -> Wire[T]:
@@ -73,4 +73,4 @@ def _tried[T](action: Callable[[], T], phase: str, rank: int) -> Wire[T]:
 
 
 def nothing(message: object) -> None:
-    """Judges, or combines, messages that say no more than that their rank has come."""
+    """Decides on, or combines, messages that say no more than that their rank has come."""

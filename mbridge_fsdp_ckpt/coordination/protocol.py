@@ -1,18 +1,18 @@
 """What a rank does at a meeting, as a sequence of requests to the store; `meeting` makes them, tests explore them.
 
-Ranks form a tree.  Messages are combined on the way to rank 0, which judges; everybody waits for one verdict.
+Ranks form a tree.  Messages are combined on the way to rank 0, which decides; everybody waits for one decision.
 
     rank r with children            a leaf                    rank 0
       gather its children's           put its message           gather its children's
-      put all of them combined                                  judge, seal, publish the verdict
-      read the verdict                read the verdict
+      put all of them combined                                  decide, fence, publish the decision
+      read the decision                read the decision
 
 Two keys are written once for all, by whoever comes first, and decide what holds:
 
-    outcome    sealed, a rank's error, or "r names who is missing"
+    outcome    fenced, a rank's error, or "r names who is missing"
     named      only after the last: who is missing; or, where r came to nothing meanwhile, r
 
-Who has written what holds also publishes it as the verdict, so that the others wait for one key alone.  Nobody needs
+Who has written what holds also publishes it as the decision, so that the others wait for one key alone.  Nobody needs
 it: who waits in vain finds what holds in the two keys.
 """
 
@@ -29,8 +29,8 @@ ARITY = 32
 NAMES = 32
 """Missing ranks that are named; there may be more."""
 
-VERDICT, OUTCOME, NAMED = "verdict", "outcome", "named"
-SEALED = json.dumps("sealed")
+DECISION, OUTCOME, NAMED = "decision", "outcome", "named"
+FENCED = json.dumps("fenced")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class Patience:
     """Begin a limit.  Answer: None.
 
     Args:
-        for_messages: Of who waits for messages, and is to give up before who waits for the verdict alone.
+        for_messages: Of who waits for messages, and is to give up before who waits for the decision alone.
     """
 
     for_messages: bool = False
@@ -132,25 +132,25 @@ class Patience:
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """Answer: whether the limit has passed without a sign of life."""
+    """Answer: whether the limit has passed without a heartbeat."""
 
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """Answer: the verdict that names ranks of which no sign has come.
+    """Answer: the decision that names ranks of which no sign has come.
 
     Args:
         absent: The ranks.
-        sealed: Whether what the meeting was about may have been done.
+        fenced: Whether what the meeting was about may have been done.
     """
 
     absent: tuple[int, ...]
-    sealed: bool = False
+    fenced: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Judge:
-    """Let the judge decide, on rank 0; it may seal the outcome itself.  Answer: what it says, as text."""
+class Decide:
+    """Let the coordinator decide, on rank 0; it may fence the outcome itself.  Answer: what it says, as text."""
 
     messages: tuple[str, ...]
 
@@ -162,32 +162,32 @@ class Combine:
     messages: tuple[str, ...]
 
 
-Request = Put | Settle | Gather | Read | There | Drop | Patience | Late | Missing | Judge | Combine
+Request = Put | Settle | Gather | Read | There | Drop | Patience | Late | Missing | Decide | Combine
 Steps = Generator[Request, Any, str]
-"""Requests, and what the meeting came to in the end: a verdict."""
+"""Requests, and what the meeting came to in the end: a decision."""
 
 
 def attend(node: Node, own: str) -> Steps:
-    """Everything that a rank does at one meeting, from its own message to the verdict."""
+    """Everything that a rank does at one meeting, from its own message to the decision."""
     below = tuple(map(message_of, node.children))
     messages = (own,)
     if below:
         yield Put(here(node.rank), "")
         yield Patience(for_messages=True)
         while (found := (yield Gather(below))) is None:
-            if (verdict := (yield Read(VERDICT, waits=False))) is not None:
-                return str(verdict)
+            if (decision := (yield Read(DECISION, waits=False))) is not None:
+                return str(decision)
             if (yield Late()):
                 return (yield from _give_up(node))
         messages += tuple(found)
     if node.rank:
         yield Put(message_of(node.rank), (yield Combine(messages)))
-        verdict = yield from follow(node)
+        decision = yield from follow(node)
     else:
-        verdict = yield from _end(node, SEALED, (yield Judge(messages)))
+        decision = yield from _end(node, FENCED, (yield Decide(messages)))
     if below:  # not before: until then they tell who has arrived
         yield Drop((*below, here(node.rank)))
-    return str(verdict)
+    return str(decision)
 
 
 def fail(node: Node, error: str) -> Steps:
@@ -200,22 +200,22 @@ def failed(node: Node, error: str) -> str:
     return json.dumps([node.rank, error])
 
 
-def _end(node: Node, outcome: str, verdict: str) -> Steps:
-    """Publish a verdict if its outcome is the first."""
+def _end(node: Node, outcome: str, decision: str) -> Steps:
+    """Publish a decision if its outcome is the first."""
     held = yield Settle(OUTCOME, outcome)
     if held != outcome:
         return (yield from follow(node))
-    yield Put(VERDICT, verdict)
-    return verdict
+    yield Put(DECISION, decision)
+    return decision
 
 
 def follow(node: Node) -> Steps:
-    """Wait for the verdict."""
+    """Wait for the decision."""
     yield Patience()
-    while (verdict := (yield Read(VERDICT))) is None:
+    while (decision := (yield Read(DECISION))) is None:
         if (yield Late()):
             return (yield from _give_up(node))
-    return str(verdict)
+    return str(decision)
 
 
 def _give_up(node: Node) -> Steps:
@@ -225,10 +225,10 @@ def _give_up(node: Node) -> Steps:
     if held == own:
         return (yield from _name((yield from _absent(node))))
     yield Patience()
-    while (verdict := (yield Read(VERDICT))) is None:
+    while (decision := (yield Read(DECISION))) is None:
         if (yield Late()):
             return (yield from _without(held))
-    return str(verdict)
+    return str(decision)
 
 
 def _without(outcome: str) -> Steps:
@@ -237,15 +237,15 @@ def _without(outcome: str) -> Steps:
     if isinstance(held, int):
         return (yield from _name([held]))
     if isinstance(held, list):
-        yield Put(VERDICT, held[1])
+        yield Put(DECISION, held[1])
         return str(held[1])
-    return str((yield Missing((0,), sealed=True)))  # it may have been done, and nobody can know
+    return str((yield Missing((0,), fenced=True)))  # it may have been done, and nobody can know
 
 
 def _name(absent: Sequence[int]) -> Steps:
     """Publish who is missing; the first to say so is believed."""
     held = yield Settle(NAMED, (yield Missing(tuple(absent))))
-    yield Put(VERDICT, held)
+    yield Put(DECISION, held)
     return str(held)
 
 

@@ -1,7 +1,7 @@
-"""What ranks tell each other about their plans, bounded, and how rank 0 judges it.
+"""What ranks tell each other about their plans, bounded, and how rank 0 decides it.
 
-Each rank adds up sketches of its blocks in a fixed number of buckets, by key.  A block's sketch has three parts; added
-up over all ranks, each is zero if
+Each rank adds up fingerprints of its blocks in a fixed number of buckets, by key.  A block's fingerprint has three
+parts; added up over all ranks, each is zero if
 
     replicas    every replica that somebody holds tiles the tensor by itself
     writers     the blocks that are written tile it, too
@@ -9,7 +9,7 @@ up over all ranks, each is zero if
 
 Where every bucket is zero, each element of each tensor is written once, or by ranks that know nothing of each other
 at all: the index then has a key's first element twice, which `merged` sees when all have written.  Otherwise the ranks
-name their blocks in the bad buckets, and these are judged one by one: a tensor that only some ranks hold is in order
+name their blocks in the bad buckets, and these are decided one by one: a tensor that only some ranks hold is in order
 if its writer is one of them.
 """
 
@@ -29,7 +29,7 @@ from mbridge_fsdp_ckpt.plan.boxes import Box, Shape, whole
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
 from mbridge_fsdp_ckpt.plan.keys import Kind
 from mbridge_fsdp_ckpt.plan.layout import Axis
-from mbridge_fsdp_ckpt.plan.tiling import PRIME, TilingSketch, tiling_defect
+from mbridge_fsdp_ckpt.plan.tiling import PRIME, TilingFingerprint, tiling_defect
 
 BUCKETS = 256
 _KEYS_NAMED = 10
@@ -123,7 +123,7 @@ def in_buckets(shares: Iterable[tuple[str, int]]) -> list[int]:
     return buckets
 
 
-def sketch(blocks: Iterable[Block]) -> list[int]:
+def fingerprint(blocks: Iterable[Block]) -> list[int]:
     """One rank's buckets.
 
     Raises:
@@ -157,24 +157,24 @@ def _share(block: Block) -> int:
 
 
 def _part_of_tiling(identity: str, block: Block) -> int:
-    tiling = TilingSketch.of(identity, block.shape)
+    tiling = TilingFingerprint.of(identity, block.shape)
     part = tiling.of_box(block.box)
     return part - tiling.of_whole() if block.is_origin else part
 
 
-def added(sketches: Iterable[list[int]]) -> list[int]:
-    """Sketches of several ranks, as one."""
-    return [sum(column) % PRIME for column in zip(*sketches, strict=True)]
+def added(fingerprints: Iterable[list[int]]) -> list[int]:
+    """Fingerprints of several ranks, as one."""
+    return [sum(column) % PRIME for column in zip(*fingerprints, strict=True)]
 
 
-def remainders_of(sketch: list[int]) -> dict[int, int]:
+def remainders_of(fingerprint: list[int]) -> dict[int, int]:
     """Buckets that do not add up to zero, with their remainders."""
-    return {bucket: total for bucket, total in enumerate(sketch) if total}
+    return {bucket: total for bucket, total in enumerate(fingerprint) if total}
 
 
-def add(sketches: Iterable[list[int]]) -> dict[int, int]:
+def add(fingerprints: Iterable[list[int]]) -> dict[int, int]:
     """Buckets of all ranks that do not add up to zero, with their remainders."""
-    return remainders_of(added(sketches))
+    return remainders_of(added(fingerprints))
 
 
 def blocks_in(rank: int, blocks: Iterable[Block], buckets: Iterable[int]) -> Rows[BlockRow]:
@@ -189,13 +189,13 @@ def combine(messages: Sequence[Rows[BlockRow]]) -> Rows[BlockRow]:
 
 
 def _place(row: BlockRow) -> Place:
-    """What only some ranks hold is mostly in order, and is replicated: named first, so that all of it is judged."""
+    """What only some ranks hold is mostly in order, and is replicated: named first, so that all of it is decided."""
     block = Block.from_wire(row)
     return block.replica.count == 1 and not block.is_copy, block.key
 
 
-def judge(rows: Rows[BlockRow], remainders: Mapping[int, int]) -> None:
-    """Judge the blocks that ranks named one by one.
+def decide(rows: Rows[BlockRow], remainders: Mapping[int, int]) -> None:
+    """Decide the blocks that ranks named one by one.
 
     Args:
         rows: What `blocks_in` gave, combined.

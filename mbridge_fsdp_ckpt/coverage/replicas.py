@@ -91,7 +91,7 @@ def copy_of(block: Block, found: int) -> Copy:
     return Copy(block.key, block.box, block.replica, block.writes, found)
 
 
-def sketch(copies: Iterable[Copy]) -> list[int]:
+def fingerprint(copies: Iterable[Copy]) -> list[int]:
     """One rank's buckets."""
     return in_buckets((copy.key, copy.share) for copy in copies)
 
@@ -116,7 +116,7 @@ def mismatch(rows: Rows[CopyRow], remainders: Mapping[int, int]) -> CheckpointEr
 
     Args:
         rows: What `copies_in` gave, combined.
-        remainders: What `sketches.add` found of the sketches.
+        remainders: What `fingerprints.add` found of the fingerprints.
 
     Returns:
         `UnsupportedStateError` where a tensor that differs is cut by tensor parallelism, else `ReplicaMismatchError`.

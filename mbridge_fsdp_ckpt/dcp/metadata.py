@@ -190,11 +190,11 @@ class _View:
     def _add(self, key: str, path: KeyPath, entry: TensorStorageMetadata | BytesStorageMetadata) -> None:
         if key in self._state:
             raise UnsupportedStateError(
-                expected="one value of each name, as stock's view has them",
+                expected="one value of each name, as DCP metadata has them",
                 found="two",
                 remedy=remedy(
                     "Give the value another name.",
-                    "Or save without stock's view, which {dcp_metadata} chooses.",
+                    "Or save without DCP metadata, which {dcp_metadata} chooses.",
                     "Nothing was committed.",
                 ),
                 key=key,

@@ -80,7 +80,7 @@ def token() -> str:
 
 
 def payload_name(rank: int, suffix: str = "", file: int = 0) -> str:
-    """A rank's payload file; rank 0's second one has what stock's view says besides tensors."""
+    """A rank's payload file; rank 0's second one has what DCP metadata says besides tensors."""
     return f"__{rank}_{file}{suffix}.distcp"
 
 

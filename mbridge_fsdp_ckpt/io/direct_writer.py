@@ -42,7 +42,7 @@ class _UnderWay(NamedTuple):
     end: int
 
 
-class GrowingFile:
+class DirectWriter:
     """See `store.Growing`.  A file of one block needs no helpers: the caller writes it in the end.
 
     Args:

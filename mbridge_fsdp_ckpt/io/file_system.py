@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NoReturn
 
-from mbridge_fsdp_ckpt.io.direct_writer import GrowingFile
+from mbridge_fsdp_ckpt.io.direct_writer import DirectWriter
 from mbridge_fsdp_ckpt.io.held_path import HeldPath
 from mbridge_fsdp_ckpt.io.reading import FileReader
 
@@ -63,9 +63,9 @@ class FileSystem:
         """See `store.Store`."""
         return _OpenFile(_open(self.path))
 
-    def create(self) -> GrowingFile:
+    def create(self) -> DirectWriter:
         """See `store.Store`."""
-        return GrowingFile(self.path)
+        return DirectWriter(self.path)
 
     def replace(self, data: bytes) -> None:
         """See `store.Store`."""

@@ -92,7 +92,7 @@ class _UnderWay(NamedTuple):
     memory: mmap.mmap
 
 
-class ReadAhead:
+class Prefetch:
     """Reads ranges of files ahead, for one thread that takes them in order.  What it leaves out is skipped.
 
     Args:

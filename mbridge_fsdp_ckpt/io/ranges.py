@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, InternalError
 from mbridge_fsdp_ckpt.io.checksums import HASHED_AT_ONCE, Hashes
-from mbridge_fsdp_ckpt.io.prefetch import Range, ReadAhead
+from mbridge_fsdp_ckpt.io.prefetch import Prefetch, Range
 from mbridge_fsdp_ckpt.io.store import AnyPath, Ranges, Reader, is_local, store_of
 
 Bytes = npt.NDArray[np.uint8]
@@ -95,7 +95,7 @@ class OpenFiles:
 
     def __init__(self) -> None:
         self._files: OrderedDict[AnyPath, Ranges] = OrderedDict()
-        self._ahead: ReadAhead | None = None
+        self._ahead: Prefetch | None = None
 
     @contextmanager
     def reading_ahead(self, ranges: Iterable[Range]) -> Iterator[None]:
@@ -108,7 +108,7 @@ class OpenFiles:
         if not local:
             yield
             return
-        self._ahead = ReadAhead(local, self._reader)
+        self._ahead = Prefetch(local, self._reader)
         try:
             yield
         finally:

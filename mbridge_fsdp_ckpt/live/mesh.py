@@ -53,7 +53,7 @@ def _names_of(index: Any) -> dict[Dimension, str | None]:
     return {"tensor": index.tp_dim, "outer": index.dp_outer_dim, "shard": index.dp_shard_dim}
 
 
-def mates(fsdp_module: Any, along: tuple[str, ...], *, expert: bool, whole: bool = False) -> list[int]:
+def peers(fsdp_module: Any, along: tuple[str, ...], *, expert: bool, whole: bool = False) -> list[int]:
     """Global ranks that hold the very same elements, in order, this one among them; the same on each of them.
 
     Copies of weights that experts share, on ranks of other experts, are left out: their mesh does not name those.

@@ -66,7 +66,7 @@ class PlannedTensors(NamedTuple):
         items = zip(self.plans, self.tensors, strict=True)
         return [Planned(plan, tensor, is_buffer) for (plan, is_buffer), tensor in items]
 
-    def held_still(self) -> PlannedTensors:
+    def with_buffers_copied(self) -> PlannedTensors:
         """The same with copies of buffers: a forward pass may change them."""
         items = zip(self.plans, self.tensors, strict=True)
         return self._replace(tensors=[tensor.clone() if is_buffer else tensor for (_, is_buffer), tensor in items])

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from mbridge_fsdp_ckpt.families.naming import is_expert_name
-from mbridge_fsdp_ckpt.live.mesh import mates
+from mbridge_fsdp_ckpt.live.mesh import peers
 from mbridge_fsdp_ckpt.plan.slices import Component, ParameterPlan
 
 Ranks = tuple[int, ...]
@@ -16,7 +16,7 @@ MOST_NEAR = 16
 """Ranks whose index files one rank looks into: each costs a file to open."""
 
 
-class Mates:
+class Peers:
     """Who holds the same blocks as this rank; asks the mesh once for each kind of parameter.
 
     Args:
@@ -28,23 +28,23 @@ class Mates:
         self._known: dict[tuple[tuple[str, ...], bool, bool], Ranks] = {}
 
     def of(self, plan: ParameterPlan, component: Component) -> Ranks:
-        """Global ranks that hold the same of a component, in order, this one among them; see `mates`."""
+        """Global ranks that hold the same of a component, in order, this one among them; see `peers`."""
         along, expert = plan.layout.copied_along, is_expert_name(plan.layout.key)
         # a component that tensor parallelism does not cut, of a parameter that it cuts, has more copies
         whole = any(p.component == component and p.replica.count > plan.layout.replica.count for p in plan.pieces)
         kind = along, expert, whole
         if kind not in self._known:
-            self._known[kind] = tuple(mates(self._module, along, expert=expert, whole=whole))
+            self._known[kind] = tuple(peers(self._module, along, expert=expert, whole=whole))
         return self._known[kind]
 
 
-def ranks_with_copies(mates: Mates, plans: Iterable[ParameterPlan], rank: int) -> list[int]:
+def ranks_with_copies(peers: Peers, plans: Iterable[ParameterPlan], rank: int) -> list[int]:
     """Ranks that may have written what this rank holds and did not write itself: those with most copies of it.
 
-    A pipeline stage's copy of another stage's parameter does not count: its mates have not written it either.
+    A pipeline stage's copy of another stage's parameter does not count: its peers have not written it either.
 
     Args:
-        mates: Of the model.
+        peers: Of the model.
         plans: Of the model's parameters, and so of its optimizer's.
         rank: This rank.
 
@@ -54,7 +54,7 @@ def ranks_with_copies(mates: Mates, plans: Iterable[ParameterPlan], rank: int) -
     circles: Counter[Ranks] = Counter()
     for plan in plans:
         unwritten = () if plan.layout.is_copy else (p.component for p in plan.pieces if not p.writes)
-        circles.update(mates.of(plan, component) for component in dict.fromkeys(unwritten))
+        circles.update(peers.of(plan, component) for component in dict.fromkeys(unwritten))
     held: Counter[int] = Counter()
     for circle, times in circles.items():
         held.update({other: times for other in circle if other != rank})

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mbridge_fsdp_ckpt.coordination.coordination import Agreement
+from mbridge_fsdp_ckpt.coordination.coordination import Coordination
 from mbridge_fsdp_ckpt.errors import KeyMismatchError
 from mbridge_fsdp_ckpt.loading.destinations import Destination
 from mbridge_fsdp_ckpt.loading.opened import Opened
@@ -50,13 +50,13 @@ class Filled:
         return cls(key, destination, begin, begin + (reach + 1) * memory.itemsize)
 
 
-def refuse_conflicts(targets: Mapping[str, Iterable[Destination]], opened: Opened, agreement: Agreement) -> None:
+def refuse_conflicts(targets: Mapping[str, Iterable[Destination]], opened: Opened, coordination: Coordination) -> None:
     """Refuse keys with other values for memory that is the same.  Nothing live is changed.
 
     Args:
         targets: Where each key goes, in live memory.
         opened: The checkpoint.
-        agreement: The load's.
+        coordination: The load's.
 
     Raises:
         KeyMismatchError: What one key fills, another one would overwrite with other values.
@@ -67,7 +67,7 @@ def refuse_conflicts(targets: Mapping[str, Iterable[Destination]], opened: Opene
         shadow = torch.zeros(max(filled.end for filled in together) - begin, dtype=torch.uint8)
         wrote = []
         for filled in together:
-            elements, covered = _read(filled, opened, agreement)
+            elements, covered = _read(filled, opened, coordination)
             place = _place_in(shadow, filled, begin)
             place.copy_(torch.where(covered, elements, place))
             wrote.append((filled.key, elements, covered, place))
@@ -92,7 +92,7 @@ def overlapping(targets: Mapping[str, Iterable[Destination]]) -> Iterator[Sequen
         yield together
 
 
-def _read(filled: Filled, opened: Opened, agreement: Agreement) -> tuple[torch.Tensor, torch.Tensor]:
+def _read(filled: Filled, opened: Opened, coordination: Coordination) -> tuple[torch.Tensor, torch.Tensor]:
     """What the checkpoint has for a destination, as bytes of each element; and which elements it has."""
     memory, box = filled.destination.memory, filled.destination.box
     own = Destination(box, torch.zeros(memory.shape, dtype=memory.dtype))
@@ -102,7 +102,7 @@ def _read(filled: Filled, opened: Opened, agreement: Agreement) -> tuple[torch.T
             data = opened.source.read(chunk, verify=opened.verified)
             own.take(chunk.box, data)
             covered.take(chunk.box, torch.ones(data.shape, dtype=torch.bool))
-            agreement.beat()
+            coordination.heartbeat()
     elements = own.memory.reshape(-1).view(torch.uint8).reshape(*memory.shape, memory.itemsize)
     return elements, covered.memory.unsqueeze(-1)
 

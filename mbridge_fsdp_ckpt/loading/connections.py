@@ -1,7 +1,7 @@
 """gloo's connections of a load's own: all with all, of ranks that read for each other.  gloo is touched here alone.
 
 They are made at once, not when they are used: a lazy group of gloo's that broke can't be closed.  Its end waits until
-nothing more arrives, and what a mate sent into an operation that has failed stays there, unread, for ever (seen with
+nothing more arrives, and what a peer sent into an operation that has failed stays there, unread, for ever (seen with
 torch 2.13; `tests/core/test_circles.py`).
 """
 
@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from mbridge_fsdp_ckpt.coordination.connection import Store
-from mbridge_fsdp_ckpt.coordination.coordination import Agreement
+from mbridge_fsdp_ckpt.coordination.coordination import Coordination
 from mbridge_fsdp_ckpt.coordination.meeting import a_while, values, wait_for
 
 
-def connected(store: Store, name: str, place: int, size: int, agreement: Agreement) -> Any:
+def connected(store: Store, name: str, place: int, size: int, coordination: Coordination) -> Any:
     """A group of gloo's, registered nowhere; its threads and connections end with it.
 
     Args:
@@ -29,7 +29,7 @@ def connected(store: Store, name: str, place: int, size: int, agreement: Agreeme
         name: Of the group: keys below it are the members' alone.
         place: This rank's in the group.
         size: Members.
-        agreement: The load's: how long to wait, and for whom.
+        coordination: The load's: how long to wait, and for whom.
 
     Raises:
         RuntimeError: A member does not answer.
@@ -38,8 +38,8 @@ def connected(store: Store, name: str, place: int, size: int, agreement: Agreeme
     interfaces = filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
     options = gloo._Options()
     options._devices = [gloo.create_device(interface=name) for name in interfaces] or [gloo.create_default_device()]
-    options._timeout = timedelta(seconds=agreement.time_limit)
-    return gloo(_Addresses(store, name, place, size, agreement), place, size, options)
+    options._timeout = timedelta(seconds=coordination.time_limit)
+    return gloo(_Addresses(store, name, place, size, coordination), place, size, options)
 
 
 def gather(group: Any, own: Any, everybodys: list[Any], limit: float) -> Any:
@@ -63,12 +63,12 @@ class _Addresses(dist.Store):
     """What gloo asks a store for while it connects: what each member has published, of one interface after the other.
 
     gloo asks for one member's after the other; here they are fetched together, in three requests a rank instead of two
-    for each member, and who waits for them looks for signs of life.
+    for each member, and who waits for them looks for heartbeats.
     """
 
-    def __init__(self, store: Store, name: str, place: int, size: int, agreement: Agreement) -> None:
+    def __init__(self, store: Store, name: str, place: int, size: int, coordination: Coordination) -> None:
         super().__init__()
-        self._store, self._name, self._place, self._size, self._agreement = store, name, place, size, agreement
+        self._store, self._name, self._place, self._size, self._coordination = store, name, place, size, coordination
         self._published: dict[str, str] = {}
         self._found: dict[str, str] = {}
         self._rounds = 0
@@ -88,12 +88,12 @@ class _Addresses(dist.Store):
     def _exchange(self) -> None:
         """Publish what this rank has to, and fetch what all have."""
         self._rounds += 1
-        everybodys, watch = [self._key(place) for place in range(self._size)], self._agreement.watch()
+        everybodys, watch = [self._key(place) for place in range(self._size)], self._coordination.watch()
         self._store.set(everybodys[self._place], json.dumps(self._published))
-        self._agreement.keys.append(everybodys[self._place])
-        while not wait_for(self._store, everybodys, a_while(self._agreement.time_limit)):
+        self._coordination.keys.append(everybodys[self._place])
+        while not wait_for(self._store, everybodys, a_while(self._coordination.time_limit)):
             if watch.over():
-                raise RuntimeError(f"not all have come within {self._agreement.time_limit:g} s")
+                raise RuntimeError(f"not all have come within {self._coordination.time_limit:g} s")
         self._published = {}
         self._found |= {key: value for one in values(self._store, everybodys) for key, value in json.loads(one).items()}
 

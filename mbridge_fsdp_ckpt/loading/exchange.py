@@ -7,7 +7,7 @@ The bytes go over gloo, from host memory to host memory: that is where they are 
 there can end.  (A wait of NCCL's only holds up a stream, and a collective that outlasts its group's limit ends the
 process.)  The groups are the load's own: those of the job stay as they are when one breaks.
 
-Nobody waits for ever.  A rank that cannot go on leaves: its connections close, which ends the waits of its mates, and
+Nobody waits for ever.  A rank that cannot go on leaves: its connections close, which ends the waits of its peers, and
 it brings its error to the next meeting.  They go there without one (`message`): a rank that died is missed and named.
 """
 
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from mbridge_fsdp_ckpt.coordination.connection import Store
-from mbridge_fsdp_ckpt.coordination.coordination import Agreement
+from mbridge_fsdp_ckpt.coordination.coordination import Coordination
 from mbridge_fsdp_ckpt.coordination.outcome import Outcome
 from mbridge_fsdp_ckpt.errors import (
     CheckpointError,
@@ -38,7 +38,7 @@ from mbridge_fsdp_ckpt.io.checksums import digest
 from mbridge_fsdp_ckpt.live.replicas import Ranks
 from mbridge_fsdp_ckpt.loading.connections import connected, gather
 from mbridge_fsdp_ckpt.loading.opened import Opened
-from mbridge_fsdp_ckpt.loading.sharing import ALIGNED, Parcel, Sharing, parcels, rounds
+from mbridge_fsdp_ckpt.loading.sharing import ALIGNED, Sharing, Slice, rounds, slices
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.remedies import remedy
 
@@ -51,31 +51,31 @@ Put = Callable[[str, Box, torch.Tensor], None]
 _AT_ONCE = 1 << 26
 """Bytes that all ranks of a circle pass on in a round."""
 
-_HEADER = ALIGNED  # bytes before a slot's parcels: their hash
+_HEADER = ALIGNED  # bytes before a slot's slices: their hash
 _LOOK = timedelta(seconds=0.2)  # how long a wait goes on before it looks whether anybody is alive
 
 
 def message[T, M](outcome: Outcome[T], announce: Callable[[ErrorData | None], M]) -> M | CheckpointError:
     """What to bring to the meeting that follows an exchange.
 
-    A rank that lost its mates does not fail the meeting at once: one of them brings the cause, or is missing there.
+    A rank that lost its peers does not fail the meeting at once: one of them brings the cause, or is missing there.
 
     Args:
         outcome: Of the step with the exchange.
-        announce: Makes the message; gets the error of who lost its mates, which the judge raises if all arrive.
+        announce: Makes the message; gets the error of who lost its peers, which the coordinator raises if all arrive.
     """
     lost = outcome.brought
     return announce(lost.to_wire()) if isinstance(lost, RankMissingError) else outcome.message(lambda _: announce(None))
 
 
 def first(lost: list[ErrorData | None]) -> ErrorData | None:
-    """What the first rank said that lost its mates, if one did."""
+    """What the first rank said that lost its peers, if one did."""
     known = [error for error in lost if error is not None]
     return min(known, key=lambda error: error["rank"] or 0) if known else None
 
 
-def judge(lost: ErrorData | None) -> None:
-    """Raise what a rank that lost its mates said, if nobody else knows the cause."""
+def decide(lost: ErrorData | None) -> None:
+    """Raise what a rank that lost its peers said, if nobody else knows the cause."""
     if lost is not None:
         raise CheckpointError.from_wire(lost)
 
@@ -86,12 +86,12 @@ class Exchange:
     Args:
         opened: The checkpoint.
         sharing: Who reads what.
-        agreement: The load's.
+        coordination: The load's.
     """
 
-    def __init__(self, opened: Opened, sharing: Sharing, agreement: Agreement) -> None:
-        self.sharing, self._opened, self._agreement = sharing, opened, agreement
-        self._circles = [_Circle(ranks, agreement) for ranks in sorted(sharing.circles)]
+    def __init__(self, opened: Opened, sharing: Sharing, coordination: Coordination) -> None:
+        self.sharing, self._opened, self._coordination = sharing, opened, coordination
+        self._circles = [_Circle(ranks, coordination) for ranks in sorted(sharing.circles)]
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -103,16 +103,16 @@ class Exchange:
             raise
 
     def connect(self) -> None:
-        """Meet this rank's mates, circle after circle, in the order that everybody has.
+        """Meet this rank's peers, circle after circle, in the order that everybody has.
 
         Raises:
-            RankMissingError: A mate does not answer.
+            RankMissingError: A peer does not answer.
             PlanDisagreementError: The ranks do not want the same.
         """
-        if not self._circles or self._agreement.store is None:
+        if not self._circles or self._coordination.store is None:
             return
         # gloo waits in it; the meetings' own has to answer meanwhile
-        with self._agreement.another_connection() as store:
+        with self._coordination.another_connection() as store:
             for circle in self._circles:
                 circle.join(store)
                 circle.compare(self.sharing.plan(circle.ranks))
@@ -126,14 +126,14 @@ class Exchange:
             put: See `Put`; what it gets is gone when it returns.
 
         Raises:
-            RankMissingError: A mate was lost.
+            RankMissingError: A peer was lost.
             ExchangeError: What arrived is not what was sent.
             CheckpointError, OSError: This rank could not read.
         """
         for circle in self._circles:  # by their ranks, as everybody does: there is always one that is complete
             parts = self.sharing.parts(circle.ranks, keys)
             limit = _AT_ONCE // len(circle.ranks)
-            planned = rounds([parcels(self._opened, part, limit) for part in parts], limit)
+            planned = rounds([slices(self._opened, part, limit) for part in parts], limit)
             if planned:
                 circle.pass_on(planned, read, put)
 
@@ -146,17 +146,17 @@ class Exchange:
 class _Circle:
     """Ranks that read for each other, this one among them."""
 
-    def __init__(self, ranks: Ranks, agreement: Agreement) -> None:
-        self.ranks, self._agreement = ranks, agreement
-        self._place = ranks.index(agreement.rank)
+    def __init__(self, ranks: Ranks, coordination: Coordination) -> None:
+        self.ranks, self._coordination = ranks, coordination
+        self._place = ranks.index(coordination.rank)
         self._group: Any = None
         self._work: Any = None
 
     def join(self, store: Store) -> None:
-        """Connect with all mates."""
-        name = f"{self._agreement.name}/circle/{'-'.join(map(str, self.ranks))}"
+        """Connect with all peers."""
+        name = f"{self._coordination.name}/circle/{'-'.join(map(str, self.ranks))}"
         try:
-            self._group = connected(store, name, self._place, len(self.ranks), self._agreement)
+            self._group = connected(store, name, self._place, len(self.ranks), self._coordination)
         except RuntimeError as error:
             raise self._lost(error) from error
 
@@ -174,9 +174,9 @@ class _Circle:
                     remedy="They hold copies of the same parameters, but differ in model, optimizer or settings.",
                 )
 
-    def pass_on(self, planned: list[list[list[Parcel]]], read: Read, put: Put) -> None:
+    def pass_on(self, planned: list[list[list[Slice]]], read: Read, put: Put) -> None:
         """Round after round; while one is on its way, this rank reads what it passes on in the next."""
-        widths = [_HEADER + max(sum(parcel.room for parcel in slot) for slot in slots) for slots in planned]
+        widths = [_HEADER + max(sum(slice.room for slice in slot) for slot in slots) for slots in planned]
         sent = [torch.empty(max(widths), dtype=torch.uint8) for _ in range(2)]
         got = torch.empty(len(self.ranks), max(widths), dtype=torch.uint8)
         elements = _Elements(read)
@@ -195,18 +195,18 @@ class _Circle:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(never_closed))
         self._group = self._work = None
 
-    def _pack(self, slot: list[Parcel], own: torch.Tensor, elements: _Elements) -> None:
+    def _pack(self, slot: list[Slice], own: torch.Tensor, elements: _Elements) -> None:
         try:
-            with self._agreement.at_work():
-                for parcel, target in _places(slot, own):
-                    target.copy_(elements.of(parcel))
-                self._agreement.beat()
+            with self._coordination.at_work():
+                for slice, target in _places(slot, own):
+                    target.copy_(elements.of(slice))
+                self._coordination.heartbeat()
         except BaseException:
             self._settle()
             raise
         own[:_HEADER].view(torch.int64)[0] = _hash(slot, own)
 
-    def _take(self, slots: list[list[Parcel]], got: torch.Tensor, put: Put) -> None:
+    def _take(self, slots: list[list[Slice]], got: torch.Tensor, put: Put) -> None:
         self._finish()
         for rank, slot, block in zip(self.ranks, slots, got, strict=True):
             if int(block[:_HEADER].view(torch.int64)[0]) != _hash(slot, block):
@@ -215,20 +215,20 @@ class _Circle:
                     found=f"others, of {slot[0].chunk.key if slot else 'nothing'}",
                     remedy="They changed on their way through gloo, or in a host's memory: look at its logs.",
                 )
-            for parcel, source in _places(slot, block):
-                put(parcel.chunk.key, parcel.box, source)
+            for slice, source in _places(slot, block):
+                put(slice.chunk.key, slice.box, source)
 
     def _begin(self, own: torch.Tensor, everybodys: list[torch.Tensor]) -> None:
-        # the last limit of all: a mate may be inside the storage for long, and gives signs of life there
-        limit = self._agreement.storage_limit + 2 * self._agreement.time_limit
+        # the last limit of all: a peer may be inside the storage for long, and gives heartbeats there
+        limit = self._coordination.storage_limit + 2 * self._coordination.time_limit
         try:
             self._work = gather(self._group, own, everybodys, limit)
         except RuntimeError as error:
             raise self._lost(error) from error
 
     def _finish(self) -> None:
-        """Wait for the operation under way, for as long as anybody gives signs of life."""
-        watch = self._agreement.watch()
+        """Wait for the operation under way, for as long as anybody gives heartbeats."""
+        watch = self._coordination.watch()
         while not self._work.is_completed():
             try:
                 self._work.wait(_LOOK)
@@ -253,7 +253,7 @@ class _Circle:
             expected=f"ranks {self._named()} to read for each other",
             found=brief(error),
             remedy=remedy("Look at the logs of these ranks.", "{share_reads} can let every rank read for itself."),
-            rank=self._agreement.rank,
+            rank=self._coordination.rank,
         )
 
     def _named(self) -> str:
@@ -261,26 +261,26 @@ class _Circle:
 
 
 class _Elements:
-    """Elements of parcels, whose chunks are read once each."""
+    """Elements of slices, whose chunks are read once each."""
 
     def __init__(self, read: Read) -> None:
         self._read = read
         self._last: tuple[StoredChunk, torch.Tensor] | None = None
 
-    def of(self, parcel: Parcel) -> torch.Tensor:
-        if self._last is None or self._last[0] is not parcel.chunk:
-            self._last = parcel.chunk, self._read(parcel.chunk)
-        return self._last[1][parcel.box.slices_in(parcel.chunk.box)]
+    def of(self, slice: Slice) -> torch.Tensor:
+        if self._last is None or self._last[0] is not slice.chunk:
+            self._last = slice.chunk, self._read(slice.chunk)
+        return self._last[1][slice.box.slices_in(slice.chunk.box)]
 
 
-def _places(slot: list[Parcel], memory: torch.Tensor) -> Iterator[tuple[Parcel, torch.Tensor]]:
+def _places(slot: list[Slice], memory: torch.Tensor) -> Iterator[tuple[Slice, torch.Tensor]]:
     at = _HEADER
-    for parcel in slot:
-        yield parcel, memory[at : at + parcel.length].view(parcel.dtype).view(parcel.box.size)
-        at += parcel.room
+    for slice in slot:
+        yield slice, memory[at : at + slice.length].view(slice.dtype).view(slice.box.size)
+        at += slice.room
 
 
-def _hash(slot: list[Parcel], memory: torch.Tensor) -> int:
+def _hash(slot: list[Slice], memory: torch.Tensor) -> int:
     """Of what the slot holds, as an int64."""
-    held = memory[_HEADER : _HEADER + sum(parcel.room for parcel in slot)]
+    held = memory[_HEADER : _HEADER + sum(slice.room for slice in slot)]
     return digest(held.numpy()) >> 1

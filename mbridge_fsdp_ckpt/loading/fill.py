@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mbridge_fsdp_ckpt.coordination.coordination import Agreement
+from mbridge_fsdp_ckpt.coordination.coordination import Coordination
 from mbridge_fsdp_ckpt.errors import InternalError
 from mbridge_fsdp_ckpt.format.source import StoredChunk
 from mbridge_fsdp_ckpt.io.progress import Progress
@@ -73,12 +73,12 @@ class Staged:
         return elements
 
 
-def prepare(opened: Opened, agreement: Agreement, *, shared: bool, phases: Phases, progress: Progress) -> Staged:
+def prepare(opened: Opened, coordination: Coordination, *, shared: bool, phases: Phases, progress: Progress) -> Staged:
     """Find or make the memory that is to be filled; of memory that several keys fill, what they have is compared.
 
     Args:
         opened: The checkpoint.
-        agreement: The load's.
+        coordination: The load's.
         shared: Whether ranks read for each other.
         phases: The load's clock.
         progress: Who watches.
@@ -93,14 +93,14 @@ def prepare(opened: Opened, agreement: Agreement, *, shared: bool, phases: Phase
         if item.is_buffer:
             refuse_copy(item.tensor, held, item.plan.layout.key)
         add_targets(weights, item.plan, item.plan.model_key, local_shard(item.tensor), opened.asked)
-    aliases.refuse_conflicts(weights, opened, agreement)
+    aliases.refuse_conflicts(weights, opened, coordination)
     slots: Targets = defaultdict(list)
     allocated = list(state.allocate(opened, slots)) if opened.with_state else []
-    exchange = Exchange(opened, Sharing(opened, agreement.rank, shared=shared), agreement)
-    return Staged(opened, weights, slots, allocated, exchange, Scratch(agreement.beat), phases, progress)
+    exchange = Exchange(opened, Sharing(opened, coordination.rank, shared=shared), coordination)
+    return Staged(opened, weights, slots, allocated, exchange, Scratch(coordination.heartbeat), phases, progress)
 
 
-def stage(staged: Staged, budget: int, agreement: Agreement) -> int:
+def stage(staged: Staged, budget: int, coordination: Coordination) -> int:
     """Read and verify what this rank needs, or reads for others, and change nothing.
 
     Optimizer state goes straight into new slots.  Of the weights, whose memory is live, the first `budget` bytes are
@@ -117,11 +117,11 @@ def stage(staged: Staged, budget: int, agreement: Agreement) -> int:
     filling, shared, own = _Filling(opened, staged.slots), sharing.own(staged.slots), _own(staged)
     chunks = own if opened.verified else [chunk for chunk in own if chunk.key not in staged.weights]
     staged.progress.begin("reading", _size((*chunks, *shared)))
-    arena = Arena(agreement.beat)
+    arena = Arena(coordination.heartbeat)
     with staged.exchange.kept():
         with phases("exchange"):
             staged.exchange.connect()
-        with phases("read"), agreement.at_work(), opened.source.reading_ahead(chunks):
+        with phases("read"), coordination.at_work(), opened.source.reading_ahead(chunks):
             for chunk in chunks:
                 if chunk.key not in staged.weights:
                     filling.read(chunk, staged)
@@ -131,7 +131,7 @@ def stage(staged: Staged, budget: int, agreement: Agreement) -> int:
                 else:
                     opened.source.verify(chunk, staged.scratch)
                 staged.progress.advance(chunk.record.length)
-                agreement.beat()
+                coordination.heartbeat()
         with phases("exchange"), opened.source.reading_ahead(shared):
             staged.exchange.pass_on(staged.slots, staged.read_for_all, filling.copy)
         filling.finish()
@@ -151,7 +151,7 @@ def _size(chunks: Iterable[StoredChunk]) -> int:
     return sum(chunk.record.length for chunk in chunks)
 
 
-def fill(staged: Staged, agreement: Agreement) -> None:
+def fill(staged: Staged, coordination: Coordination) -> None:
     """Copy verified bytes into live weights.
 
     Raises:
@@ -163,11 +163,11 @@ def fill(staged: Staged, agreement: Agreement) -> None:
     chunks = [chunk for chunk in in_file_order(opened.chunks, needed) if not sharing.is_shared(chunk)]
     with staged.exchange.kept():
         staged.progress.begin("filling", _size(chunks))
-        with phases("fill"), agreement.at_work(), opened.source.reading_ahead(staged.not_kept(chunks)):
+        with phases("fill"), coordination.at_work(), opened.source.reading_ahead(staged.not_kept(chunks)):
             for chunk in chunks:
                 filling.copy(chunk.key, chunk.box, staged.take(chunk))
                 staged.progress.advance(chunk.record.length)
-                agreement.beat()
+                coordination.heartbeat()
         with phases("exchange"), opened.source.reading_ahead(staged.not_kept(sharing.own(staged.weights))):
             staged.exchange.pass_on(staged.weights, staged.take, filling.copy)
     filling.finish()

@@ -1,4 +1,4 @@
-"""Whether somebody asks for every key of a checkpoint: what ranks bring to a load's meetings, and how it is judged.
+"""Whether somebody asks for every key of a checkpoint: what ranks bring to a load's meetings, and how it is decided.
 
 First sums, by buckets of keys: each rank adds the keys that it asks for, and takes off its share of those that the
 checkpoint has.  Where these do not add up, the keys themselves, a bounded number at a time.
@@ -25,11 +25,11 @@ _KEYS_AT_ONCE, _BYTES_AT_ONCE = 8192, 3 << 20  # of one meeting
 
 
 class Asked(TypedDict):
-    """A rank's message for the verification, or several ranks': a sketch of the keys asked for, of which checkpoints.
+    """A rank's message for the verification, or several ranks': a fingerprint of the keys asked for.
 
     Args:
         checkpoints: What tells them from all others.
-        asked: The sketch.
+        asked: The fingerprint.
         slots: Zero in sum, if whoever holds some of a parameter found the same slots of it.
         replicas: How many a block has at most.
         skipped: The first keys that are missing, and may be, or that nobody is to ask for.
@@ -44,7 +44,7 @@ class Asked(TypedDict):
     lost: ErrorData | None
 
 
-class KeysJudged(TypedDict):
+class KeysDecided(TypedDict):
     """What a load's first meeting found.
 
     Args:
@@ -127,7 +127,7 @@ def combine_identities(messages: list[list[str]]) -> list[str]:
     return sorted({one for message in messages for one in message})[:_IDENTITIES]
 
 
-def judge_identities(identities: list[str]) -> None:
+def decide_identities(identities: list[str]) -> None:
     """Do all ranks read the same checkpoint?"""
     if len(identities) > 1:
         raise ConfigurationError(
@@ -137,10 +137,10 @@ def judge_identities(identities: list[str]) -> None:
         )
 
 
-def judge(opened: Opened, asked: Asked) -> KeysJudged:
+def decide(opened: Opened, asked: Asked) -> KeysDecided:
     """First meeting: does somebody ask for every key of the checkpoint?"""
-    exchange.judge(asked["lost"])
-    judge_identities(asked["checkpoints"])
+    exchange.decide(asked["lost"])
+    decide_identities(asked["checkpoints"])
     bad = list(plans.remainders_of(asked["asked"]))
     groups = at_a_time(bad, len(opened.source.head.keys), asked["replicas"])
     return {"disputed": list(groups), "slots_differ": asked["slots"] != 0, "skipped": asked["skipped"]}
@@ -195,7 +195,7 @@ def combine_named(messages: list[AskedByName]) -> AskedByName:
     return {key: (f"{bits:x}", twice, there) for key, (bits, twice, there) in sorted(asked.items())}
 
 
-def judge_named(asked: AskedByName) -> None:
+def decide_named(asked: AskedByName) -> None:
     """Only where the keys do not add up: name those that nobody asks for.  Some ranks alone may ask for one."""
     unexpected = [key for key, (replicas, _, there) in asked.items() if there and not int(replicas, 16)]
     if unexpected:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from mbridge_fsdp_ckpt.commit.methods import recover
-from mbridge_fsdp_ckpt.coordination.coordination import Agreement
+from mbridge_fsdp_ckpt.coordination.coordination import Coordination
 from mbridge_fsdp_ckpt.errors import ConfigurationError, FamilyError, KeyMismatchError
 from mbridge_fsdp_ckpt.families import default_registry
 from mbridge_fsdp_ckpt.format.source import CheckpointSource, RankRecord, StoredChunk, sizes_of
@@ -23,7 +23,7 @@ from mbridge_fsdp_ckpt.live.optimizer.base import STEP, Hyperparameters, SlotSpe
 from mbridge_fsdp_ckpt.live.optimizer.torch_optimizer import not_of
 from mbridge_fsdp_ckpt.live.planned import Planned, plan_model
 from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import find_fsdp_module
-from mbridge_fsdp_ckpt.live.replicas import Mates, ranks_with_copies
+from mbridge_fsdp_ckpt.live.replicas import Peers, ranks_with_copies
 from mbridge_fsdp_ckpt.live.topology import coordinates
 from mbridge_fsdp_ckpt.loading.match import WITHOUT_STATE, LiveState, Match, check_coverage, covered
 from mbridge_fsdp_ckpt.loading.own_state import OwnState
@@ -131,7 +131,7 @@ class Opened:
         return self.settings.verify == "full"
 
 
-def open_and_match(directory: AnyPath, wanted: Wanted, settings: Settings, agreement: Agreement) -> Opened:
+def open_and_match(directory: AnyPath, wanted: Wanted, settings: Settings, coordination: Coordination) -> Opened:
     """Open the checkpoint and match it with the live model.
 
     Raises:
@@ -140,11 +140,11 @@ def open_and_match(directory: AnyPath, wanted: Wanted, settings: Settings, agree
     """
     require("save and load")
     recover(directory)
-    source = open_checkpoint(directory, near=[agreement.rank])
+    source = open_checkpoint(directory, near=[coordination.rank])
     _check_families(source, settings)  # before the model is planned: it would miss them, too
     module = find_fsdp_module(wanted.model)
     everything = plan_model(module)
-    source.look_near(ranks_with_copies(Mates(module), (item.plan for item in everything), agreement.rank))
+    source.look_near(ranks_with_copies(Peers(module), (item.plan for item in everything), coordination.rank))
     source = under_new_names(source, [item.plan for item in everything])
     own = OwnState.find(module, [item.plan for item in everything], source)
     opened = _wanted_of(source, wanted, settings, module, everything, own)
@@ -156,14 +156,14 @@ def open_and_match(directory: AnyPath, wanted: Wanted, settings: Settings, agree
         _check_classes(opened)
     match.finish()
     opened.asked, opened.let_go, opened.skipped = match.asked, match.let_go, match.skipped
-    opened.offered = source.share(agreement.rank, agreement.world_size)
+    opened.offered = source.share(coordination.rank, coordination.world_size)
     opened.needed, opened.chunks = match.needed, source.chunks(sorted(match.needed), match.needed)
     check_coverage(opened.needed, opened.chunks)
     if opened.with_weights:
         extra = own.restorations(opened.chunks, match.needed, source, verify=opened.verified)
         opened.scaling = [*restorations(module, source.states), *extra]
-    if agreement.rank == 0:
-        check_other_files(source.head, content=opened.verified, progress=agreement.beat)
+    if coordination.rank == 0:
+        check_other_files(source.head, content=opened.verified, progress=coordination.heartbeat)
     return opened
 
 

@@ -99,9 +99,9 @@ def combine(messages: list[Filled]) -> Filled:
     return {"lost": lost, "bytes": sum(message["bytes"] for message in messages), "unknown_slots": slots}
 
 
-def judge(filled: Filled) -> Filled:
+def decide(filled: Filled) -> Filled:
     """Second meeting: what all ranks say together, unless one lost those that read for it."""
-    exchange.judge(filled["lost"])
+    exchange.decide(filled["lost"])
     return filled
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from mbridge_fsdp_ckpt.commit.retention import reading
-from mbridge_fsdp_ckpt.coordination.coordination import Agreement, next_agreement
+from mbridge_fsdp_ckpt.coordination.coordination import Coordination, next_coordination
 from mbridge_fsdp_ckpt.coordination.messages import nothing
 from mbridge_fsdp_ckpt.coordination.outcome import Outcome
 from mbridge_fsdp_ckpt.errors import CheckpointError
@@ -20,7 +20,7 @@ from mbridge_fsdp_ckpt.live.optimizer import loss_scales
 from mbridge_fsdp_ckpt.loading import exchange, fill, key_check, opened, state
 from mbridge_fsdp_ckpt.loading import result as loaded
 from mbridge_fsdp_ckpt.loading.budget import read_budget
-from mbridge_fsdp_ckpt.loading.key_check import combine_identities, judge_identities
+from mbridge_fsdp_ckpt.loading.key_check import combine_identities, decide_identities
 from mbridge_fsdp_ckpt.loading.match import NAMED
 from mbridge_fsdp_ckpt.loading.opened import Opened, Wanted
 from mbridge_fsdp_ckpt.loading.result import Loaded
@@ -41,38 +41,38 @@ def run(
     source, phases = as_path(directory), Phases()
     shared = reads_are_shared(settings, source)
     purpose = f"{wanted.called} from {called(directory)}{', reads shared' if shared else ''}"
-    agreement = next_agreement(purpose, settings.time_limit, settings.storage_limit)
+    coordination = next_coordination(purpose, settings.time_limit, settings.storage_limit)
 
     def prepare() -> _Prepared:
-        found = opened.open_and_match(source, wanted, settings, agreement)
+        found = opened.open_and_match(source, wanted, settings, coordination)
         values, topology = found.source.head.values, opened.topology_of(found.source)
         read = Loaded(values, topology, *opened.records_of(found), skipped=tuple(found.skipped))
         steps = [accept(read)] if accept is not None else []
         if found.with_state:
             steps.append(loss_scales.restoration(values, wanted.optimizer))
-        staged = fill.prepare(found, agreement, shared=shared, phases=phases, progress=progress)
+        staged = fill.prepare(found, coordination, shared=shared, phases=phases, progress=progress)
         return _Prepared(staged, read, steps, state.unknown_slots(found, staged.allocated)[:NAMED])
 
     with ExitStack() as stack:
-        progress = stack.enter_context(job_bar(agreement.rank, wanted=settings.progress))
-        with phases("open"), agreement.at_work():
-            agreement.on_beat = stack.enter_context(reading(source, enabled=agreement.rank == 0))
-            prepared = Outcome.of(prepare, agreement.rank, "reading the checkpoint")
+        progress = stack.enter_context(job_bar(coordination.rank, wanted=settings.progress))
+        with phases("open"), coordination.at_work():
+            coordination.on_heartbeat = stack.enter_context(reading(source, enabled=coordination.rank == 0))
+            prepared = Outcome.of(prepare, coordination.rank, "reading the checkpoint")
         if shared:
             with phases("agree"):
                 read = prepared.message(lambda own: [own.opened.source.head.identity])
-                agreement.meet("agreement on what to read", read, judge_identities, combine_identities)
+                coordination.meet("coordination on what to read", read, decide_identities, combine_identities)
             stack.callback(prepared.value.staged.exchange.leave)
-        stage = partial(fill.stage, budget=read_budget(settings), agreement=agreement)
-        staged = prepared.then(lambda own: stage(own.staged), agreement.rank, "reading the checkpoint")
+        stage = partial(fill.stage, budget=read_budget(settings), coordination=coordination)
+        staged = prepared.then(lambda own: stage(own.staged), coordination.rank, "reading the checkpoint")
         with phases("agree"):
-            skipped = _agree(prepared, staged, agreement)
-        filled = _fill(prepared.value, staged.value, agreement, phases)
+            skipped = _agree(prepared, staged, coordination)
+        filled = _fill(prepared.value, staged.value, coordination, phases)
     if prepared.value.opened.with_weights:
         with phases("refresh"):
             fill.refresh(prepared.value.opened.module)
     done = prepared.value.loaded.with_results(skipped, filled, staged.value, phases)
-    if agreement.rank == 0:
+    if coordination.rank == 0:
         _tell(directory, done)
     return done
 
@@ -98,23 +98,23 @@ class _Prepared:
         return self.staged.opened
 
 
-def _agree(prepared: Outcome[_Prepared], staged: Outcome[int], agreement: Agreement) -> list[str]:
+def _agree(prepared: Outcome[_Prepared], staged: Outcome[int], coordination: Coordination) -> list[str]:
     """The first meeting, and those that it calls for; returns the keys that were skipped."""
     asked = exchange.message(staged, lambda lost: key_check.announce(prepared.value.opened, lost))
-    judged = agreement.meet(
-        "verification", asked, lambda whole: key_check.judge(prepared.value.opened, whole), key_check.combine
+    decided = coordination.meet(
+        "verification", asked, lambda whole: key_check.decide(prepared.value.opened, whole), key_check.combine
     )
     found = prepared.value.opened
-    if judged["slots_differ"]:
-        found_again = Outcome.of(lambda: opened.look_again(found), agreement.rank, "reading the index again")
-        agreement.meet("slots of parameters", found_again.brought, nothing, nothing)
-    for buckets in judged["disputed"]:
+    if decided["slots_differ"]:
+        found_again = Outcome.of(lambda: opened.look_again(found), coordination.rank, "reading the index again")
+        coordination.meet("slots of parameters", found_again.brought, nothing, nothing)
+    for buckets in decided["disputed"]:
         named = key_check.by_name(found, buckets)
-        agreement.meet("unexpected keys", named, key_check.judge_named, key_check.combine_named)
-    return judged["skipped"]
+        coordination.meet("unexpected keys", named, key_check.decide_named, key_check.combine_named)
+    return decided["skipped"]
 
 
-def _fill(prepared: _Prepared, read: int, agreement: Agreement, phases: Phases) -> loaded.Filled:
+def _fill(prepared: _Prepared, read: int, coordination: Coordination, phases: Phases) -> loaded.Filled:
     """Change what is live, and the second meeting; returns what all ranks say of it.
 
     Raises:
@@ -122,20 +122,20 @@ def _fill(prepared: _Prepared, read: int, agreement: Agreement, phases: Phases) 
     """
 
     def action() -> None:
-        fill.fill(prepared.staged, agreement)
-        with phases("fill"), agreement.at_work():
+        fill.fill(prepared.staged, coordination)
+        with phases("fill"), coordination.at_work():
             fill.finish(prepared.staged)
             for step in prepared.put_in_place:
                 step()
 
-    filled = Outcome.of(action, agreement.rank, "filling tensors")
+    filled = Outcome.of(action, coordination.rank, "filling tensors")
     message = exchange.message(
         filled, lambda lost: loaded.Filled(lost=lost, bytes=read, unknown_slots=prepared.unknown_slots)
     )
     try:
         with phases("agree"):
-            whole = agreement.meet("completion of the load", message, loaded.judge, loaded.combine)
-            agreement.end()
+            whole = coordination.meet("completion of the load", message, loaded.decide, loaded.combine)
+            coordination.end()
     except CheckpointError as error:
         raise loaded.interrupted(error) from error
     return whole

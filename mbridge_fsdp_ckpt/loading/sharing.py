@@ -1,4 +1,4 @@
-"""Which ranks read for each other, who of them reads what, and in which parcels: arithmetic, the same on each of them.
+"""Which ranks read for each other, who of them reads what, and in which slices: arithmetic, the same on each of them.
 
 Ranks that hold copies of a shard want the same blocks of the same chunks.  They form a circle, and the chunks, in the
 order of the files, are cut into as many parts of about the same size:
@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from mbridge_fsdp_ckpt.format.source import StoredChunk
 from mbridge_fsdp_ckpt.io.store import AnyPath, is_local
-from mbridge_fsdp_ckpt.live.replicas import Mates, Ranks
+from mbridge_fsdp_ckpt.live.replicas import Peers, Ranks
 from mbridge_fsdp_ckpt.loading.match import in_file_order
 from mbridge_fsdp_ckpt.loading.opened import Opened
 from mbridge_fsdp_ckpt.plan.boxes import Box, FlatRange, boxes_of
@@ -28,14 +28,14 @@ from mbridge_fsdp_ckpt.plan.slices import Component, ParameterPlan
 from mbridge_fsdp_ckpt.settings import Settings
 
 LARGEST_CIRCLE = 64
-"""Of more mates so many form a circle: what a rank connects to and buffers does not grow with the job."""
+"""Of more peers so many form a circle: what a rank connects to and buffers does not grow with the job."""
 
 ALIGNED = 16
 """Bytes, the size of an element of the widest dtype."""
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class Slice:
     """A block of a chunk, as one rank passes it on to the others.
 
     Args:
@@ -118,17 +118,17 @@ class Sharing:
 
 def _circles(opened: Opened, rank: int) -> dict[str, Ranks]:
     """The ranks that want the same of a key as this one, for each needed key that others want, too."""
-    mates, found = Mates(opened.module), {}
+    peers, found = Peers(opened.module), {}
     for key, plan, component in _keys(opened):
         if key in opened.needed:
-            ranks = mates.of(plan, component)
+            ranks = peers.of(plan, component)
             first = ranks.index(rank) // LARGEST_CIRCLE * LARGEST_CIRCLE
             found[key] = ranks[first : first + LARGEST_CIRCLE]
     return {key: ranks for key, ranks in found.items() if len(ranks) > 1}
 
 
 def _keys(opened: Opened) -> Iterator[tuple[str, ParameterPlan, Component]]:
-    """Keys of which this rank holds some: of others it may have looked up more than its mates, which read nothing."""
+    """Keys of which this rank holds some: of others it may have looked up more than its peers, which read nothing."""
     for item in opened.planned:
         for component in _held(item.plan):
             yield item.plan.model_key(component), item.plan, component
@@ -151,14 +151,14 @@ def readers(lengths: Sequence[int], count: int) -> list[int]:
     return found
 
 
-def parcels(opened: Opened, chunks: Iterable[StoredChunk], limit: int) -> Iterator[Parcel]:
+def slices(opened: Opened, chunks: Iterable[StoredChunk], limit: int) -> Iterator[Slice]:
     """What is needed of chunks, in blocks of at most so many bytes; whole rows where they fit."""
     for chunk in chunks:
         dtype = dtype_from_name(opened.source.head.keys[chunk.key].dtype)
         for wanted in opened.needed[chunk.key]:
             common = chunk.box.intersect(wanted)
             for box in _cut(common, limit // dtype.itemsize) if common is not None else ():
-                yield Parcel(chunk, box, dtype)
+                yield Slice(chunk, box, dtype)
 
 
 def _cut(box: Box, elements: int) -> Iterator[Box]:
@@ -169,22 +169,22 @@ def _cut(box: Box, elements: int) -> Iterator[Box]:
             yield Box(tuple(a + b for a, b in zip(box.offset, part.offset, strict=True)), part.size)
 
 
-def rounds(shares: Collection[Iterable[Parcel]], limit: int) -> list[list[list[Parcel]]]:
-    """What each rank passes on at a time: for each round, by rank, parcels that together take at most so many bytes."""
+def rounds(shares: Collection[Iterable[Slice]], limit: int) -> list[list[list[Slice]]]:
+    """What each rank passes on at a time: for each round, by rank, slices that together take at most so many bytes."""
     slots = [list(_slots(share, limit)) for share in shares]
     return [
         [own[number] if number < len(own) else [] for own in slots] for number in range(max(map(len, slots), default=0))
     ]
 
 
-def _slots(share: Iterable[Parcel], limit: int) -> Iterator[list[Parcel]]:
-    slot: list[Parcel] = []
+def _slots(share: Iterable[Slice], limit: int) -> Iterator[list[Slice]]:
+    slot: list[Slice] = []
     used = 0
-    for parcel in share:
-        if slot and used + parcel.room > limit:
+    for slice in share:
+        if slot and used + slice.room > limit:
             yield slot
             slot, used = [], 0
-        slot.append(parcel)
-        used += parcel.room
+        slot.append(slice)
+        used += slice.room
     if slot:
         yield slot

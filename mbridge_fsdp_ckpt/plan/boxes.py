@@ -1,4 +1,4 @@
-"""Integer arithmetic of shards: flat slices, boxes, intersections, and a sketch that proves a tiling.
+"""Integer arithmetic of shards: flat slices, boxes, intersections, and a fingerprint that proves a tiling.
 
 Pure: no tensors, no process groups.  Offsets and sizes count elements.  A *flat slice* is a half-open range
 [start, stop) of a tensor laid out in row-major order; a *box* is an axis-aligned block of it.

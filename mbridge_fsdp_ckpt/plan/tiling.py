@@ -1,4 +1,4 @@
-"""A sketch that proves a tiling: integers again, added up in any order."""
+"""A fingerprint that proves a tiling: integers again, added up in any order."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from mbridge_fsdp_ckpt.plan.boxes import Box, Shape, whole
 
 PRIME = (1 << 61) - 1
-"""Modulus of sketches."""
+"""Modulus of fingerprints."""
 _SALT = secrets.token_hex(8)
 
 
 @dataclass(frozen=True, slots=True)
-class TilingSketch:
+class TilingFingerprint:
     """A number that is zero, summed over all writers, if and (almost surely) only if the boxes tile the tensor.
 
     Element (i, j, ...) of a tensor has the weight r0**i * r1**j * ..., modulo a prime of 61 bits, with pseudo-random
@@ -31,8 +31,8 @@ class TilingSketch:
     shape: Shape
 
     @classmethod
-    def of(cls, identity: str, shape: Shape) -> TilingSketch:
-        """Sketch of a tensor that all ranks know by the same identity and shape."""
+    def of(cls, identity: str, shape: Shape) -> TilingFingerprint:
+        """Fingerprint of a tensor that all ranks know by the same identity and shape."""
         return cls(tuple(_root(f"{identity}|{shape}|{dim}") for dim in range(max(1, len(shape)))), shape)
 
     def of_box(self, box: Box) -> int:
@@ -60,14 +60,14 @@ def _power_sum(root: int, low: int, size: int) -> int:
 def tiling_defect(target: Box, boxes: Iterable[Box]) -> str:
     """What keeps the boxes from covering each element of `target` exactly once, in words; empty where nothing does.
 
-    A hole and an overlap of one size are told apart from a tiling by `TilingSketch`, with weights that nobody who
+    A hole and an overlap of one size are told apart from a tiling by `TilingFingerprint`, with weights that nobody who
     makes up a checkpoint can know.
     """
     parts = [part for box in boxes if (part := target.intersect(box)) is not None]
     if parts == [target]:
         return ""
-    sketch = TilingSketch.of(_SALT, target.end)
-    if sum(map(sketch.of_box, parts)) % PRIME == sketch.of_box(target):
+    fingerprint = TilingFingerprint.of(_SALT, target.end)
+    if sum(map(fingerprint.of_box, parts)) % PRIME == fingerprint.of_box(target):
         return ""
     rest = target.volume - sum(part.volume for part in parts)
     if rest > 0:

@@ -1,4 +1,4 @@
-"""Rank 0's side of a save: it judges what all ranks bring, and commits what they wrote."""
+"""Rank 0's side of a save: it decides what all ranks bring, and commits what they wrote."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mbridge_fsdp_ckpt.commit import methods, removal
 from mbridge_fsdp_ckpt.commit.content import Commit
 from mbridge_fsdp_ckpt.commit.finishing import finish, head
 from mbridge_fsdp_ckpt.commit.target import check_replaceable
-from mbridge_fsdp_ckpt.coordination.coordination import Agreement
+from mbridge_fsdp_ckpt.coordination.coordination import Coordination
 from mbridge_fsdp_ckpt.coverage import plans, replicas
 from mbridge_fsdp_ckpt.coverage.plans import BlockRow
 from mbridge_fsdp_ckpt.coverage.replicas import CopyRow
@@ -33,14 +33,14 @@ from mbridge_fsdp_ckpt.versions import writer_versions
 _log = logging.getLogger(__name__)
 
 
-class PlansJudged(TypedDict):
+class PlansDecided(TypedDict):
     """Where to write; or, for now, the buckets in which plans do not add up."""
 
     disputed: list[int]
     place: Place | None
 
 
-class WrittenJudged(TypedDict):
+class WrittenDecided(TypedDict):
     """Buckets in which copies do not add up; without any, it is committed.  And what all wrote, in bytes of payload."""
 
     differing: list[int]
@@ -51,7 +51,7 @@ class WrittenJudged(TypedDict):
 def say_view_left_out(chunks: int) -> None:
     """Say once that stock cannot read what a job saves."""
     _log.warning(
-        "stock's view (.metadata) is left out of saves of %d chunks: it would cost rank 0 some %d seconds each. "
+        "DCP metadata (.metadata) is left out of saves of %d chunks: it would cost rank 0 some %d seconds each. "
         'Say dcp_metadata="always" if stock is to read them, or make it later: mbridge_fsdp_ckpt repair --stock-view',
         chunks,
         chunks // 50_000,
@@ -60,14 +60,14 @@ def say_view_left_out(chunks: int) -> None:
 
 @dataclass(slots=True)
 class Job:
-    """One save, as rank 0 does it: it judges the meetings, owns the staging directory, and commits.
+    """One save, as rank 0 does it: it decides the meetings, owns the staging directory, and commits.
 
-    `working` is the directory that the trainer works in, where that is another process.
+    `working` is the directory that the training process works in, where that is another one.
     """
 
     target: AnyPath
     settings: Settings
-    agreement: Agreement
+    coordination: Coordination
     values: Mapping[str, Any]
     add_files: Callable[[Path], None] | None
     after_commit: Callable[[], None] | None = None
@@ -80,7 +80,7 @@ class Job:
     _files: Files = field(default_factory=lambda: Files(""))
     _told: Told = field(default_factory=lambda: together([]))
 
-    def judge_plans(self, announced: Announced) -> PlansJudged:
+    def decide_plans(self, announced: Announced) -> PlansDecided:
         """First meeting: do the plans tile every tensor?  Makes the staging directory if so."""
         sections, *others = map(tuple, announced["sections"])
         if others:
@@ -90,12 +90,12 @@ class Job:
                 remedy="Pass the optimizer on every rank, or on none.",
             )
         self._sections, self._topology = sections, announced["topology"]
-        self._remainders = plans.remainders_of(announced["sketch"])
+        self._remainders = plans.remainders_of(announced["fingerprint"])
         return {"disputed": list(self._remainders), "place": None if self._remainders else self._begin()}
 
-    def judge_dispute(self, rows: Rows[BlockRow]) -> Place:
+    def decide_dispute(self, rows: Rows[BlockRow]) -> Place:
         """Only where plans do not add up: tensors that some ranks do not hold may be in order all the same."""
-        plans.judge(rows, self._remainders)
+        plans.decide(rows, self._remainders)
         return self._begin()
 
     def _begin(self) -> Place:
@@ -107,7 +107,7 @@ class Job:
         self._files = Files(token(), self._commit.suffix)
         return {"directory": str(self._commit.directory), "save": self._files.save, "suffix": self._files.suffix}
 
-    def judge_written(self, written: Written) -> WrittenJudged:
+    def decide_written(self, written: Written) -> WrittenDecided:
         """Second meeting: commit what all ranks wrote, unless there are buckets in which copies do not add up."""
         self._told = written["told"]
         self._remainders = plans.remainders_of(written["replicas"])
@@ -115,7 +115,7 @@ class Job:
             self._finish()
         return {"differing": list(self._remainders), "bytes": self._told["bytes"]}
 
-    def judge_replicas(self, rows: Rows[CopyRow]) -> None:
+    def decide_replicas(self, rows: Rows[CopyRow]) -> None:
         """Only where hashes of copies do not add up: name the copies, then commit or not, as the settings say."""
         error = replicas.mismatch(rows, self._remainders)
         if error is not None and (self.settings.replicas == "error" or not isinstance(error, ReplicaMismatchError)):
@@ -148,26 +148,26 @@ class Job:
             manifest,
             view_of=self.values if with_view else None,
             add_files=self.add_files,
-            progress=self.agreement.beat,
-            last_call=self.agreement.seal,
+            progress=self.coordination.heartbeat,
+            last_call=self.coordination.fence,
         )
         self._commit = None
         self._follow_up()
 
     def _follow_up(self) -> None:
         """What the caller does after a commit: others must not go on while this rank fails at it."""
-        self.agreement.beat()
+        self.coordination.heartbeat()
         try:
             if self.after_commit is not None:
                 self.after_commit()
         except (Exception, SystemExit) as error:
             _log.exception("%s is in its place, what follows failed", self.target)
-            named = describe_unexpected(error, rank=self.agreement.rank, doing="following up the commit")
+            named = describe_unexpected(error, rank=self.coordination.rank, doing="following up the commit")
             stands = f"The checkpoint is complete and in its place, a tracker may name the one before: {self.target}."
             raise CheckpointError.from_wire(named.to_wire() | {"remedy": f"{stands} {named.remedy}"}) from error
 
     def clean_up(self) -> None:
-        """After the verdict: have deleted what was replaced, or what a save that failed has written."""
+        """After the decision: have deleted what was replaced, or what a save that failed has written."""
         removal.delete_later(self._replaced)
         if self._commit is not None:
             try:

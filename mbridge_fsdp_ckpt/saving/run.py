@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from mbridge_fsdp_ckpt.coordination.coordination import Agreement
+from mbridge_fsdp_ckpt.coordination.coordination import Coordination
 from mbridge_fsdp_ckpt.coordination.messages import nothing
 from mbridge_fsdp_ckpt.coordination.outcome import Outcome
 from mbridge_fsdp_ckpt.coverage import plans, replicas
@@ -14,10 +14,10 @@ from mbridge_fsdp_ckpt.errors import CheckpointError
 from mbridge_fsdp_ckpt.saving import write_plan, writer
 from mbridge_fsdp_ckpt.saving.commit import Job
 from mbridge_fsdp_ckpt.saving.result import Saved
-from mbridge_fsdp_ckpt.saving.write_plan import Elements, Outgoing
+from mbridge_fsdp_ckpt.saving.write_plan import Elements, WritePlan
 
 
-def run(job: Job, planned: Outcome[Outgoing], elements: Callable[[], Elements], watching: writer.Watching) -> Saved:
+def run(job: Job, planned: Outcome[WritePlan], elements: Callable[[], Elements], watching: writer.Watching) -> Saved:
     """Save what was planned.
 
     Args:
@@ -29,27 +29,27 @@ def run(job: Job, planned: Outcome[Outgoing], elements: Callable[[], Elements], 
     Raises:
         CheckpointError: The same on every rank.  See `checkpoint.save`.
     """
-    agreement, phases = job.agreement, watching.phases
+    coordination, phases = job.coordination, watching.phases
     try:
         with phases("agree"):
             place = _agree_to_write(job, planned)
-        with agreement.at_work():
+        with coordination.at_work():
             own = planned.value
-            write = partial(writer.write, own, elements(), place, agreement, job.settings.replicas, watching)
-            written = Outcome.of(write, agreement.rank, "writing chunks")
+            write = partial(writer.write, own, elements(), place, coordination, job.settings.replicas, watching)
+            written = Outcome.of(write, coordination.rank, "writing chunks")
         try:
             with phases("commit"):
                 total = _commit(job, own, written, place)
         except CheckpointError:
-            writer.take_back(place, agreement)
+            writer.roll_back(place, coordination)
             raise
     finally:
         job.clean_up()
-        agreement.close()
+        coordination.close()
     return Saved(written.value["told"]["bytes"], total, phases.seconds, phases.elapsed, phases.elapsed)
 
 
-def give_up(agreement: Agreement, error: CheckpointError) -> int:
+def give_up(coordination: Coordination, error: CheckpointError) -> int:
     """Bring an error to the meetings of a save, in the place of a process that cannot go on.
 
     Returns:
@@ -59,35 +59,35 @@ def give_up(agreement: Agreement, error: CheckpointError) -> int:
         CheckpointError: This error, or the one that the ranks have agreed on before.
     """
     try:
-        judged: Any = agreement.meet("agreement on the plan", error, nothing, nothing)
-        if judged["place"] is None:
-            agreement.meet("disagreement on the plan", error, nothing, nothing)
-        judged = agreement.meet("commit", error, nothing, nothing)
-        if judged["differing"]:
-            agreement.meet("comparison of copies", error, nothing, nothing)
-        return int(judged["bytes"])
+        decided: Any = coordination.meet("coordination on the plan", error, nothing, nothing)
+        if decided["place"] is None:
+            coordination.meet("disagreement on the plan", error, nothing, nothing)
+        decided = coordination.meet("commit", error, nothing, nothing)
+        if decided["differing"]:
+            coordination.meet("comparison of copies", error, nothing, nothing)
+        return int(decided["bytes"])
     finally:
-        agreement.close()
+        coordination.close()
 
 
-def _agree_to_write(job: Job, planned: Outcome[Outgoing]) -> writer.Place:
+def _agree_to_write(job: Job, planned: Outcome[WritePlan]) -> writer.Place:
     """The first meeting, and the one that it may call for; returns where to write."""
-    agreement = job.agreement
+    coordination = job.coordination
     message = planned.message(write_plan.announce)
-    judged = agreement.meet("agreement on the plan", message, job.judge_plans, write_plan.combine)
-    if judged["place"] is not None:
-        return judged["place"]
-    disputed = write_plan.disputed(agreement.rank, planned.value, judged["disputed"])
-    return agreement.meet("disagreement on the plan", disputed, job.judge_dispute, plans.combine)
+    decided = coordination.meet("coordination on the plan", message, job.decide_plans, write_plan.combine)
+    if decided["place"] is not None:
+        return decided["place"]
+    disputed = write_plan.disputed(coordination.rank, planned.value, decided["disputed"])
+    return coordination.meet("disagreement on the plan", disputed, job.decide_dispute, plans.combine)
 
 
-def _commit(job: Job, own: Outgoing, written: Outcome[writer.Written], place: writer.Place) -> int:
+def _commit(job: Job, own: WritePlan, written: Outcome[writer.Written], place: writer.Place) -> int:
     """The second meeting, and the one that it may call for; returns the bytes that all ranks wrote."""
-    agreement = job.agreement
-    combine = partial(writer.combine, place, agreement.leads)
-    judged = agreement.meet("commit", written.brought, job.judge_written, combine)
-    if judged["differing"]:
-        named = write_plan.differing(agreement.rank, own, judged["differing"])
-        agreement.meet("comparison of copies", named, job.judge_replicas, replicas.combine)
-    agreement.end()
-    return judged["bytes"]
+    coordination = job.coordination
+    combine = partial(writer.combine, place, coordination.leads)
+    decided = coordination.meet("commit", written.brought, job.decide_written, combine)
+    if decided["differing"]:
+        named = write_plan.differing(coordination.rank, own, decided["differing"])
+        coordination.meet("comparison of copies", named, job.decide_replicas, replicas.combine)
+    coordination.end()
+    return decided["bytes"]

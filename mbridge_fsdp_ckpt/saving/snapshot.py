@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from mbridge_fsdp_ckpt.coverage import plans as sketches
+from mbridge_fsdp_ckpt.coverage import plans as fingerprints
 from mbridge_fsdp_ckpt.coverage.plans import Block
 from mbridge_fsdp_ckpt.format.columns import param_group_name
 from mbridge_fsdp_ckpt.format.own_index import RankIndex
@@ -39,7 +39,7 @@ from mbridge_fsdp_ckpt.live.watched import Watched
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry, Section
 from mbridge_fsdp_ckpt.plan.slices import ParameterPlan, Piece
 from mbridge_fsdp_ckpt.saving.own_state import own_state
-from mbridge_fsdp_ckpt.saving.write_plan import Elements, Outgoing
+from mbridge_fsdp_ckpt.saving.write_plan import Elements, WritePlan
 from mbridge_fsdp_ckpt.versions import require
 
 
@@ -48,18 +48,18 @@ class Prepared:
     """What one rank is about to write, and the tensors.
 
     Args:
-        outgoing: What it writes, without its numbers.
-        holdings: The blocks with what is behind them, one for each of `Outgoing.blocks`.
-        numbers: See `Outgoing`, with what is behind them.
+        write_plan: What it writes, without its numbers.
+        holdings: The blocks with what is behind them, one for each of `WritePlan.blocks`.
+        numbers: See `WritePlan`, with what is behind them.
         watched: All of these tensors, where training goes on.
     """
 
-    outgoing: Outgoing
+    write_plan: WritePlan
     holdings: list[Holding]
     numbers: list[Holding]
     watched: Watched | None = None
 
-    def read(self) -> Outgoing:
+    def read(self) -> WritePlan:
         """What it writes, its numbers as they are now.
 
         Raises:
@@ -70,7 +70,7 @@ class Prepared:
         rows = [Number(item.key, data.tobytes(), own) for item, data, own in read]
         for item in self.numbers:
             _check(item, self.watched)
-        return replace(self.outgoing, numbers=rows)
+        return replace(self.write_plan, numbers=rows)
 
     @property
     def elements(self) -> Elements:
@@ -113,7 +113,7 @@ class _Live:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class Observed:
     """What is to be saved, seen at the call.
 
     Args:
@@ -125,7 +125,7 @@ class Seen:
         place: This rank's, in the job.
         values: Its own, encoded.
         states: Its modules' FP8 state, encoded, and the names of these.
-        shape: `Outgoing.topology`.
+        shape: `WritePlan.topology`.
         include: See `checkpoint.save`.
         vocabulary_size: See `Settings`.
         optimizer: See `checkpoint.save`.
@@ -146,9 +146,9 @@ class Seen:
     optimizer: Any
     watched: Watched | None = None
 
-    def held_still(self) -> Seen:
+    def with_buffers_copied(self) -> Observed:
         """The same with copies of buffers; all other tensors are watched from now on."""
-        tensors = self.tensors.held_still()
+        tensors = self.tensors.with_buffers_copied()
         of_optimizer = kept_tensors(self.optimizer) if self.optimizer is not None else ()
         own = (planned.tensor for planned in self.own)
         return replace(self, tensors=tensors, watched=Watched(chain(tensors.tensors, own, of_optimizer)))
@@ -159,14 +159,14 @@ class Seen:
         return may_be_replayed(self.optimizer)
 
 
-def look(
+def observe(
     model: Any,
     optimizer: Any,
     include: KeyFilter | None,
     rank_values: Mapping[str, Any] | None,
     values: Mapping[str, Any] | None = None,
     vocabulary_size: int | None = None,
-) -> Seen:
+) -> Observed:
     """See what is to be saved.  No communication, and nothing of a tensor is read.
 
     Args:
@@ -189,7 +189,7 @@ def look(
     tensors, modules = plan_with_parts(module, job)
     optimizers = grouped(optimizer) if optimizer is not None else []
     states = own_states(module, modules)
-    return Seen(
+    return Observed(
         module=module,
         tensors=tensors,
         own=own_state(module, modules, (plan for plan, _ in tensors.plans)),
@@ -205,61 +205,61 @@ def look(
     )
 
 
-def plan_save(seen: Seen) -> Prepared:
+def plan_save(observed: Observed) -> Prepared:
     """Plan this rank's part, before an optimizer steps.  No communication, and nothing of a tensor is read.
 
     Raises:
         CheckpointError: The model or the optimizer cannot be saved.
     """
-    planned = seen.tensors.each() + seen.own
-    parts = optimizer_parts(seen.optimizers, planned)
-    holdings = list(model_holdings(planned, seen.include, seen.vocabulary_size))
-    slots, stateless = optimizer_holdings(parts, seen.vocabulary_size)
+    planned = observed.tensors.each() + observed.own
+    parts = optimizer_parts(observed.optimizers, planned)
+    holdings = list(model_holdings(planned, observed.include, observed.vocabulary_size))
+    slots, stateless = optimizer_holdings(parts, observed.vocabulary_size)
     sections: tuple[Section, ...] = ("model", "optimizer") if parts else ("model",)
     numbers = [holding for holding in slots if holding.is_scalar]
     holdings += [holding for holding in slots if holding.declares]
-    held, known = _held(holdings, numbers), _described.get(seen.module)
+    held, known = _held(holdings, numbers), _described.get(observed.module)
     if known is None or known.held != held:
-        known = _described[seen.module] = _describe(holdings, numbers, held)
-    of_parameters, of_groups, encoded = _hyperparameters(parts, seen.hyperparameters)
-    extra_state, names = seen.states
+        known = _described[observed.module] = _describe(holdings, numbers, held)
+    of_parameters, of_groups, encoded = _hyperparameters(parts, observed.hyperparameters)
+    extra_state, names = observed.states
     said = RankIndex(
-        rank=seen.place["rank"],
-        coordinates=seen.place,
+        rank=observed.place["rank"],
+        coordinates=observed.place,
         payload=None,
         keys={},
         parameters=of_parameters,
         stateless=stateless,
         states=names,
-        own=RankOwn(values=seen.values, extra_state=extra_state),
+        own=RankOwn(values=observed.values, extra_state=extra_state),
         param_groups=of_groups,
     )
-    return Prepared(_outgoing(known, said, encoded, sections, seen.shape), holdings, numbers, seen.watched)
+    return Prepared(_write_plan(known, said, encoded, sections, observed.shape), holdings, numbers, observed.watched)
 
 
-def outgoing_of(
+def write_plan_of(
     holdings: Sequence[Holding],
     numbers: Sequence[Holding],
     said: RankIndex,
     hyperparameters: Mapping[int, dict[str, Json]],
     sections: tuple[Section, ...],
     shape: dict[str, int | str],
-) -> Outgoing:
+) -> WritePlan:
     """What a rank writes of what it holds, without the values of numbers.
 
     Args:
         holdings: Its blocks that count for the plan.
-        numbers: See `Outgoing`.
-        said: See `Outgoing`.
-        hyperparameters: See `Outgoing`.
-        sections: See `Outgoing`.
-        shape: `Outgoing.topology`.
+        numbers: See `WritePlan`.
+        said: See `WritePlan`.
+        hyperparameters: See `WritePlan`.
+        sections: See `WritePlan`.
+        shape: `WritePlan.topology`.
 
     Raises:
-        PlanDisagreementError: See `sketches.sketch`.
+        PlanDisagreementError: See `fingerprints.fingerprint`.
     """
     described = _describe(holdings, numbers, _held(holdings, numbers))
-    return _outgoing(described, said, hyperparameters, sections, shape)
+    return _write_plan(described, said, hyperparameters, sections, shape)
 
 
 type _Held = list[tuple[str, KeyEntry, Piece, ParameterPlan]]
@@ -272,7 +272,7 @@ class _Description:
     held: _Held
     blocks: list[Block]
     keys: dict[str, KeyEntry]
-    sketch: list[int]
+    fingerprint: list[int]
 
 
 _described: WeakKeyDictionary[object, _Description] = WeakKeyDictionary()
@@ -287,17 +287,17 @@ def _describe(holdings: Sequence[Holding], numbers: Sequence[Holding], held: _He
     blocks = list(map(Block.of, holdings))
     keys = {item.key: item.entry for item in holdings if item.piece.writes}
     keys |= {item.key: item.entry for item in numbers}
-    return _Description(held, blocks, keys, sketches.sketch(blocks))
+    return _Description(held, blocks, keys, fingerprints.fingerprint(blocks))
 
 
-def _outgoing(
+def _write_plan(
     known: _Description,
     said: RankIndex,
     hyperparameters: Mapping[int, dict[str, Json]],
     sections: tuple[Section, ...],
     shape: dict[str, int | str],
-) -> Outgoing:
-    return Outgoing(known.blocks, known.keys, [], known.sketch, said, hyperparameters, sections, shape)
+) -> WritePlan:
+    return WritePlan(known.blocks, known.keys, [], known.fingerprint, said, hyperparameters, sections, shape)
 
 
 def _encoded(optimizers: Iterable[Grouped]) -> list[dict[str, Json]]:

@@ -17,14 +17,14 @@ from mbridge_fsdp_ckpt.plan.keys import KeyEntry, Section
 
 
 @dataclass(slots=True)
-class Outgoing:
+class WritePlan:
     """What one rank is about to write.
 
     Args:
         blocks: All that it holds and that count for the plan, those that other ranks write among them.
         keys: The descriptions of all keys that it has rows of.
         numbers: Of all parameters that it holds a part of, whichever rank declares them.
-        sketch: What the others learn of the blocks.
+        fingerprint: What the others learn of the blocks.
         said: What its index file says besides keys, files and times.
         hyperparameters: Of its parameters, encoded, by checksum.
         sections: What is saved.
@@ -35,7 +35,7 @@ class Outgoing:
     blocks: list[Block]
     keys: dict[str, KeyEntry]
     numbers: list[Number]
-    sketch: list[int]
+    fingerprint: list[int]
     said: RankIndex
     hyperparameters: Mapping[int, dict[str, Json]]
     sections: tuple[Section, ...]
@@ -61,7 +61,7 @@ class Elements(Protocol):
     """Where the elements of a rank's blocks come from."""
 
     def each(self, numbers: Sequence[int]) -> Iterator[Iterable[Buffer]]:
-        """The bytes of each block that it writes, in pieces, on the host; once, for all `Outgoing.chunks`.
+        """The bytes of each block that it writes, in pieces, on the host; once, for all `WritePlan.chunks`.
 
         All pieces of one are taken before the next one is asked for.
         """
@@ -73,36 +73,36 @@ class Elements(Protocol):
 
 
 class Announced(TypedDict):
-    """A rank's message for the agreement on the plan; of several, all sections that they name."""
+    """A rank's message for the coordination on the plan; of several, all sections that they name."""
 
-    sketch: list[int]
+    fingerprint: list[int]
     sections: list[list[Section]]
     topology: dict[str, int | str]
 
 
-def announce(outgoing: Outgoing) -> Announced:
-    """The bounded message for the agreement."""
+def announce(write_plan: WritePlan) -> Announced:
+    """The bounded message for the coordination."""
     return {
-        "sketch": outgoing.sketch,
-        "sections": [list(outgoing.sections)],
-        "topology": outgoing.topology,
+        "fingerprint": write_plan.fingerprint,
+        "sections": [list(write_plan.sections)],
+        "topology": write_plan.topology,
     }
 
 
 def combine(messages: list[Announced]) -> Announced:
     """What several ranks announce, as one message; the topology is the first one's."""
     return {
-        "sketch": plans.added(message["sketch"] for message in messages),
+        "fingerprint": plans.added(message["fingerprint"] for message in messages),
         "sections": [list(one) for one in sorted({tuple(one) for message in messages for one in message["sections"]})],
         "topology": messages[0]["topology"],
     }
 
 
-def disputed(rank: int, outgoing: Outgoing, buckets: Iterable[int]) -> Rows[BlockRow]:
+def disputed(rank: int, write_plan: WritePlan, buckets: Iterable[int]) -> Rows[BlockRow]:
     """This rank's blocks in the buckets that did not add up."""
-    return plans.blocks_in(rank, outgoing.blocks, buckets)
+    return plans.blocks_in(rank, write_plan.blocks, buckets)
 
 
-def differing(rank: int, outgoing: Outgoing, buckets: Iterable[int]) -> Rows[CopyRow]:
+def differing(rank: int, write_plan: WritePlan, buckets: Iterable[int]) -> Rows[CopyRow]:
     """This rank's hashes of copies in the buckets that did not add up."""
-    return replicas.copies_in(rank, outgoing.copies, buckets)
+    return replicas.copies_in(rank, write_plan.copies, buckets)

@@ -1,4 +1,4 @@
-"""Writing what one rank holds, and taking it back."""
+"""Writing what one rank holds, and rolling it back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypedDict
 
 from mbridge_fsdp_ckpt.commit import lease
-from mbridge_fsdp_ckpt.coordination.coordination import Agreement
+from mbridge_fsdp_ckpt.coordination.coordination import Coordination
 from mbridge_fsdp_ckpt.coverage import plans, replicas
 from mbridge_fsdp_ckpt.coverage.replicas import Copy
 from mbridge_fsdp_ckpt.format.names import Files
@@ -21,7 +21,7 @@ from mbridge_fsdp_ckpt.io.progress import Meter, Progress, Unwatched
 from mbridge_fsdp_ckpt.io.store import AnyPath, as_path, is_local, store_of
 from mbridge_fsdp_ckpt.phases import Phases
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
-from mbridge_fsdp_ckpt.saving.write_plan import Elements, Outgoing
+from mbridge_fsdp_ckpt.saving.write_plan import Elements, WritePlan
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class Place(TypedDict):
 
 
 class Written(TypedDict):
-    """A rank's message for the commit, or several ranks': of their index, and a sketch of the hashes of copies."""
+    """A rank's message for the commit, or several ranks': of their index, and a fingerprint of the hashes of copies."""
 
     told: Told
     replicas: list[int]
@@ -60,20 +60,20 @@ class Watching:
 
 
 def write(
-    outgoing: Outgoing,
+    write_plan: WritePlan,
     elements: Elements,
     place: Place,
-    agreement: Agreement,
+    coordination: Coordination,
     choice: str = "warn",
     watching: Watching | None = None,
 ) -> Written:
     """Write this rank's chunks and its index file, and hash what others hold, too.
 
     Args:
-        outgoing: What to write; learns the hashes.
+        write_plan: What to write; learns the hashes.
         elements: Of its blocks.
         place: Where.
-        agreement: Gets signs of life.
+        coordination: Gets heartbeats.
         choice: `Settings.replicas`.
         watching: See there.
 
@@ -85,51 +85,56 @@ def write(
     """
     staging, files, watching = as_path(place["directory"]), files_of(place), watching or Watching()
     phases = watching.phases
-    if is_local(staging) or agreement.rank == 0:  # which waits for all: stores limit how often one object is written
-        agreement.on_beat = lease.renewing(lease.of_save(staging, files))
+    if is_local(staging) or coordination.rank == 0:  # which waits for all: stores limit how often one object is written
+        coordination.on_heartbeat = lease.renewing(lease.of_save(staging, files))
     chunks, file = _write_chunks(
-        outgoing, elements, staging / files.payload(agreement.rank), agreement, choice, watching
+        write_plan, elements, staging / files.payload(coordination.rank), coordination, choice, watching
     )
     with phases("compare"):
-        outgoing.copies += _copies_of_numbers(outgoing, choice)
-        compared = outgoing.compared(choice)
+        write_plan.copies += _copies_of_numbers(write_plan, choice)
+        compared = write_plan.compared(choice)
         for number, digested in zip(compared, elements.digests(compared), strict=True):
-            outgoing.copies.append(replicas.copy_of(outgoing.blocks[number], digested))
-            agreement.beat()
+            write_plan.copies.append(replicas.copy_of(write_plan.blocks[number], digested))
+            coordination.heartbeat()
     with phases("index"):
-        timed = outgoing.said.own.model_copy(update={"begun": phases.begun, "phases": tuple(phases.rounded)})
-        said = replace(outgoing.said, keys=outgoing.keys, rank=agreement.rank, payload=file, own=timed)
-        told = write_own_index(staging, files, said, [*chunks, *outgoing.numbers], outgoing.hyperparameters)
-        return {"told": told, "replicas": replicas.sketch(outgoing.copies)}
+        timed = write_plan.said.own.model_copy(update={"begun": phases.begun, "phases": tuple(phases.rounded)})
+        said = replace(write_plan.said, keys=write_plan.keys, rank=coordination.rank, payload=file, own=timed)
+        told = write_own_index(staging, files, said, [*chunks, *write_plan.numbers], write_plan.hyperparameters)
+        return {"told": told, "replicas": replicas.fingerprint(write_plan.copies)}
 
 
 def _write_chunks(
-    outgoing: Outgoing, elements: Elements, path: AnyPath, agreement: Agreement, choice: str, watching: Watching
+    write_plan: WritePlan,
+    elements: Elements,
+    path: AnyPath,
+    coordination: Coordination,
+    choice: str,
+    watching: Watching,
 ) -> tuple[list[Chunk], FileEntry | None]:
     """Write this rank's payload file, if it has any chunks; returns their rows and its entry."""
-    numbers, rows = outgoing.chunks, list[Chunk]()
+    numbers, rows = write_plan.chunks, list[Chunk]()
     if not numbers:
         return rows, None
     progress, meter = watching.progress, Meter(watching.progress)
     if progress.shown:
-        progress.begin("saving", sum(outgoing.blocks[number].nbytes for number in numbers))
+        progress.begin("saving", sum(write_plan.blocks[number].nbytes for number in numbers))
 
     def advanced() -> None:
-        agreement.beat()
+        coordination.heartbeat()
         meter.reached(payload.position)
 
     payload = PayloadWriter(path, progress=advanced)
     try:
         with watching.phases("write"):
             for number, pieces in zip(numbers, elements.each(numbers), strict=True):
-                block = outgoing.blocks[number]
+                block = write_plan.blocks[number]
                 hasher = Hasher() if replicas.is_compared(block, choice) else None
                 if hasher is not None:
                     pieces = _hashed(pieces, hasher)
                 rows += payload.add_block(block.key, dtype_from_name(block.dtype), pieces, block.box)
                 if hasher is not None:
-                    outgoing.copies.append(replicas.copy_of(block, hasher.number()))
-                agreement.beat()
+                    write_plan.copies.append(replicas.copy_of(block, hasher.number()))
+                coordination.heartbeat()
         with watching.phases("flush"):
             return rows, payload.close()
     finally:
@@ -142,9 +147,9 @@ def _hashed(pieces: Iterable[Buffer], hasher: Hasher) -> Iterator[Buffer]:
         yield piece
 
 
-def _copies_of_numbers(outgoing: Outgoing, choice: str) -> Iterator[Copy]:
-    data_of = {number.key: number.data for number in outgoing.numbers}
-    for block in outgoing.blocks:
+def _copies_of_numbers(write_plan: WritePlan, choice: str) -> Iterator[Copy]:
+    data_of = {number.key: number.data for number in write_plan.numbers}
+    for block in write_plan.blocks:
         if block.is_scalar and replicas.is_compared(block, choice):
             yield replicas.copy_of(block, digest(data_of[block.key]))
 
@@ -163,14 +168,14 @@ def combine(place: Place, leader: int | None, messages: list[Written]) -> Writte
     return {"told": told, "replicas": plans.added(message["replicas"] for message in messages)}
 
 
-def take_back(place: Place, agreement: Agreement) -> None:
+def roll_back(place: Place, coordination: Coordination) -> None:
     """Remove what this rank wrote for a save that failed, unless it may stand after all.
 
     Rank 0 may have tidied up before this rank was through.
     """
-    if agreement.was_sealed():
+    if coordination.was_fenced():
         return
-    rank, directory, files = agreement.rank, as_path(place["directory"]), files_of(place)
+    rank, directory, files = coordination.rank, as_path(place["directory"]), files_of(place)
     for name in (files.payload(rank), files.of_rank(rank), files.of_group(rank), *([files.lease] if rank == 0 else [])):
         try:
             store_of(directory / name).remove()

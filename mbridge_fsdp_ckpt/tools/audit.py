@@ -5,7 +5,7 @@
              -> each listed extra file
              -> over all: keys, and that chunks tile every key
 
-Each thread holds one group's rows and one block of one file; of the tiling only sums are kept (`TilingSketch`).
+Each thread holds one group's rows and one block of one file; of the tiling only sums are kept (`TilingFingerprint`).
 """
 
 from __future__ import annotations

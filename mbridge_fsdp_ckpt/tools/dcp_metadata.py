@@ -1,4 +1,4 @@
-"""Making stock's view of a checkpoint after its save: `.metadata` and the values file."""
+"""Making DCP metadata of a checkpoint after its save: `.metadata` and the values file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mbridge_fsdp_ckpt.tools.repair import Plan, Step
 
 
 def plan_view(directory: AnyPath) -> Plan:
-    """What it takes to make stock's view; changes nothing.
+    """What it takes to make DCP metadata; changes nothing.
 
     Raises:
         ConfigurationError: The checkpoint is not of this format.
@@ -28,13 +28,13 @@ def plan_view(directory: AnyPath) -> Plan:
     head = _missing_view(directory)
     target = directory / DCP_METADATA
     if head is None:
-        return Plan(left_alone=[(target, "stock's view is there")])
+        return Plan(left_alone=[(target, "DCP metadata is there")])
 
     def take() -> None:
         with reading(directory):
             _write_view(directory, head)
 
-    return Plan(steps=[Step("write", target, "stock's view, made from the manifest and the index", take)])
+    return Plan(steps=[Step("write", target, "DCP metadata, made from the manifest and the index", take)])
 
 
 def _missing_view(directory: AnyPath) -> Manifest | None:
@@ -46,7 +46,7 @@ def _missing_view(directory: AnyPath) -> Manifest | None:
     """
     if not (directory / MANIFEST_NAME).exists():
         raise ConfigurationError(
-            expected=f"a checkpoint with {MANIFEST_NAME}, to make stock's view from",
+            expected=f"a checkpoint with {MANIFEST_NAME}, to make DCP metadata from",
             found=what_is_there(directory),
             remedy="A stock checkpoint needs no view; anything else is no checkpoint.",
             key=str(directory),

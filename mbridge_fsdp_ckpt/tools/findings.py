@@ -12,7 +12,7 @@ from mbridge_fsdp_ckpt.errors import CheckpointError, StoreClientError
 from mbridge_fsdp_ckpt.format.names import MANIFEST_NAME
 from mbridge_fsdp_ckpt.plan.boxes import Box, whole
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
-from mbridge_fsdp_ckpt.plan.tiling import PRIME, TilingSketch
+from mbridge_fsdp_ckpt.plan.tiling import PRIME, TilingFingerprint
 
 Subject = Literal["manifest", "index", "file", "chunk", "tiling", "keys"]
 
@@ -45,16 +45,16 @@ class Tiling:
 
     def __init__(self, keys: Mapping[str, KeyEntry]) -> None:
         self._keys = keys
-        self._sketches: dict[str, TilingSketch] = {}
+        self._fingerprints: dict[str, TilingFingerprint] = {}
         self._volumes: Counter[str] = Counter()
         self._shares: Counter[str] = Counter()
 
     def add(self, key: str, box: Box) -> None:
         """Count a block that lies inside its key."""
-        if key not in self._sketches:
-            self._sketches[key] = TilingSketch.of(key, self._keys[key].shape)
+        if key not in self._fingerprints:
+            self._fingerprints[key] = TilingFingerprint.of(key, self._keys[key].shape)
         self._volumes[key] += box.volume
-        self._shares[key] = (self._shares[key] + self._sketches[key].of_box(box)) % PRIME
+        self._shares[key] = (self._shares[key] + self._fingerprints[key].of_box(box)) % PRIME
 
     def merge(self, other: Tiling) -> None:
         """Count what another counted."""
@@ -66,8 +66,8 @@ class Tiling:
         """A finding for each key whose elements don't lie in exactly one chunk each."""
         for key, entry in self._keys.items():
             expected, found = whole(entry.shape).volume, self._volumes[key]
-            sketch = TilingSketch.of(key, entry.shape)
-            if found == expected and self._shares[key] == sketch.of_whole():
+            fingerprint = TilingFingerprint.of(key, entry.shape)
+            if found == expected and self._shares[key] == fingerprint.of_whole():
                 continue
             said = "as many, but some twice and some never" if found == expected else f"{found} elements in its chunks"
             yield Finding("tiling", MANIFEST_NAME, f"each of {expected} elements in one chunk", said, key)

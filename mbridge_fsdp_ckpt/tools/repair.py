@@ -288,7 +288,7 @@ def _plan_leftovers(root: AnyPath, plan: Plan, *, force: bool) -> None:
         if is_young(mark):
             plan.left_alone.append((mark, "somebody reads that checkpoint"))
         else:
-            why = "left by a reader that gave no sign of life for an hour"
+            why = "left by a reader that gave no heartbeat for an hour"
             plan.steps.append(Step("delete", mark, why, partial(_delete, mark), partial(is_stale, mark)))
 
 

@@ -97,7 +97,7 @@ def _audit(directory: AnyPath, report: Report, how: _How) -> Iterator[Finding]:
         )
     listed = {file.name for file in audit.manifest.files}
     if (directory / DCP_METADATA).exists() and DCP_METADATA not in listed:
-        report.notes.append(f"not checked: stock's view ({DCP_METADATA} and its values), which has no checksum here")
+        report.notes.append(f"not checked: DCP metadata ({DCP_METADATA} and its values), which has no checksum here")
 
 
 def _copies(directory: AnyPath, audit: Audit, *, content: bool) -> Iterator[Finding]:

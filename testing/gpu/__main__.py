@@ -41,7 +41,7 @@ def main(words: list[str] | None = None) -> int:
     report = _about(given)
     begin = time.monotonic()
     found, why = _run(given) if given.ranks else ({}, "torch.cuda.is_available() is False; --cpu runs on CPU ranks")
-    report |= judged(found, why)
+    report |= decided(found, why)
     report["seconds"] = round(time.monotonic() - begin, 1)
     text = json.dumps(report, indent=1)
     if given.out:
@@ -146,8 +146,8 @@ def _start(options: Options, rank: int, ranks: int, port: int, log: Path) -> sub
         return subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
 
 
-def judged(found: Mapping[str, Any], why: str | None) -> dict[str, Any]:
-    """The verdict, and what there is of the figures.
+def decided(found: Mapping[str, Any], why: str | None) -> dict[str, Any]:
+    """The decision, and what there is of the figures.
 
     Args:
         found: What rank 0 wrote, as far as it came.

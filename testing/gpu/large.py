@@ -19,8 +19,8 @@ import torch.distributed as dist
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.io import host_bytes
 from mbridge_fsdp_ckpt.io.checksums import Hasher
-from mbridge_fsdp_ckpt.io.direct_writer import GrowingFile
-from mbridge_fsdp_ckpt.io.prefetch import ReadAhead
+from mbridge_fsdp_ckpt.io.direct_writer import DirectWriter
+from mbridge_fsdp_ckpt.io.prefetch import Prefetch
 from mbridge_fsdp_ckpt.loading.destinations import Destination
 from mbridge_fsdp_ckpt.patching import Patches
 from mbridge_fsdp_ckpt.settings import Settings
@@ -130,7 +130,7 @@ class Parts:
 @contextmanager
 def _parts() -> Iterator[Parts]:
     """Time what a save and a load are made of, as long as the block runs."""
-    parts, begin = Parts(), ReadAhead.begin
+    parts, begin = Parts(), Prefetch.begin
 
     def timed_begin(self: Any, *args: Any) -> Callable[..., int] | None:
         fill = begin(self, *args)
@@ -139,14 +139,14 @@ def _parts() -> Iterator[Parts]:
     calls = (
         (host_bytes, "host_bytes", "device to host", lambda result, *_: result.nbytes),
         (Hasher, "update", "hashing", lambda _, __, data: memoryview(data).nbytes),
-        (GrowingFile, "write", "writing", lambda _, __, block: memoryview(block).nbytes),
-        (GrowingFile, "finish", "writing", lambda *_: 0),
+        (DirectWriter, "write", "writing", lambda _, __, block: memoryview(block).nbytes),
+        (DirectWriter, "finish", "writing", lambda *_: 0),
         (Destination, "take", "host to device", lambda count, own, *_: count * own.memory.itemsize),
     )
     with Patches() as patches:
         for owner, name, part, size_of in calls:
             patches.set(owner, name, parts.timed(part, getattr(owner, name), size_of))
-        patches.set(ReadAhead, "begin", timed_begin)
+        patches.set(Prefetch, "begin", timed_begin)
         yield parts
 
 

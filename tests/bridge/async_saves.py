@@ -16,7 +16,7 @@ import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt import Settings
 from mbridge_fsdp_ckpt.commit import removal
 from mbridge_fsdp_ckpt.integrations.common import pending
-from mbridge_fsdp_ckpt.saving.background.async_saves import trainer
+from mbridge_fsdp_ckpt.saving.background.async_saves import async_saves
 from testing.ranks import no_process_group
 from tests.bridge.training import Run, train
 from tests.patched import patched
@@ -29,7 +29,12 @@ def train_watched(run: Run) -> dict[str, Any]:
     heard.callbacks.register("on_train_end", lambda context: queues.append(context.state.async_calls_queue))
     found = train(run, heard.callbacks)
     assert removal.wait(30.0)
-    return found | {"heard": heard.steps, "queues": queues, "writer": trainer()._writer, "pending": pending._pending}
+    return found | {
+        "heard": heard.steps,
+        "queues": queues,
+        "writer": async_saves()._writer,
+        "pending": pending._pending,
+    }
 
 
 @no_process_group
@@ -137,7 +142,7 @@ def train_until_exit(run: Run, signal: int | None) -> dict[str, Any]:
     try:
         train(run, heard.callbacks)
     except SystemExit:
-        return {"heard": heard.steps, "writer": trainer()._writer, "pending": pending._pending}
+        return {"heard": heard.steps, "writer": async_saves()._writer, "pending": pending._pending}
     raise AssertionError("went on to the end")
 
 

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of saves beside the training."""
+"""What ranks do in the tests of asynchronous saves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt import Settings
 from mbridge_fsdp_ckpt.errors import CheckpointError
-from mbridge_fsdp_ckpt.saving.background.async_saves import trainer
+from mbridge_fsdp_ckpt.saving.background.async_saves import async_saves
 from testing import fresh_memory
 from testing.models import Recipe
 from tests.core import cases, oracle
@@ -88,7 +88,7 @@ class Run:
 
     def writer(self, signal_number: int) -> None:
         """Send a signal to this rank's writer."""
-        writer = trainer()._writer
+        writer = async_saves()._writer
         assert writer is not None
         os.kill(writer.pid, signal_number)
 
@@ -132,7 +132,7 @@ def trainer_dies(root: str, victim: int) -> dict[str, Any]:
     saving.wait_until_taken()
     dist.barrier()
     if dist.get_rank() == victim:
-        writer = trainer()._writer
+        writer = async_saves()._writer
         assert writer is not None
         (Path(root) / "orphan").write_text(str(writer.pid))
         os.kill(os.getpid(), signal.SIGKILL)
@@ -220,7 +220,7 @@ def memory(root: str, limit: int | None) -> dict[str, tuple[int, int]]:
     run = Run(root, SMALL.on(hidden=1024), replace(QUICK, staging_limit=limit))
     seen = {}
     run.warm()
-    writer = trainer()._writer
+    writer = async_saves()._writer
     assert writer is not None
     seen["saved"] = shared_memory(os.getpid()), shared_memory(writer.pid)
     mbridge_fsdp_ckpt.release_staging()

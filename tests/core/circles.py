@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from mbridge_fsdp_ckpt.coordination.coordination import Agreement, next_agreement
+from mbridge_fsdp_ckpt.coordination.coordination import Coordination, next_coordination
 from mbridge_fsdp_ckpt.errors import RankMissingError
 from mbridge_fsdp_ckpt.loading.exchange import _Circle
 
@@ -22,9 +22,9 @@ ENDS_S = 10.0
 
 def whose_operation_broke() -> dict[str, Any]:
     """Rank 1 leaves while rank 0 waits for it; then ranks 2 and 3 send to rank 0, which has given up."""
-    agreement = next_agreement("nothing", time_limit=ENDS_S)
-    with agreement.another_connection() as store:
-        rank, circle = agreement.rank, _joined(agreement, store)
+    coordination = next_coordination("nothing", time_limit=ENDS_S)
+    with coordination.another_connection() as store:
+        rank, circle = coordination.rank, _joined(coordination, store)
     dist.barrier()
     if rank == 0:
         _begin(circle)
@@ -48,10 +48,10 @@ def whose_operation_broke() -> dict[str, Any]:
 
 def requests_of_joining(interfaces: str = "") -> int:
     """Requests to the job's store that a rank makes to join a circle of all, over these interfaces."""
-    agreement = next_agreement("nothing", time_limit=ENDS_S)
-    with agreement.another_connection() as store, patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": interfaces}):
+    coordination = next_coordination("nothing", time_limit=ENDS_S)
+    with coordination.another_connection() as store, patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": interfaces}):
         counting = _Counting(store)
-        circle = _joined(agreement, counting)
+        circle = _joined(coordination, counting)
     dist.barrier()
     circle.leave()
     return counting.requests
@@ -87,8 +87,8 @@ class _Counting:
         return True
 
 
-def _joined(agreement: Agreement, store: Any) -> _Circle:
-    circle = _Circle(tuple(range(agreement.world_size)), agreement)
+def _joined(coordination: Coordination, store: Any) -> _Circle:
+    circle = _Circle(tuple(range(coordination.world_size)), coordination)
     circle.join(store)
     circle.compare("a plan")
     return circle
@@ -104,4 +104,4 @@ def _end(circle: _Circle) -> str:
         circle._finish()
     except RankMissingError as error:
         return str(error)
-    raise AssertionError("a mate had left")
+    raise AssertionError("a peer had left")

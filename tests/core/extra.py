@@ -114,7 +114,7 @@ def with_keepers(number: int, *, experts: int = 1, wrap: bool = False) -> tuple[
 
 
 def save(directory: str, beside: bool) -> None:
-    """A checkpoint of keepers at EP 2; one that goes on beside the training has what was there at its call."""
+    """A checkpoint of keepers at EP 2; one that goes on asynchronously has what was there at its call."""
     trainable, keepers = with_keepers(SAVED, experts=2)
     arguments = {"model": trainable.model, "optimizer": trainable.optimizer}
     if not beside:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.errors import CheckpointError
-from mbridge_fsdp_ckpt.saving.background.async_saves import trainer
+from mbridge_fsdp_ckpt.saving.background.async_saves import async_saves
 from tests.core.beside import PATIENT, Run
 
 
@@ -90,7 +90,7 @@ def forks(root: str) -> dict[str, Any]:
         "outlives": _forked(told / "outlives", outlives, sys.exit),
     }
     codes = {what: _code(children[what]) for what in ("asks", "leaves")}
-    writer = trainer()._writer
+    writer = async_saves()._writer
     assert writer is not None
     same = writer.pid
     run.writer(signal.SIGCONT)
@@ -104,7 +104,7 @@ def forks(root: str) -> dict[str, Any]:
         "codes": codes,
         "said": {what: (told / what).read_text() for what in children},
         "errors": [error, after],
-        "same": trainer()._writer is writer and writer.pid == same,
+        "same": async_saves()._writer is writer and writer.pid == same,
     }
 
 

@@ -29,7 +29,7 @@ from mbridge_fsdp_ckpt.coordination.incarnation import base_of, default_store
 from mbridge_fsdp_ckpt.errors import CheckpointError
 from mbridge_fsdp_ckpt.format.names import STAGING
 from mbridge_fsdp_ckpt.format.names import beside as hidden
-from mbridge_fsdp_ckpt.saving.background.async_saves import Trainer, trainer
+from mbridge_fsdp_ckpt.saving.background.async_saves import AsyncSaves, async_saves
 from mbridge_fsdp_ckpt.saving.background.channel import Channel
 from mbridge_fsdp_ckpt.saving.background.filling import Filling
 from mbridge_fsdp_ckpt.saving.background.handle import Saving
@@ -44,7 +44,7 @@ Ended = dict[str, Any]
 
 def writer_pid() -> int:
     """This rank's checkpoint process."""
-    writer = trainer()._writer
+    writer = async_saves()._writer
     assert writer is not None
     return writer.pid
 
@@ -194,7 +194,7 @@ def leaves_nothing(root: str) -> dict[str, Any]:
     failed = run.ended()["error"]
     state = weakref.ref(next(iter(_slots(run.trainable.optimizer))))
     alive = state() is not None
-    handle = trainer()._writer
+    handle = async_saves()._writer
     del run
     for thread in threading.enumerate():
         if thread.name.startswith("save "):
@@ -328,7 +328,7 @@ def dies_at_the_start(root: str, pids: str) -> None:
     """Killed as soon as its checkpoint process has been started, whose channel another process keeps open."""
     run = Run(root)
     run.save()
-    writer = trainer()._writer
+    writer = async_saves()._writer
     assert writer is not None
     end = writer._channel._socket.fileno()
     holder = subprocess.Popen(["sleep", "120"], pass_fds=[end])
@@ -364,7 +364,7 @@ def paths(root: str, here: str) -> dict[str, Any]:
 
 
 def _new_writers(run: Run) -> Ended:
-    trainer().stop()
+    async_saves().stop()
     run.save()
     return run.ended()
 
@@ -373,7 +373,7 @@ def _new_writers(run: Run) -> Ended:
 
 
 def old_errors(root: str) -> list[Any]:
-    """What saves raise of the save before, beside the training and not, and what `finish_saves` has left to raise."""
+    """What saves raise of the save before, asynchronously and not, and what `finish_saves` has left to raise."""
     run = Run(root)
 
     def fails(name: str) -> None:
@@ -434,13 +434,13 @@ def in_order(root: str) -> list[Any]:
         What both saves came to, and keys in the store after each of some more saves about which ranks ask at steps.
     """
     run = Run(root, settings=replace(QUICK, time_limit=10.0))
-    copy = Trainer._copy
+    copy = AsyncSaves._copy
 
     def late(*given: Any) -> None:
         time.sleep(1.0)
         copy(*given)
 
-    with patch.object(Trainer, "_copy", late) if dist.get_rank() == 1 else _nothing():
+    with patch.object(AsyncSaves, "_copy", late) if dist.get_rank() == 1 else _nothing():
         first = run.save()
         run.settings = replace(run.settings, when_busy="skip")
         time.sleep(0.0 if dist.get_rank() == 1 else 0.3)  # rank 0 begins the first at once

@@ -16,7 +16,7 @@ from mbridge_fsdp_ckpt.families.declaration import ParameterContext
 from mbridge_fsdp_ckpt.families.registry import default_registry
 from mbridge_fsdp_ckpt.live import planned
 from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import find_fsdp_module, tensors_of
-from mbridge_fsdp_ckpt.saving.snapshot import Prepared, look, plan_save
+from mbridge_fsdp_ckpt.saving.snapshot import Prepared, observe, plan_save
 from testing.models import Recipe, Trainable
 from tests.core import cases
 
@@ -65,7 +65,7 @@ class Saves:
         with ExitStack() as stack:
             for what, name in counted:
                 stack.enter_context(counting(what, name))
-            return plan_save(look(self.trainable.model, self.trainable.optimizer, None, None))
+            return plan_save(observe(self.trainable.model, self.trainable.optimizer, None, None))
 
 
 def again() -> dict[str, Any]:
@@ -88,8 +88,8 @@ def again() -> dict[str, Any]:
         "tensors": len(tensors_of(saves.module)),
         "same": held.keys() == {item.key for item in before.holdings},
         "counter": (counter.entry.dtype, counter.elements().tolist()),
-        "rates": [values["lr"] for values in saves.save().outgoing.hyperparameters.values()],
-        "parameters": (len(before.outgoing.said.parameters), len(saves.save().outgoing.said.parameters)),
+        "rates": [values["lr"] for values in saves.save().write_plan.hyperparameters.values()],
+        "parameters": (len(before.write_plan.said.parameters), len(saves.save().write_plan.said.parameters)),
         "in the end": saves.plannings,
     }
 
@@ -98,13 +98,13 @@ def regrouped() -> dict[str, bool]:
     """Param groups that change between a save's call and its plan: whether it saves those of the call."""
     trainable = cases.prepared(Recipe(layers=1), steps=1)
     whole = trainable.model, trainable.optimizer, None, None
-    wanted = plan_save(look(*whole)).outgoing
-    seen = look(*whole)
+    wanted = plan_save(observe(*whole)).write_plan
+    seen = observe(*whole)
     groups = trainable.optimizer.param_groups
     groups[0]["params"] = groups[0]["params"][1:]
     groups[0]["added"] = 1
     groups.append({**groups[0], "params": [torch.nn.Parameter(torch.ones(1))]})
-    found = plan_save(seen).outgoing
+    found = plan_save(seen).write_plan
     return {"said": found.said == wanted.said, "hyperparameters": found.hyperparameters == wanted.hyperparameters}
 
 

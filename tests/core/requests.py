@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.coordination import incarnation
-from mbridge_fsdp_ckpt.coordination.delegated import Seat
+from mbridge_fsdp_ckpt.coordination.delegated import Participant
 from mbridge_fsdp_ckpt.coordination.incarnation import Incarnation
 from mbridge_fsdp_ckpt.errors import CheckpointError
 from testing.models import Recipe
@@ -60,17 +60,17 @@ def of_saves(directory: str, saves: int) -> list[dict[str, int]]:
 
 
 def of_calls() -> tuple[int, list[str]]:
-    """The requests of two calls of saves beside the training, and the names of these, each asked for twice."""
+    """The requests of two calls of asynchronous saves, and the names of these, each asked for twice."""
     with counted() as requests:
-        seats = [Seat.next(f"save {number}", 60, 60) for number in range(2)]
+        participants = [Participant.next(f"save {number}", 60, 60) for number in range(2)]
         asked = requests.total()
-        names = {seat.purpose: seat.name for seat in seats}
-        assert names == {seat.purpose: seat.name for seat in reversed(seats)}
-    return asked, [names[seat.purpose] for seat in seats]
+        names = {participant.purpose: participant.name for participant in participants}
+        assert names == {participant.purpose: participant.name for participant in reversed(participants)}
+    return asked, [names[participant.purpose] for participant in participants]
 
 
 def without_an_answer(directory: str, error: Exception) -> tuple[str, bool]:
-    """A save beside the training whose thread gets an error of the store: what it says, and if the next is saved."""
+    """An asynchronous save whose thread gets an error of the store: what it says, and if the next is saved."""
     trainable = cases.prepared(Recipe(layers=1), steps=1)
     whole: dict[str, Any] = {"model": trainable.model, "optimizer": trainable.optimizer, "background": True}
     refused = ""

@@ -16,7 +16,7 @@ import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.io.ranges import OpenFiles
 from mbridge_fsdp_ckpt.live.planned import plan_model
 from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import find_fsdp_module, local_shard
-from mbridge_fsdp_ckpt.live.replicas import Mates, ranks_with_copies
+from mbridge_fsdp_ckpt.live.replicas import Peers, ranks_with_copies
 from mbridge_fsdp_ckpt.loading import exchange, sharing
 from mbridge_fsdp_ckpt.opening import open_checkpoint
 from testing.models import Recipe, Trainable
@@ -79,7 +79,7 @@ def holds(trainable: Trainable) -> tuple[set[tuple[Any, ...]], set[tuple[Any, ..
     plans = [item.plan for item in plan_model(module)]
     pieces = {(plan.model_key(p.component), p.box.offset, p.box.size): p.writes for plan in plans for p in plan.pieces}
     unwritten = {block for block, writes in pieces.items() if not writes}
-    return set(pieces), unwritten, ranks_with_copies(Mates(module), plans, dist.get_rank())
+    return set(pieces), unwritten, ranks_with_copies(Peers(module), plans, dist.get_rank())
 
 
 def load_of_another_layout(directory: str, recipe: Recipe, at_once: int, largest: int = 64) -> dict[str, Any]:

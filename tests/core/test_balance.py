@@ -13,7 +13,7 @@ from mbridge_fsdp_ckpt.tools.survey import survey, visit_chunks
 from testing.models import Recipe
 from testing.ranks import RankPool
 from tests.core import cases, oracle
-from tests.core.test_rehearsal import check
+from tests.core.test_estimate import check
 from tests.soak import sampling
 
 RANKS = 4

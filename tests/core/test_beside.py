@@ -1,4 +1,4 @@
-"""Saves beside the training: what is saved is what was there at the call, whatever training does meanwhile."""
+"""Asynchronous saves: what is saved is what was there at the call, whatever training does meanwhile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saves beside the training that fail: the same named error on every rank, and the checkpoint before stands."""
+"""Asynchronous saves that fail: the same named error on every rank, and the checkpoint before stands."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_writer_that_ends_or_stops_is_named_on_all_ranks(
             assert f"of rank {victim}" in first["found"]
         else:
             assert (first["error"], first["rank"]) == ("SaveAbandonedError", victim)
-            assert ("no sign of life" if how == "stopped" else "exit status -9") in first["found"]
+            assert ("no heartbeat" if how == "stopped" else "exit status -9") in first["found"]
         assert first["seconds"] < beside.LIMIT_S + MARGIN_S
         assert after["error"] is None, "the next save has another writer"
     assert [stands(tmp_path, number) for number in (1, 2, 3)] == [True, False, True]

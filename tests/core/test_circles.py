@@ -1,4 +1,4 @@
-"""Connections of ranks that read for each other: who loses a mate can leave, and joining costs the store little."""
+"""Connections of ranks that read for each other: who loses a peer can leave, and joining costs the store little."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from tests.core import circles
 WORLD = 4
 
 
-def test_who_lost_a_mate_can_leave_although_others_still_send_to_it(rank_pool: RankPool) -> None:
-    """A lazy group of gloo's never closed then: the load hung on the rank that lost its mate."""
+def test_who_lost_a_peer_can_leave_although_others_still_send_to_it(rank_pool: RankPool) -> None:
+    """A lazy group of gloo's never closed then: the load hung on the rank that lost its peer."""
     results = rank_pool.run(circles.whose_operation_broke, ranks=WORLD, time_limit=40.0)
     for rank in (0, 2, 3):
         assert "ranks 0, 1, 2, 3 to read for each other" in results[rank]["found"]

@@ -1,4 +1,4 @@
-"""One life of a save beside the training: it ends, by one name on all ranks, whatever a thread or process meets."""
+"""One life of an asynchronous save: it ends, by one name on all ranks, whatever a thread or process meets."""
 
 from __future__ import annotations
 

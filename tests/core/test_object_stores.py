@@ -235,7 +235,7 @@ def test_a_save_over_a_root_in_an_object_store_fails_on_all_ranks(
 
 
 def straggle(directory: str, environment: dict[str, str]) -> list[str]:
-    """A save that gives a sign of life with each block: what there is before it commits."""
+    """A save that gives a heartbeat with each block: what there is before it commits."""
     os.environ.update(environment)
     trainable, seen = cases.prepared(RECIPE, steps=1), list[str]()
     with patch.object(lease, "STALE_S", 0.0):

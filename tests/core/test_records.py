@@ -1,5 +1,5 @@
 """Blocks of which each is several records, of several hashed blocks each, as those of large models are: any layout,
-stock's reader, the rehearsal."""
+stock's reader, the estimate."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from mbridge_fsdp_ckpt.format.reader import SafeSource
 from mbridge_fsdp_ckpt.io.store import as_path
 from testing.ranks import RankPool
-from tests.core import cases, oracle, rehearsed
+from tests.core import cases, estimated, oracle
 from tests.core.test_layouts import LAYOUTS, QWEN
 from tests.soak import sampling
 
@@ -48,26 +48,26 @@ def test_the_same_layout_reads_what_its_ranks_wrote(megatron_ranks: RankPool, tm
     assert loaded[0]["live"] == saved
 
 
-def test_a_rehearsal_counts_records(megatron_ranks: RankPool, tmp_path: Path) -> None:
+def test_a_estimate_counts_records(megatron_ranks: RankPool, tmp_path: Path) -> None:
     recipe, directory = QWEN.on(tensor=2), tmp_path / "c"
     save = (LARGEST, cases.train_and_save, str(directory), recipe)
     megatron_ranks.run(cases.with_small_records, *save, ranks=4)
-    (found,) = megatron_ranks.run(rehearsed.with_small_records, LARGEST, rehearsed.rehearse, recipe, 4, ranks=1)
-    real = rehearsed.written(directory)
+    (found,) = megatron_ranks.run(estimated.with_small_records, LARGEST, estimated.estimate, recipe, 4, ranks=1)
+    real = estimated.written(directory)
     assert {rank: work.bytes for rank, work in found["planned"].items()} == real["payload"]
-    assert {rank: rehearsed.counts(work) for rank, work in found["planned"].items()} == real["counted"]
+    assert {rank: estimated.counts(work) for rank, work in found["planned"].items()} == real["counted"]
     assert found["counted"] == found["planned"]
     assert all(work.chunks > 2 * work.blocks for work in found["planned"].values())
     assert 0.7 < found["index"] / sum(path.stat().st_size for path in directory.glob("*.index")) < 1.4
 
 
-def test_a_rehearsal_knows_what_another_layout_reads(megatron_ranks: RankPool, tmp_path: Path) -> None:
+def test_a_estimate_knows_what_another_layout_reads(megatron_ranks: RankPool, tmp_path: Path) -> None:
     saved, loading = QWEN.on(tensor=2), QWEN.on(expert=2)
     save = (LARGEST, cases.train_and_save, str(tmp_path / "c"), saved)
     megatron_ranks.run(cases.with_small_records, *save, ranks=2)
     jobs = saved, 2, loading, 4
-    ((ratio, held),) = megatron_ranks.run(rehearsed.with_small_records, LARGEST, rehearsed.elsewhere, *jobs, ranks=1)
-    read = cases.with_small_records(LARGEST, rehearsed.really_read, tmp_path / "c", held)
+    ((ratio, held),) = megatron_ranks.run(estimated.with_small_records, LARGEST, estimated.elsewhere, *jobs, ranks=1)
+    read = cases.with_small_records(LARGEST, estimated.really_read, tmp_path / "c", held)
     assert ratio == pytest.approx(read, rel=1e-12)
-    ((uncut, _),) = megatron_ranks.run(rehearsed.elsewhere, *jobs, ranks=1)
+    ((uncut, _),) = megatron_ranks.run(estimated.elsewhere, *jobs, ranks=1)
     assert ratio < uncut, "small records are what a load in a finer layout reads less of"

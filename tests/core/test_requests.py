@@ -17,7 +17,7 @@ def test_a_save_makes_a_constant_number_of_requests(ranks: int, megatron_ranks: 
         first, *others = (_of_each(one) for one in saves)
         assert first.pop(f"set {rank}") == others[0].pop(f"set {rank}", 0) + 1, "its host, once a process"
         if rank:
-            meetings = {"set " + str(rank): 2, "wait verdict": 2, "get verdict": 2, "add read": 1}
+            meetings = {"set " + str(rank): 2, "wait decision": 2, "get decision": 2, "add read": 1}
             assert others[-1] == {"wait open": 1, "get now": 1} | meetings
         else:
             *_, one, other = ({what: n for what, n in asked.items() if "delete_key" in what} for asked in others)
@@ -25,7 +25,7 @@ def test_a_save_makes_a_constant_number_of_requests(ranks: int, megatron_ranks: 
             assert 0 < sum(one.values()) < 16 + 2 * ranks
 
 
-def test_the_call_of_a_save_beside_the_training_waits_for_no_store(megatron_ranks: RankPool) -> None:
+def test_the_call_of_a_save_asynchronously_waits_for_no_store(megatron_ranks: RankPool) -> None:
     """The store would answer all ranks of the job, one after the other, while they all wait to train on."""
     found = megatron_ranks.run(requests.of_calls, ranks=2)
     assert [asked for asked, _ in found] == [0, 0]
@@ -34,7 +34,7 @@ def test_the_call_of_a_save_beside_the_training_waits_for_no_store(megatron_rank
 
 
 @pytest.mark.parametrize(("error", "said"), [(dist.DistStoreError("no answer"), "c.1"), (ValueError("odd"), "odd")])
-def test_a_save_beside_the_training_that_the_store_does_not_answer_fails_by_name(
+def test_a_save_asynchronously_that_the_store_does_not_answer_fails_by_name(
     error: Exception, said: str, megatron_ranks: RankPool, tmp_path: Path
 ) -> None:
     found = megatron_ranks.run(requests.without_an_answer, str(tmp_path / "c"), error, ranks=2)
@@ -45,5 +45,5 @@ def test_a_save_beside_the_training_that_the_store_does_not_answer_fails_by_name
 
 
 def _of_each(requests: dict[str, int]) -> dict[str, int]:
-    """Without signs of life, which are a matter of time, and what the last one to read does."""
+    """Without heartbeats, which are a matter of time, and what the last one to read does."""
     return {what: n for what, n in requests.items() if what not in ("add beats", "set left")}

@@ -19,7 +19,7 @@ from mbridge_fsdp_ckpt.errors import ChangedTensorError
 from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import find_fsdp_module, local_shard
 from mbridge_fsdp_ckpt.saving.background.filling import Filling
 from mbridge_fsdp_ckpt.saving.background.order import Order
-from mbridge_fsdp_ckpt.saving.snapshot import _check, look, plan_save
+from mbridge_fsdp_ckpt.saving.snapshot import _check, observe, plan_save
 from testing.models import Recipe
 from tests.core import cases, oracle
 from tests.core.beside import PATIENT, SMALL, Run
@@ -197,7 +197,7 @@ def trains(recipes: list[Recipe]) -> dict[str, tuple[int, list[str]]]:
         trainable = cases.prepared(recipe, steps=2)
         frozen = next(p for group in trainable.optimizer.param_groups for p in group["params"])
         frozen.requires_grad_(requires_grad=False)
-        prepared = plan_save(look(trainable.model, trainable.optimizer, None, None).held_still())
+        prepared = plan_save(observe(trainable.model, trainable.optimizer, None, None).with_buffers_copied())
         with patch.object(trainable.optimizer, "step"):
             for number in (2, 3):
                 trainable.step(number)

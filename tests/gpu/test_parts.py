@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from testing.gpu import state
-from testing.gpu.__main__ import SECTIONS, judged
+from testing.gpu.__main__ import SECTIONS, decided
 from testing.gpu.copies import kinds
 from testing.gpu.job import Job, Options
 from testing.gpu.large import recipe_of
@@ -65,14 +65,14 @@ def test_one_changed_element_is_seen(megatron_ranks: RankPool) -> None:
 
 @pytest.mark.quick
 def test_a_check_passes_if_all_of_it_came_and_nothing_failed() -> None:
-    whole = judged({"sections": ALL}, None)
+    whole = decided({"sections": ALL}, None)
     assert whole == {"passed": True, "reasons": [], "not_run": {}, "section_seconds": {}, **ALL}
-    assert judged({"sections": ALL, "failures": ["x"]}, None)["reasons"] == ["x"]
-    assert judged({"sections": ALL, "failures": ["x"]}, "rank 1 died")["reasons"] == ["x", "rank 1 died"]
-    some = judged({"sections": {"resume": {}}, "not_run": {"FP8": "needs a GPU"}}, None)
+    assert decided({"sections": ALL, "failures": ["x"]}, None)["reasons"] == ["x"]
+    assert decided({"sections": ALL, "failures": ["x"]}, "rank 1 died")["reasons"] == ["x", "rank 1 died"]
+    some = decided({"sections": {"resume": {}}, "not_run": {"FP8": "needs a GPU"}}, None)
     assert some["reasons"] == ["no results of large, overlap, copies"]
     assert some["not_run"]["FP8"] == "needs a GPU"
-    assert not any(report["passed"] for report in (some, judged({"sections": ALL, "failures": ["x"]}, None)))
+    assert not any(report["passed"] for report in (some, decided({"sections": ALL, "failures": ["x"]}, None)))
 
 
 @pytest.mark.quick

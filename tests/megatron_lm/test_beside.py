@@ -20,7 +20,7 @@ STEPS = [f"iter_{step:07}" for step in range(1, 5)]
 
 @pytest.fixture(scope="module")
 def twins(training_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[str]]:
-    """The same four iterations with four saves, the second time beside the training; what that said."""
+    """The same four iterations with four saves, the second time asynchronously; what that said."""
     at_once, beside = tmp_path_factory.mktemp("at_once"), tmp_path_factory.mktemp("beside")
     for result in training_ranks.run(pretrain, SAFE, str(at_once), 4, ranks=2, save_every=1):
         assert result["code"] == 0, result["out"]
@@ -51,7 +51,7 @@ def test_every_commit_is_told_once_and_after_its_beginning(twins: tuple[Path, Pa
         assert said[0].count(f"successfully saved checkpoint from iteration {step:7d}") == 1
 
 
-def test_a_run_resumes_from_it_beside_the_training(
+def test_a_run_resumes_from_it_asynchronously(
     twins: tuple[Path, Path, list[str]], training_ranks: RankPool, tmp_path: Path
 ) -> None:
     at_once, beside, _ = twins

@@ -124,7 +124,7 @@ def attacks() -> Iterator[tuple[str, Attack]]:
     for title, model in (("manifest", Manifest), ("header", IndexHeader), ("record", RankOwn)):
         for path in fields(model):
             if path == ("checksum",):
-                continue  # whoever signs replaces it
+                continue  # whoever heartbeats replaces it
             field = f"{title}.{'.'.join(map(str, path))}"
             for what, value in WRONG.items():
                 reason = "of the field's type" if what in HARMLESS.get(field, "").split(", ") else ""

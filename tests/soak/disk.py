@@ -1,6 +1,6 @@
 """What ranks do in the disk matrix: a save on storage that fails, then one on storage that works again.
 
-Of a save beside the training it is the writer whose storage fails; that is told of it as it starts (`in_writer`).
+Of an asynchronous save it is the writer whose storage fails; that is told of it as it starts (`in_writer`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt import Settings
 from mbridge_fsdp_ckpt.commit import removal
 from mbridge_fsdp_ckpt.errors import CheckpointError
-from mbridge_fsdp_ckpt.saving.background.async_saves import trainer
+from mbridge_fsdp_ckpt.saving.background.async_saves import async_saves
 from testing.models import Recipe, Trainable
 from tests.core import cases, oracle
 from tests.patched import patched
@@ -73,7 +73,7 @@ def save_on(directory: str, fault: Fault | None, time_limit: float, storage_limi
 def save_beside_on(
     directory: str, fault: Fault | None, time_limit: float, storage_limit: float, told_by: ToldBy
 ) -> dict[str, Any]:
-    """A save beside the training while the fault holds, and one more step: what this rank saw, of which call.
+    """An asynchronous save while the fault holds, and one more step: what this rank saw, of which call.
 
     Also whether the state is what that step makes of it where nothing is saved.
     """
@@ -127,12 +127,12 @@ def holding(fault: Fault | None) -> Iterator[None]:
 @contextmanager
 def holding_in_writer(fault: Fault | None) -> Iterator[None]:
     """The writer that is started meanwhile has the fault; it ends with the block."""
-    trainer().stop()
+    async_saves().stop()
     with ExitStack() as stack:
         if fault is not None and fault.rank == dist.get_rank():
             stack.enter_context(in_writer.told(make_faulty, *astuple(fault)))
         yield
-    trainer().stop()
+    async_saves().stop()
 
 
 def make_faulty(*told: Any) -> None:

@@ -116,7 +116,7 @@ class Seen:
     outside: tuple[str, ...]
     canary: bool
 
-    def verdict(self, attack: Attack) -> str:
+    def decision(self, attack: Attack) -> str:
         """The first outcome that is no acceptance, or "missed: " and why."""
         if self.canary:
             return "missed: code ran"
@@ -268,7 +268,7 @@ def _outcome(read: Callable[[Path], str], directory: Path) -> tuple[str, str]:
         return read(directory), ""
     except CheckpointError as error:
         return type(error).__name__, str(error)[:600]
-    except BaseException as error:  # whatever it is, it is what the attack achieved, and the parent judges
+    except BaseException as error:  # whatever it is, it is what the attack achieved, and the parent decides
         return "missed: another exception", f"{type(error).__name__}: {str(error)[:600]}"
 
 

@@ -55,8 +55,8 @@ class Step:
 EVERYBODY = (0, 1)
 STEPS = (
     Step("saving.snapshot:plan_save", EVERYBODY),
-    Step("coordination.coordination:Agreement.meet", EVERYBODY, times=2),
-    Step("saving.commit:Job.judge_plans"),
+    Step("coordination.coordination:Coordination.meet", EVERYBODY, times=2),
+    Step("saving.commit:Job.decide_plans"),
     Step("commit.methods:condemn_leftovers"),
     Step("commit.methods:begin"),
     Step("saving.writer:write", EVERYBODY),
@@ -65,10 +65,10 @@ STEPS = (
     Step("format.write_results:write_file", EVERYBODY),
     Step("format.write_results:write_file", times=2),
     Step("io.direct_writer:os.fsync", EVERYBODY, times=2),
-    Step("saving.commit:Job.judge_written"),
+    Step("saving.commit:Job.decide_written"),
     Step("dcp.writer:write_dcp_view"),
     Step("commit.rename:write_file"),
-    Step("coordination.coordination:Agreement.seal"),
+    Step("coordination.coordination:Coordination.fence"),
     Step("commit.rename:put_in_place"),
     Step("commit.rename:sync_directory", times=2),
     Step("commit.rename:_exchange", fresh=False),
@@ -77,7 +77,7 @@ STEPS = (
     Step("pathlib:Path.rename", times=3, fresh=False, exchanges=False),
     Step("commit.rename:sync_directory", times=2, fresh=False, exchanges=False),
     Step("commit.removal:shutil.rmtree", fresh=False, exchanges=False),
-    Step("coordination.coordination:Agreement.end", EVERYBODY),
+    Step("coordination.coordination:Coordination.end", EVERYBODY),
     Step("saving.commit:Job.clean_up", EVERYBODY),
     Step("pathlib:Path.replace", times=2),  # .metadata, then the tracker
 )
@@ -141,12 +141,12 @@ def save_state(root: str, number: int, steps: int) -> Any:
     return oracle.live(trainable)
 
 
-def save_and_die(root: str, number: int, signs: str, death: Death | None, exchanges: bool) -> str:
+def save_and_die(root: str, number: int, heartbeats: str, death: Death | None, exchanges: bool) -> str:
     """Save the newer state as iteration `number`; somebody is killed meanwhile.  What a survivor saw."""
     trainable = cases.prepared(RECIPE, steps=NEW)
     settings = mbridge_fsdp_ckpt.Settings(time_limit=5.0)
     dist.barrier()
-    with signed(Path(signs)), _mortal(death), _without_exchange(exchanges):
+    with signed(Path(heartbeats)), _mortal(death), _without_exchange(exchanges):
         try:
             save_and_publish(root, number, trainable, settings)
         except CheckpointError as error:
@@ -156,11 +156,11 @@ def save_and_die(root: str, number: int, signs: str, death: Death | None, exchan
 
 
 @contextmanager
-def signed(signs: Path) -> Iterator[None]:
+def signed(heartbeats: Path) -> Iterator[None]:
     """Tell the process that kills when this rank begins and when it is through."""
-    (signs / f"began-{dist.get_rank()}").touch()
+    (heartbeats / f"began-{dist.get_rank()}").touch()
     yield
-    (signs / f"ended-{dist.get_rank()}").touch()
+    (heartbeats / f"ended-{dist.get_rank()}").touch()
 
 
 def resume(root: str, number: int) -> dict[str, Any]:

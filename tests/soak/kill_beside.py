@@ -1,4 +1,4 @@
-"""Deaths in the middle of a save beside the training: of the writer, of its trainer, or of both.
+"""Deaths in the middle of an asynchronous save: of the writer, of its trainer, or of both.
 
 A writer is told of its death as it starts (`in_writer`).
 """
@@ -39,12 +39,12 @@ OWN_STEPS = (
 """And what it does besides."""
 
 
-def save_and_die(root: str, number: int, signs: str, who: Who, step: str, time: int, rank: int) -> str:
-    """Save the newer state beside the training as iteration `number`; somebody dies meanwhile.  What a survivor saw."""
+def save_and_die(root: str, number: int, heartbeats: str, who: Who, step: str, time: int, rank: int) -> str:
+    """Save the newer state asynchronously as iteration `number`; somebody dies meanwhile.  What a survivor saw."""
     trainable = cases.prepared(RECIPE, steps=NEW)
     settings = mbridge_fsdp_ckpt.Settings(time_limit=5.0)
     dist.barrier()
-    with signed(Path(signs)), _deadly(Path(signs), who, step, time, rank):
+    with signed(Path(heartbeats)), _deadly(Path(heartbeats), who, step, time, rank):
         try:
             save(root, number, trainable, settings, background=True)
             mbridge_fsdp_ckpt.finish_saves()
@@ -54,26 +54,26 @@ def save_and_die(root: str, number: int, signs: str, who: Who, step: str, time: 
 
 
 @contextmanager
-def _deadly(signs: Path, who: Who, step: str, time: int, rank: int) -> Iterator[None]:
+def _deadly(heartbeats: Path, who: Who, step: str, time: int, rank: int) -> Iterator[None]:
     """Writers that are started meanwhile are mortal."""
     if dist.get_rank() != rank:
         yield
         return
-    with in_writer.told(make_mortal, str(signs), who, step, time):
+    with in_writer.told(make_mortal, str(heartbeats), who, step, time):
         yield
 
 
-def make_mortal(signs: str, who: Who, step: str, time: int) -> None:
+def make_mortal(heartbeats: str, who: Who, step: str, time: int) -> None:
     """In a writer, before it does anything: see to it that it dies at its step."""
-    patched(call_of(step), lambda function: _killing(function, Path(signs), who, time)).start()
+    patched(call_of(step), lambda function: _killing(function, Path(heartbeats), who, time)).start()
 
 
-def _killing(function: Callable[..., Any], signs: Path, who: Who, time: int) -> Callable[..., Any]:
+def _killing(function: Callable[..., Any], heartbeats: Path, who: Who, time: int) -> Callable[..., Any]:
     calls = itertools.count(1)
 
     def killing(*args: Any, **kwargs: Any) -> Any:
         if next(calls) == time:
-            (signs / "died").touch()
+            (heartbeats / "died").touch()
             if who != "writer":
                 _kill_trainer()
             if who != "trainer":

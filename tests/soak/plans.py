@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mbridge_fsdp_ckpt.coverage import plans as sketches
+from mbridge_fsdp_ckpt.coverage import plans as fingerprints
 from mbridge_fsdp_ckpt.coverage.plans import Block
 from mbridge_fsdp_ckpt.errors import PlanDisagreementError
 from mbridge_fsdp_ckpt.format.columns import Columns
@@ -239,10 +239,10 @@ def _index_of(rank: int, blocks: list[Block]) -> Columns:
 def refusal(plans: Plans) -> str:
     """The meetings of a save about a plan, as data that passed through the store; why it is refused, or nothing."""
     try:
-        bad = sketches.add(json.loads(json.dumps([sketches.sketch(blocks) for blocks in plans])))
+        bad = fingerprints.add(json.loads(json.dumps([fingerprints.fingerprint(blocks) for blocks in plans])))
         if bad:
-            named = [sketches.blocks_in(rank, blocks, bad) for rank, blocks in enumerate(plans)]
-            sketches.judge(sketches.combine(json.loads(json.dumps(named))), bad)
+            named = [fingerprints.blocks_in(rank, blocks, bad) for rank, blocks in enumerate(plans)]
+            fingerprints.decide(fingerprints.combine(json.loads(json.dumps(named))), bad)
         merged([_index_of(rank, blocks) for rank, blocks in enumerate(plans)])
     except PlanDisagreementError as error:
         return str(error)

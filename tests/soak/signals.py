@@ -226,9 +226,9 @@ class Job:
         return seen
 
     def _writer(self) -> int:
-        from mbridge_fsdp_ckpt.saving.background.async_saves import trainer
+        from mbridge_fsdp_ckpt.saving.background.async_saves import async_saves
 
-        writer = trainer()._writer
+        writer = async_saves()._writer
         return writer.pid if writer is not None and writer.error is None else 0
 
     def _tell_all(self, number: int, row: Row) -> None:

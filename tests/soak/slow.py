@@ -1,6 +1,6 @@
 """What ranks do in the slow matrix: saves and loads during which one call of one rank's storage takes long.
 
-Of a save beside the training it is a writer's storage, or its trainer's copying.  A writer is told where it finds which
+Of an asynchronous save it is a writer's storage, or its trainer's copying.  A writer is told where it finds which
 call of its next save is slow, and leaves there what it counted.
 """
 
@@ -26,7 +26,7 @@ import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.commit import removal, rename
 from mbridge_fsdp_ckpt.coordination import meeting
 from mbridge_fsdp_ckpt.errors import CheckpointError
-from mbridge_fsdp_ckpt.saving.background.async_saves import trainer
+from mbridge_fsdp_ckpt.saving.background.async_saves import async_saves
 from mbridge_fsdp_ckpt.settings import DEFAULT_TIME_LIMIT
 from testing.models import Recipe
 from tests.core import cases, oracle
@@ -114,10 +114,10 @@ def run_beside(root: str, trials: list[Trial]) -> list[dict[str, Any]]:
     trainable = cases.prepared(RECIPE, steps=1)
     told = Path(root) / f"told-{dist.get_rank()}.json"
     told.parent.mkdir(parents=True, exist_ok=True)
-    trainer().stop()
+    async_saves().stop()
     with in_writer.told(make_slow, str(told), dist.get_rank()):
         found = [_save_beside(Path(root) / str(number), trainable, trial, told) for number, trial in enumerate(trials)]
-    trainer().stop()
+    async_saves().stop()
     return found
 
 

@@ -33,7 +33,7 @@ from tests.soak import deletions, sampling
 from tests.soak.deletions import EVENTS, LINK, STORES, Case, Files, name_of
 from tests.trackers import STATE, TRACKER
 from tests.unit.holdings import holdings
-from tests.unit.test_saving import agreement, prepared, save, saved
+from tests.unit.test_saving import coordination, prepared, save, saved
 
 __all__ = ["environment"]
 
@@ -183,7 +183,7 @@ def save_to(case: Case, root: Any) -> None:
                 prune(root, case.keep)
 
     fails = case.path == "failed save"
-    job = Job(root / case.target, settings, agreement(0), {}, add_nothing if fails else None, follow)
+    job = Job(root / case.target, settings, coordination(0), {}, add_nothing if fails else None, follow)
     may = deletions.may_be_saved(case, case.target)
     with pytest.raises(ConfigurationError) if fails or not may else contextlib.nullcontext():
         saved(job, [prepared(holdings(0, 12))])

@@ -28,7 +28,7 @@ from tests.soak.disk import Fault, ToldBy
 
 RANKS, LIMIT_S = 2, 20.0
 EVERYBODY = (0, 1)
-SHARE_BESIDE = 25  # of saves beside the training one in so many runs by default: each starts writers
+SHARE_BESIDE = 25  # of asynchronous saves one in so many runs by default: each starts writers
 PACKAGE = "mbridge_fsdp_ckpt"
 
 CALLS: tuple[tuple[str, tuple[int, ...], int], ...] = (
@@ -50,7 +50,7 @@ CALLS: tuple[tuple[str, tuple[int, ...], int], ...] = (
     (f"{PACKAGE}.commit.rename:_exchange", (0,), 1),
 )
 HOW: tuple[ToldBy | None, ...] = (None, "end")
-"""A save that waits, or one beside the training, of which the end tells."""
+"""A save that waits, or one asynchronously, of which the end tells."""
 
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT)
 
@@ -131,7 +131,7 @@ def run_save(
     storage_limit: float = DEFAULT_STORAGE_LIMIT,
     told_by: ToldBy | None = None,
 ) -> Any:
-    """What the ranks say of a save, or with `told_by` of one beside the training."""
+    """What the ranks say of a save, or with `told_by` of one asynchronously."""
     target = root / f"iter_000000{1 if overwrites else 2}"
     if told_by is None:
         return pool.run(disk.save_on, str(target), fault, limit, storage_limit)
@@ -169,7 +169,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_fails_no_save(
 def test_a_slow_disk_that_gets_on_fails_nobody(
     told_by: ToldBy | None, pool: RankPool, old: tuple[Path, Any], tmp_path: Path
 ) -> None:
-    """Every chunk is a sign of life: the save takes longer than the limit."""
+    """Every chunk is a heartbeat: the save takes longer than the limit."""
     root = Path(shutil.copytree(old[0], tmp_path / "root"))
     limit = 3.0 if told_by is None else 9.0  # a writer that is silent for so long is killed
     fault = Fault(f"{PACKAGE}.format.payload:PayloadWriter.add_pieces", 1, seconds=limit / 10)
@@ -184,7 +184,7 @@ def test_a_disk_that_stalls_is_one_error_everywhere(
     rank: int, pool: RankPool, old: tuple[Path, Any], tmp_path: Path
 ) -> None:
     root = Path(shutil.copytree(old[0], tmp_path / "root"))
-    grace = 16.0 if rank == 0 else 0.0  # how much longer others wait for rank 0, which is to judge
+    grace = 16.0 if rank == 0 else 0.0  # how much longer others wait for rank 0, which is to decide
     fault = Fault(f"{PACKAGE}.format.payload:PayloadWriter.close", rank, seconds=5.0 + grace)
     seen = run_save(pool, root, fault, overwrites=True, limit=2.0, storage_limit=1.0)  # it stalls for longer than both
     text = check_same_error(seen, "RankMissingError")

@@ -63,9 +63,9 @@ def attempted(names: list[str], folder: Path) -> dict[str, Seen]:
     return found
 
 
-def verdict(seen: Seen, seconds: float) -> str:
+def decision(seen: Seen, seconds: float) -> str:
     """The outcome; "missed: ..." where the attack achieved something, or took more than so much processor time."""
-    said = seen.verdict(ATTACKS[seen.name])
+    said = seen.decision(ATTACKS[seen.name])
     return LATE if seen.seconds > seconds and not said.startswith("missed") else said
 
 
@@ -78,30 +78,30 @@ def test_no_attack_achieves_anything(tmp_path: Path, capsys: pytest.CaptureFixtu
     with capsys.disabled():
         print(f"\n{len(found)} attacks; {sampling.how_to_repeat()}")
     assert list(found.keys() ^ set(names)) == []
-    late = [name for name, seen in found.items() if verdict(seen, limit) == LATE]
+    late = [name for name, seen in found.items() if decision(seen, limit) == LATE]
     for number, name in enumerate(late):  # alone: processes beside each other take more processor time
         found |= attempted([name], tmp_path / f"again {number}")
         limit = max(limit, allowed())  # the machine may be slower than it was
-    verdicts = {name: verdict(seen, limit) for name, seen in found.items()}
-    sampling.record("hostile", _result(verdicts, found.values(), limit, time.monotonic() - began))
-    missed = {name: (said, found[name]) for name, said in verdicts.items() if said.startswith("missed")}
+    decisions = {name: decision(seen, limit) for name, seen in found.items()}
+    sampling.record("hostile", _result(decisions, found.values(), limit, time.monotonic() - began))
+    missed = {name: (said, found[name]) for name, said in decisions.items() if said.startswith("missed")}
     assert missed == {}, sampling.how_to_repeat()
-    assert {name: verdicts[name] for name in UNTOUCHED} == dict.fromkeys(UNTOUCHED, "accepted")
+    assert {name: decisions[name] for name in UNTOUCHED} == dict.fromkeys(UNTOUCHED, "accepted")
     unread = found[UNREAD]
     assert set(unread.outcomes.values()) == {"ManifestError", "found by verify"}
     assert (unread.memory < 1 << 25, unread.seconds < limit / 10) == (True, True), unread
 
 
-def _result(verdicts: dict[str, str], found: Iterable[Seen], limit: float, seconds: float) -> sampling.Result:
+def _result(decisions: dict[str, str], found: Iterable[Seen], limit: float, seconds: float) -> sampling.Result:
     ended = list(found)
-    reasons = {ATTACKS[name].harmless for name, said in verdicts.items() if said == "accepted"}
+    reasons = {ATTACKS[name].harmless for name, said in decisions.items() if said == "accepted"}
     facts: dict[str, str | int | float] = {
         "largest resident memory of one attack, MiB": max(seen.memory for seen in ended) >> 20,
         "most processor time of one attack, s": round(max(seen.seconds for seen in ended), 1),
         f"limit of processor time, that of {ADDITIONS // 10**6} million additions in Python, s": round(limit, 1),
         "accepted because": "; ".join(sorted(reasons)),
     }
-    outcomes = sampling.tally((ATTACKS[name].kind, said) for name, said in verdicts.items())
+    outcomes = sampling.tally((ATTACKS[name].kind, said) for name, said in decisions.items())
     return sampling.Result(seconds, outcomes, facts)
 
 

@@ -69,9 +69,9 @@ def prepared(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Prepar
     old = pool.run(kill.save_state, str(root), OLD, OLD)[0]
     new = pool.run(kill.save_state, str(tmp_path_factory.mktemp("newer")), NEW, NEW)[0]
     assert old != new
-    signs = tmp_path_factory.mktemp("signs")
-    pool.run(kill.save_and_die, str(tmp_path_factory.mktemp("timed")), NEW, str(signs), None, True)
-    times = {kind: [path.stat().st_mtime for path in signs.glob(f"{kind}-*")] for kind in ("began", "ended")}
+    heartbeats = tmp_path_factory.mktemp("heartbeats")
+    pool.run(kill.save_and_die, str(tmp_path_factory.mktemp("timed")), NEW, str(heartbeats), None, True)
+    times = {kind: [path.stat().st_mtime for path in heartbeats.glob(f"{kind}-*")] for kind in ("began", "ended")}
     return Prepared(root, {"old": old, "new": new}, max(times["ended"]) - min(times["began"]))
 
 
@@ -147,38 +147,38 @@ def save_and_kill(trial: Trial, pool: RankPool, prepared: Prepared, root: Path) 
     """What the ranks say of the save; None where gloo failed before it began, as it does now and then."""
     shutil.rmtree(root, ignore_errors=True)
     shutil.copytree(prepared.root, root)
-    signs = root.parent / f"{root.name}.signs"
-    shutil.rmtree(signs, ignore_errors=True)
-    signs.mkdir()
+    heartbeats = root.parent / f"{root.name}.heartbeats"
+    shutil.rmtree(heartbeats, ignore_errors=True)
+    heartbeats.mkdir()
     number, over = OLD if trial.overwrites else NEW, threading.Event()
     pool.start()
-    killer = threading.Thread(target=_kill, args=(trial, pool.processes, signs, prepared.save_s, over))
+    killer = threading.Thread(target=_kill, args=(trial, pool.processes, heartbeats, prepared.save_s, over))
     killer.start()
-    arguments = str(root), number, str(signs), trial.death, trial.exchanges
+    arguments = str(root), number, str(heartbeats), trial.death, trial.exchanges
     try:
         results = pool.run(kill.save_and_die, *arguments, may_die=range(RANKS))
     except (RankFailed, RanksHung):
-        if _began(signs):
+        if _began(heartbeats):
             raise
         return None
     finally:
         over.set()
         killer.join()
-    return results if _began(signs) else None
+    return results if _began(heartbeats) else None
 
 
-def _began(signs: Path) -> bool:
-    return len(list(signs.glob("began-*"))) == RANKS
+def _began(heartbeats: Path) -> bool:
+    return len(list(heartbeats.glob("began-*"))) == RANKS
 
 
-def _kill(trial: Trial, processes: dict[int, int], signs: Path, save_s: float, over: threading.Event) -> None:
+def _kill(trial: Trial, processes: dict[int, int], heartbeats: Path, save_s: float, over: threading.Event) -> None:
     """Kill the victim at its moment, then, as a launcher does, everybody else."""
     victim = processes[trial.victim]
-    _wait(lambda: _began(signs) or over.is_set())
+    _wait(lambda: _began(heartbeats) or over.is_set())
     if trial.moment is not None and not over.is_set():
         time.sleep(trial.moment * save_s)
         _end(victim)
-    _wait(lambda: not _lives(victim) or (signs / f"ended-{trial.victim}").exists() or over.is_set())
+    _wait(lambda: not _lives(victim) or (heartbeats / f"ended-{trial.victim}").exists() or over.is_set())
     if not over.is_set():
         time.sleep(SURVIVORS_S)
         for process in processes.values():

@@ -1,4 +1,4 @@
-"""A writer, its trainer or both are killed in a save beside the training: what resumes is the older or the newer."""
+"""A writer, its trainer or both are killed in an asynchronous save: what resumes is the older or the newer."""
 
 from __future__ import annotations
 
@@ -96,18 +96,18 @@ def test_a_trainer_that_has_ended_before_its_writer_asks_it_something_is_named(
 def run_one(trial: Trial, pool: RankPool, before: Path, states: dict[str, Any], root: Path) -> str:
     """Returns which state the resume found, and what the survivors saw."""
     shutil.copytree(before, root)
-    signs = root.parent / f"{root.name}.signs"
-    signs.mkdir()
+    heartbeats = root.parent / f"{root.name}.heartbeats"
+    heartbeats.mkdir()
     number = OLD if trial.overwrites else NEW
     context = f"{trial}; {sampling.how_to_repeat()}"
     where = trial.step, trial.time, trial.rank
     results = pool.run(
         kill_beside.save_and_die,
-        *(str(root), number, str(signs), trial.who, *where),
+        *(str(root), number, str(heartbeats), trial.who, *where),
         may_die=[trial.rank],
         time_limit=LIMIT_S,
     )
-    assert (signs / "died").exists(), f"the step was never taken: {context}"
+    assert (heartbeats / "died").exists(), f"the step was never taken: {context}"
     assert isinstance(results[trial.rank], Died) == (trial.who != "writer"), context
     seen = {result for result in results if not isinstance(result, Died)}
     assert len(seen) == 1, f"ranks saw different things, {seen}: {context}"

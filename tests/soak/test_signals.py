@@ -44,7 +44,7 @@ def test_saves_outlive_what_happens(tmp_path: Path) -> None:
         together, root = rows[start : start + TOGETHER], tmp_path / str(start)
         root.mkdir()
         for row, ranks in zip(together, run(together, root), strict=True):
-            if trouble := judge(row, ranks):
+            if trouble := decide(row, ranks):
                 wrong.append(f"{row.name}: {trouble}")
             outcomes.append((f"{row.how}, {row.where}", outcome(ranks)))
     assert not wrong, "\n".join([*wrong, sampling.how_to_repeat()])
@@ -95,7 +95,7 @@ def _started(rank: int, port: int, rows: list[Row], root: Path) -> subprocess.Po
         )
 
 
-def judge(row: Row, ranks: list[Seen]) -> str:
+def decide(row: Row, ranks: list[Seen]) -> str:
     """What is wrong with what ranks saw; empty where nothing is."""
     if len(ranks) < 2:
         return "the job did not come through it"

@@ -21,7 +21,7 @@ MATRICES = {
         "the failed one.",
     ),
     "disk_beside": (
-        "Failing storage beside the training",
+        "Failing storage asynchronously",
         "The same while the ranks train: it is the storage of one rank's writer that fails, each call with one of the "
         "errors in turn. A case passes if the next save, or the end, raises the same error on all ranks; if the ranks "
         "trained on as if nothing were saved; and if the last checkpoint is whole, as above.",
@@ -31,7 +31,7 @@ MATRICES = {
         "One call of one rank's storage takes 2.5 times the time limit. A case passes if nobody notices.",
     ),
     "slow_beside": (
-        "Slow storage beside the training",
+        "Slow storage asynchronously",
         "The same while the ranks train: one call of the storage of one rank's writer takes 2.5 times the time limit, "
         "or the copying of one block by its trainer. A case passes if nobody notices, and what was live when the save "
         "began is on disk.",
@@ -47,7 +47,7 @@ MATRICES = {
         "The same, at a random moment.",
     ),
     "kill_beside": (
-        "Killed beside the training",
+        "Killed asynchronously",
         "A save goes on in a process of its own, the *writer*, while its rank, the *trainer*, trains. The writer of "
         "one of two ranks, its trainer, or both are killed just before each step that the writer takes. A case passes "
         "if all who live see the same, a named error or a save that went well; if nobody waits without limit; and if a "
@@ -183,8 +183,8 @@ SCENARIOS = {
     "overwriting save": "a save over an older checkpoint",
     "overwriting save without exchange": "the same, where two directories cannot be exchanged",
     "overwriting save by marker": "the same, where the manifest is the marker",
-    "fresh save beside": "a save beside the training into a new directory",
-    "overwriting save beside": "a save beside the training over an older checkpoint",
+    "fresh save beside": "an asynchronous save into a new directory",
+    "overwriting save beside": "an asynchronous save over an older checkpoint",
     "load": "a load",
     "load on one host": "a load by ranks of one host, of which one reads for both",
 }
@@ -192,8 +192,8 @@ SCENARIOS = {
 
 STEPS = {
     "plan_save": "planning",
-    "Agreement.meet": "a meeting",
-    "Job.judge_plans": "rank 0 judges the plans",
+    "Coordination.meet": "a meeting",
+    "Job.decide_plans": "rank 0 decides the plans",
     "condemn_leftovers": "leftovers are renamed",
     "begin": "the staging directory is made",
     "write": "writing all chunks and the index file",
@@ -201,16 +201,16 @@ STEPS = {
     "PayloadWriter.close": "closing the payload file",
     "write_file": "writing an index file, or the head",
     "os.fsync": "flushing a file",
-    "Job.judge_written": "rank 0 checks and commits",
-    "write_dcp_view": "writing stock's view",
-    "Agreement.seal": "the seal before the rename",
+    "Job.decide_written": "rank 0 checks and commits",
+    "write_dcp_view": "writing DCP metadata",
+    "Coordination.fence": "the fence before the rename",
     "put_in_place": "putting the checkpoint in its place",
     "sync_directory": "flushing a directory",
     "_exchange": "exchanging two directories",
     "Path.rename": "a rename",
     "Path.replace": "replacing the tracker, or `.metadata`",
     "shutil.rmtree": "deleting what is not needed any more",
-    "Agreement.end": "the last word",
+    "Coordination.end": "the last word",
     "Job.clean_up": "tidying up",
     "Writer._begin": "the writer hears of a save",
     "Arriving._pieces": "the writer takes a block from the staging memory",

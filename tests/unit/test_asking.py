@@ -41,8 +41,8 @@ def test_replicas_that_ask_are_told_apart_and_one_that_asks_twice_is_seen() -> N
 def test_a_key_that_is_there_and_that_nobody_asks_for_is_unexpected() -> None:
     asked = key_check.combine_named([{"a": ("0", False, True)}, {"a": ("1", False, False), "b": ("0", False, True)}])
     with pytest.raises(KeyMismatchError, match="1 unexpected: b"):
-        key_check.judge_named(asked)
-    key_check.judge_named({"a": asked["a"], "c": ("2", False, False)})
+        key_check.decide_named(asked)
+    key_check.decide_named({"a": asked["a"], "c": ("2", False, False)})
 
 
 def lost_at(rank: int) -> ErrorData:
@@ -67,5 +67,5 @@ def test_checkpoints_that_ranks_opened_are_all_named_up_to_a_bound() -> None:
     assert len(whole["checkpoints"]) == 8
     assert whole["skipped"] == [f"key {n:02}" for n in range(20)]
     assert key_check.combine(messages[:2])["checkpoints"] == ["0"]
-    assert whole["lost"] == lost_at(6), "of ranks that lost their mates the first is named"
+    assert whole["lost"] == lost_at(6), "of ranks that lost their peers the first is named"
     assert key_check.combine(messages[:2])["lost"] is None

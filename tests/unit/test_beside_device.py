@@ -1,4 +1,4 @@
-"""Which device a save beside the training uses: this rank's, in whatever thread."""
+"""Which device an asynchronous save uses: this rank's, in whatever thread."""
 
 from __future__ import annotations
 

@@ -23,26 +23,26 @@ from mbridge_fsdp_ckpt.saving.background.arriving import Arriving
 from mbridge_fsdp_ckpt.saving.background.channel import Channel, encoded
 from mbridge_fsdp_ckpt.saving.background.filling import Filling, OnHost
 from mbridge_fsdp_ckpt.saving.background.memory import PORTION, Staging, length_of, slots_for
-from mbridge_fsdp_ckpt.saving.snapshot import Prepared, outgoing_of
-from mbridge_fsdp_ckpt.saving.write_plan import Outgoing
+from mbridge_fsdp_ckpt.saving.snapshot import Prepared, write_plan_of
+from mbridge_fsdp_ckpt.saving.write_plan import WritePlan
 from tests.unit.holdings import holdings, scalar
 
 LIMIT_S = 10.0
 
 
-def outgoing(lengths: list[int], dtype: str = "bfloat16") -> Outgoing:
+def write_plan(lengths: list[int], dtype: str = "bfloat16") -> WritePlan:
     """Chunks of so many elements."""
     blocks = [
         Block(f"key{n}", dtype, "sharded", (length,), Box((0,), (length,)), Axis(0, 1), False, True)
         for n, length in enumerate(lengths)
     ]
-    return Outgoing(blocks, {}, [], [], RankIndex(0, {}, None, {}), {}, ("model",), {})
+    return WritePlan(blocks, {}, [], [], RankIndex(0, {}, None, {}), {}, ("model",), {})
 
 
 class Ring:
     """Both sides, in two threads of one process."""
 
-    def __init__(self, what: Outgoing, slots: int, save: int = 3) -> None:
+    def __init__(self, what: WritePlan, slots: int, save: int = 3) -> None:
         self.staging, self.save = Staging.create(slots), save
         self.staged = Arriving(what, self.staging, save, self.free, LIMIT_S)
         self._changed, self._free = threading.Condition(), 0
@@ -66,7 +66,7 @@ LENGTHS = st.lists(st.one_of(st.integers(0, 100), st.integers(PORTION // 4, 2 * 
 @settings(max_examples=20, deadline=None)
 @given(LENGTHS, st.integers(2, 6))
 def test_a_ring_of_any_size_passes_on_what_is_staged(lengths: list[int], slots: int) -> None:
-    what = outgoing(lengths)
+    what = write_plan(lengths)
     tensors = [(torch.arange(length) % 251 + n).to(torch.bfloat16) for n, length in enumerate(lengths)]
     ring = Ring(what, slots)
     filling = Filling(ring.staging, ring.save, ring, OnHost())
@@ -103,7 +103,7 @@ def test_how_much_memory_a_save_takes(sizes: list[int], length: int, slots: int)
 
 def test_what_an_earlier_save_left_there_is_refused() -> None:
     """As if the trainer had announced a portion that it has not copied."""
-    what = outgoing([10])
+    what = write_plan([10])
     ring = Ring(what, 2, save=3)
     Filling(ring.staging, 2, ring, OnHost()).add(torch.zeros(10, dtype=torch.bfloat16), lambda: None)
     ring.staging.stamp(0, 2)
@@ -115,8 +115,8 @@ def test_what_an_earlier_save_left_there_is_refused() -> None:
 def test_nothing_that_comes_and_an_error_end_the_wait() -> None:
     staging = Staging.create(2)
     with pytest.raises(SaveAbandonedError, match="nothing more within"):
-        list(*Arriving(outgoing([10]), staging, 1, print, 0.05).each([0]))
-    broken = Arriving(outgoing([10]), staging, 1, print, LIMIT_S)
+        list(*Arriving(write_plan([10]), staging, 1, print, 0.05).each([0]))
+    broken = Arriving(write_plan([10]), staging, 1, print, LIMIT_S)
     broken.hear({"broken": StorageError(expected="a", found="b", remedy="c").to_wire()})
     with pytest.raises(StorageError):
         next(broken.digests([0]))
@@ -126,7 +126,7 @@ def test_all_that_a_writer_needs_crosses_as_json() -> None:
     held = [*holdings(0, 6), scalar("step")]
     own = RankOwn(values={"seed": [1, 2.5, None]}, extra_state={"fp8": {}})
     said = RankIndex(2, {"rank": 2, "data": 1}, None, {}, {"a": 7}, ["b"], ["c"], own, {"group": 2**63})
-    what = outgoing_of(held, held[-1:], said, {2**64 - 1: {"lr": 0.1}}, ("model", "optimizer"), {"world": 4})
+    what = write_plan_of(held, held[-1:], said, {2**64 - 1: {"lr": 0.1}}, ("model", "optimizer"), {"world": 4})
     what = Prepared(what, held, held[-1:]).read()
     layout = json.loads(json.dumps(wire.layout_to_wire(wire.layout_of(what))))
     rest = json.loads(json.dumps(wire.to_wire(what)))

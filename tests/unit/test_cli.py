@@ -35,7 +35,7 @@ SURFACE = {
     "families": ["--json", "checkpoint"],
     "inspect": ["--html", "--json", "--key", "--png", "checkpoint"],
     "prune": ["--dry-run", "--json", "--keep", "--yes", "-y", "root"],
-    "rehearse": [
+    "estimate": [
         "--cp", "--ep", "--etp", "--host-read", "--host-write", "--json", "--main-weights", "--moments", "--offload",
         "--optimizer", "--outer", "--outer-strategy", "--picture", "--pp", "--ranks-per-host",
         "--storage-read", "--storage-write", "--strategy", "--to", "--tp", "--world", "model",

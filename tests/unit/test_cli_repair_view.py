@@ -35,7 +35,7 @@ def test_stocks_view_can_be_made_later(root: Path) -> None:
     assert data("verify", directory)["intact"]
     assert data("inspect", directory)["stock_view"]
     again = data("repair", root, "--stock-view")
-    assert again["left_alone"] == [{"path": str(directory / ".metadata"), "why": "stock's view is there"}]
+    assert again["left_alone"] == [{"path": str(directory / ".metadata"), "why": "DCP metadata is there"}]
 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from mbridge_fsdp_ckpt.coordination import incarnation
 from mbridge_fsdp_ckpt.coordination.connection import Connection
 from mbridge_fsdp_ckpt.coordination.incarnation import Incarnation, client
-from tests.unit.test_agreement import outcomes
+from tests.unit.test_coordination import outcomes
 
 SERVE = """
 import time
@@ -217,7 +217,7 @@ def test_the_thread_of_an_earlier_incarnation_hands_on_what_the_next_one_asks(
 
 
 def test_a_rank_that_asks_once_rank_0_has_left_its_group_is_told(live: Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A save beside the training may outlast the group, to which others still refer."""
+    """An asynchronous save may outlast the group, to which others still refer."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     zero, one = (job(server, rank, 2, live) for rank in range(2))
     monkeypatch.setattr(type(dist.group), "WORLD", None, raising=False)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mbridge_fsdp_ckpt.live.replicas import MOST_NEAR, Mates, Ranks, ranks_with_copies
+from mbridge_fsdp_ckpt.live.replicas import MOST_NEAR, Peers, Ranks, ranks_with_copies
 from mbridge_fsdp_ckpt.plan.boxes import FlatRange
 from mbridge_fsdp_ckpt.plan.layout import Axis, ParameterLayout
 from mbridge_fsdp_ckpt.plan.slices import Component, ParameterPlan, plan_parameter
 
 
-class OnKnownRanks(Mates):
+class OnKnownRanks(Peers):
     """Weights have copies on ranks 90 and 91, norms on ranks 0 to 99."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from mbridge_fsdp_ckpt.io import buffers, direct_writer
-from mbridge_fsdp_ckpt.io.direct_writer import BLOCK, GrowingFile
+from mbridge_fsdp_ckpt.io.direct_writer import BLOCK, DirectWriter
 from mbridge_fsdp_ckpt.io.reading import ALIGNED
 
 PAGE = ALIGNED
@@ -67,14 +67,14 @@ class mounted:  # noqa: N801  # used as a function
         subprocess.run(["umount", str(self._place)], check=True)
 
 
-def fill(file: GrowingFile, data: bytes, step: int) -> None:
+def fill(file: DirectWriter, data: bytes, step: int) -> None:
     for start in range(0, len(data), step):
         file.write(memoryview(data)[start : start + step])
     file.finish()
 
 
 def write(path: Path, data: bytes, step: int) -> None:
-    file = GrowingFile(path)
+    file = DirectWriter(path)
     try:
         fill(file, data, step)
     finally:
@@ -95,7 +95,7 @@ def test_a_file_has_what_was_written(size: int, content: bytes, place: Path) -> 
 
 
 def test_few_bytes_take_no_thread_and_little_memory(tmp_path: Path, content: bytes) -> None:
-    file = GrowingFile(tmp_path / "file")
+    file = DirectWriter(tmp_path / "file")
     file.write(content[:BLOCK])
     assert writers() == []
     file.write(content[:1])
@@ -120,7 +120,7 @@ def test_at_most_four_blocks_are_in_memory(tmp_path: Path, content: bytes, monke
 
     monkeypatch.setattr(buffers, "new_block", counted)
     monkeypatch.setattr(os, "pwrite", noted)
-    file = GrowingFile(tmp_path / "file")
+    file = DirectWriter(tmp_path / "file")
     for start in range(0, len(content), 1 << 21):
         file.write(content[start : start + (1 << 21)])
         given[0] += len(content[start : start + (1 << 21)])
@@ -134,13 +134,13 @@ def test_at_most_four_blocks_are_in_memory(tmp_path: Path, content: bytes, monke
 def test_a_file_that_exists_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"precious")
     with pytest.raises(FileExistsError):
-        GrowingFile(tmp_path / "file")
+        DirectWriter(tmp_path / "file")
     assert (tmp_path / "file").read_bytes() == b"precious"
 
 
 def refused(code: int, path: Path, content: bytes, size: int) -> None:
     """The refusal is heard once all is written, at the latest, and again at each call after that; nothing hangs."""
-    file = GrowingFile(path)
+    file = DirectWriter(path)
     try:
         with pytest.raises(OSError, match=os.strerror(code)) as first:
             fill(file, content[:size], 1 << 21)
@@ -242,7 +242,7 @@ def test_a_file_system_that_refuses_o_direct_at_the_first_write(
 
 def test_giving_up_ends_all_threads_and_closes(tmp_path: Path, content: bytes) -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
-    file = GrowingFile(tmp_path / "file")
+    file = DirectWriter(tmp_path / "file")
     file.write(content[: 5 * BLOCK])
     file.close()
     assert writers() == []

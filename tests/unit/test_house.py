@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import mbridge_fsdp_ckpt
 
 PACKAGE = Path(mbridge_fsdp_ckpt.__file__).parent
+REPOSITORY = Path(__file__).parents[2]
 FILES = sorted(PACKAGE.rglob("*.py"))
 FUNCTION_LINES, FILE_LINES = 40, 600
 
@@ -28,6 +30,15 @@ OF_BRIDGE = "integrations/bridge"
 
 OF_ALL = PACKAGE / "format" / "names.py"
 """What every reader of progress needs, Megatron-LM's too, is said once, there."""
+
+
+GONE = re.compile(
+    r"(?<![a-z])(seats?|mates?|parcels?|sketch(es)?|verdicts?|outgoing|rehears\w*|agreements?|signs? of life"
+    r"|beside the training|held[_ ]still|take[_ ]back)(?![a-z])",
+    re.IGNORECASE,
+)
+"""Words that only this package used; docs/architecture.md has those of the field in their place."""
+PAGES = sorted({REPOSITORY / "README.md", *(REPOSITORY / "docs").rglob("*.md")})
 
 
 def functions(tree: ast.AST) -> Iterator[tuple[str, int]]:
@@ -79,3 +90,16 @@ def test_bridges_names_are_said_in_its_folder_alone() -> None:
         for literal in literals(ast.parse(file.read_text()))
     }
     assert bridge >= set(BRIDGES)
+
+
+def test_private_words_are_gone_from_code_and_pages() -> None:
+    assert [GONE.sub("", text) for text in ("a seat", "two_mates", "Verdict", "rehearsal", "taken", "estimate")] == [
+        *("a ", "two_", "", ""),
+        *("taken", "estimate"),
+    ]
+    found = {
+        f"{file.relative_to(REPOSITORY)}: {match[0]}"
+        for file in (*FILES, *PAGES)
+        for match in GONE.finditer(file.read_text())
+    }
+    assert found == set()

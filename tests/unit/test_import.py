@@ -42,7 +42,7 @@ print(json.dumps(found))
 
 
 def test_a_writer_beside_a_trainer_loads_no_more_than_it_needs() -> None:
-    """There is one beside each trainer of a node, and rank 0's alone writes stock's view."""
+    """There is one beside each trainer of a node, and rank 0's alone writes DCP metadata."""
     unneeded = ("torch.distributed.checkpoint", "torch.distributed.tensor", "megatron", "transformer_engine")
     module = "mbridge_fsdp_ckpt.saving.background.checkpoint_main"
     program = f"import sys, {module}; print([name for name in {unneeded} if name in sys.modules])"

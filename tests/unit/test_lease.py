@@ -38,7 +38,7 @@ def who_live(root: Path) -> list[bool]:
 
 
 def touched(root: Path, moment: float) -> None:
-    """When both have given their last sign of life."""
+    """When both have given their last heartbeat."""
     for name in (f"{STAGING}/__0_0.distcp", STAGING, READING):
         if not (root / name).exists():
             (root / name).parent.mkdir(exist_ok=True)

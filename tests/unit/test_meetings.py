@@ -14,12 +14,12 @@ import pytest
 import torch.distributed as dist
 
 from mbridge_fsdp_ckpt.coordination import coordination, meeting, protocol
-from mbridge_fsdp_ckpt.coordination.coordination import Agreement
-from mbridge_fsdp_ckpt.coordination.heartbeat import Signs
+from mbridge_fsdp_ckpt.coordination.coordination import Coordination
+from mbridge_fsdp_ckpt.coordination.heartbeat import Heartbeats
 from mbridge_fsdp_ckpt.coordination.meeting import Meeting
 from mbridge_fsdp_ckpt.coordination.protocol import ARITY, Node
 from mbridge_fsdp_ckpt.errors import CheckpointError, KeyMismatchError, RankFailedError, RankMissingError
-from tests.unit.test_agreement import AMPLE, Server, joined, outcomes, same_error, trouble
+from tests.unit.test_coordination import AMPLE, Server, joined, outcomes, same_error, trouble
 
 WORLD = 5  # at two children a rank: 0 has 1 and 2, 1 has 3 and 4
 
@@ -57,11 +57,11 @@ def small_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "_LAST_WORD", 0.2)
 
 
-def ranks(server: Server, time_limit: float = AMPLE) -> list[Agreement]:
+def ranks(server: Server, time_limit: float = AMPLE) -> list[Coordination]:
     return server.ranks(WORLD, time_limit)
 
 
-def meet(a: Agreement) -> Any:
+def meet(a: Coordination) -> Any:
     return a.meet("commit", [a.rank], sorted, joined)
 
 
@@ -72,7 +72,7 @@ def test_everybodys_message_passes_through_the_tree(server: Server, small_tree: 
 def test_who_combines_gets_its_own_message_first_and_then_those_below_it(server: Server, small_tree: None) -> None:
     seen: dict[int, Any] = {}
 
-    def bring(a: Agreement) -> Any:
+    def bring(a: Coordination) -> Any:
         def combine(messages: list[Any]) -> Any:
             seen[a.rank] = messages
             return joined(messages)
@@ -92,7 +92,7 @@ def test_whoever_dies_all_others_hear_the_same(victim: int, lives: int, server: 
     watched = Watched(all_ranks[victim].store, lives)
     all_ranks[victim].store = watched
 
-    def attend(a: Agreement) -> Any:
+    def attend(a: Coordination) -> Any:
         try:
             return meet(a)
         except Died:
@@ -120,7 +120,7 @@ def test_whoever_dies_all_others_hear_the_same(victim: int, lives: int, server: 
 def test_an_error_of_who_combines_is_everyones(
     at: int, raised: Exception, kind: type[CheckpointError], server: Server, small_tree: None
 ) -> None:
-    def bring(a: Agreement) -> Any:
+    def bring(a: Coordination) -> Any:
         def combine(messages: list[Any]) -> Any:
             if a.rank == at:
                 raise raised
@@ -133,7 +133,7 @@ def test_an_error_of_who_combines_is_everyones(
 
 
 def test_messages_that_become_too_large_together_are_an_error_of_everyone(server: Server, small_tree: None) -> None:
-    def bring(a: Agreement) -> Any:
+    def bring(a: Coordination) -> Any:
         return a.meet("commit", "x" * (5 << 20), len, "".join)
 
     error = outcomes([lambda a=a: bring(a) for a in ranks(server)])
@@ -143,14 +143,14 @@ def test_messages_that_become_too_large_together_are_an_error_of_everyone(server
 def test_an_error_is_heard_at_once_though_others_never_come(server: Server, small_tree: None) -> None:
     present = [a for a in ranks(server) if a.rank not in (2, 3)]
 
-    def bring(a: Agreement) -> Any:
+    def bring(a: Coordination) -> Any:
         return a.meet("commit", trouble(4) if a.rank == 4 else [a.rank], len, joined)
 
     assert same_error(outcomes([lambda a=a: bring(a) for a in present]), KeyMismatchError).rank == 4
 
 
 def test_who_combines_for_long_is_not_silent(server: Server, small_tree: None) -> None:
-    def bring(a: Agreement) -> Any:
+    def bring(a: Coordination) -> Any:
         def combine(messages: list[Any]) -> Any:
             time.sleep(2.0 if a.rank == 1 else 0.0)
             return joined(messages)
@@ -167,7 +167,7 @@ def saved(world: int) -> list[Counter[str]]:
     stores = [Watched(common) for _ in range(world)]
 
     def run(rank: int) -> None:
-        a = Agreement("save", rank, world, AMPLE, stores[rank])
+        a = Coordination("save", rank, world, AMPLE, stores[rank])
         assert a.meet("commit", [rank], len, joined) == world
         a.end()
 
@@ -219,8 +219,8 @@ def test_requests_of_a_rank_do_not_depend_on_the_number_of_ranks(
 @pytest.mark.parametrize(
     ("world", "limit", "pause"), [(2, 120.0, 5.0), (5000, 120.0, 5.0), (16384, 120.0, 15.0), (16384, 600.0, 16.384)]
 )
-def test_signs_of_life_are_given_more_seldom_the_more_ranks_there_are(world: int, limit: float, pause: float) -> None:
-    assert Signs(None, "save", limit, 1800.0, world)._pause == pause
+def test_heartbeats_are_given_more_seldom_the_more_ranks_there_are(world: int, limit: float, pause: float) -> None:
+    assert Heartbeats(None, "save", limit, 1800.0, world)._pause == pause
 
 
 def test_a_missing_leaf_of_a_large_job_is_found_without_asking_for_everybody() -> None:
@@ -231,7 +231,7 @@ def test_a_missing_leaf_of_a_large_job_is_found_without_asking_for_everybody() -
     for rank in (0, (missing - 1) // ARITY):
         common.set(f"save/1/{protocol.here(rank)}", "")
     store = Watched(common)
-    a = Agreement("save", 1, world, 0.1, store)
+    a = Coordination("save", 1, world, 0.1, store)
     with patch.object(meeting, "GRACE", 0.1), pytest.raises(RankMissingError, match=f"no sign of rank {missing}[.]"):
         a.meet("commit", [], len, joined)
     assert store.requests.total() < 40 + 4 * ARITY

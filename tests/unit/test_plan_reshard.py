@@ -19,7 +19,7 @@ from mbridge_fsdp_ckpt.plan.boxes import FlatRange, whole
 from mbridge_fsdp_ckpt.plan.layout import Axis, ParameterLayout
 from mbridge_fsdp_ckpt.plan.shares import SLIVER, shared_out
 from mbridge_fsdp_ckpt.plan.slices import ParameterPlan, plan_parameter
-from mbridge_fsdp_ckpt.plan.tiling import PRIME, TilingSketch
+from mbridge_fsdp_ckpt.plan.tiling import PRIME, TilingFingerprint
 
 Array = np.ndarray[Any, np.dtype[np.int64]]
 Components = dict[str, Array]
@@ -178,13 +178,13 @@ def test_one_writer_holds_the_origin_of_each_component(case: tuple[Components, J
 
 @settings(deadline=None, max_examples=100)
 @given(parameters())
-def test_the_sketch_of_all_writers_adds_up(case: tuple[Components, Job, Job]) -> None:
+def test_the_fingerprint_of_all_writers_adds_up(case: tuple[Components, Job, Job]) -> None:
     components, saving, _ = case
     totals = dict.fromkeys(components, 0)
     for plan, _ in saving.shards(components):
         for piece in plan.pieces:
             if piece.writes:
-                tiling = TilingSketch.of(piece.component.suffix, piece.component.global_shape)
+                tiling = TilingFingerprint.of(piece.component.suffix, piece.component.global_shape)
                 totals[piece.component.suffix] += tiling.of_box(piece.box)
     for suffix, array in components.items():
-        assert totals[suffix] % PRIME == TilingSketch.of(suffix, array.shape).of_whole() % PRIME
+        assert totals[suffix] % PRIME == TilingFingerprint.of(suffix, array.shape).of_whole() % PRIME

@@ -15,13 +15,13 @@ import pytest
 
 from mbridge_fsdp_ckpt.coordination import protocol
 from mbridge_fsdp_ckpt.coordination.protocol import (
+    DECISION,
+    FENCED,
     OUTCOME,
-    SEALED,
-    VERDICT,
     Combine,
+    Decide,
     Drop,
     Gather,
-    Judge,
     Late,
     Missing,
     Node,
@@ -33,7 +33,7 @@ from mbridge_fsdp_ckpt.coordination.protocol import (
     There,
 )
 
-ANSWER = json.dumps("judged")
+ANSWER = json.dumps("decided")
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class World:
     store: frozenset[tuple[str, str]]
     answers: tuple[tuple[Any, ...], ...]
     dead: frozenset[int] = frozenset()
-    verdicts: tuple[str | None, ...] = ()
+    decisions: tuple[str | None, ...] = ()
     committed: bool = False
 
 
@@ -57,7 +57,7 @@ class Case:
         deaths: Ranks that may die, one of them in each run.
         failing: Ranks that fail before they come.
         is_patient: Limits pass only where nothing else can happen any more.
-        seals: The judge seals, and commits what cannot be undone.
+        fences: The coordinator fences, and commits what cannot be undone.
     """
 
     size: int
@@ -65,7 +65,7 @@ class Case:
     deaths: frozenset[int] = frozenset()
     failing: frozenset[int] = frozenset()
     is_patient: bool = True
-    seals: bool = True
+    fences: bool = True
 
 
 def begun(case: Case, rank: int) -> protocol.Steps:
@@ -76,7 +76,7 @@ def begun(case: Case, rank: int) -> protocol.Steps:
 
 
 def next_request(case: Case, rank: int, answers: tuple[Any, ...]) -> Request | str:
-    """What a rank asks next after these answers; its verdict where it is done."""
+    """What a rank asks next after these answers; its decision where it is done."""
     steps = begun(case, rank)
     try:
         request = next(steps)
@@ -89,7 +89,7 @@ def next_request(case: Case, rank: int, answers: tuple[Any, ...]) -> Request | s
 
 def successors(case: Case, world: World) -> Iterator[World]:
     """All that can happen next."""
-    alive = [rank for rank in range(case.size) if rank not in world.dead and world.verdicts[rank] is None]
+    alive = [rank for rank in range(case.size) if rank not in world.dead and world.decisions[rank] is None]
     moved = False
     for rank in alive:
         for after in answered(case, world, rank):
@@ -117,7 +117,7 @@ def answered(case: Case, world: World, rank: int) -> Iterator[World]:
         case Gather(keys):
             if all(key in store for key in keys):
                 yield told(case, world, rank, [store[key] for key in keys], store)
-            elif VERDICT in store:
+            elif DECISION in store:
                 yield told(case, world, rank, None, store)
         case Read(key, waits):
             if key in store or not waits:
@@ -130,16 +130,16 @@ def answered(case: Case, world: World, rank: int) -> Iterator[World]:
             yield told(case, world, rank, None, store)
         case Late():  # asked only after nothing came in time: see `impatient`
             yield told(case, world, rank, True, store)
-        case Missing(ranks, sealed):
-            yield told(case, world, rank, lost(list(ranks), sealed=sealed), store)
+        case Missing(ranks, fenced):
+            yield told(case, world, rank, lost(list(ranks), fenced=fenced), store)
         case Combine(messages):
             yield told(case, world, rank, together(messages), store)
-        case Judge(messages):
-            assert json.loads(together(messages)) == list(range(case.size)), "judged without all messages"
-            held = store.get(OUTCOME, SEALED)
-            if not case.seals:
+        case Decide(messages):
+            assert json.loads(together(messages)) == list(range(case.size)), "decided without all messages"
+            held = store.get(OUTCOME, FENCED)
+            if not case.fences:
                 yield told(case, world, rank, ANSWER, store)
-            elif held == SEALED:
+            elif held == FENCED:
                 yield replace(told(case, world, rank, ANSWER, {**store, OUTCOME: held}), committed=True)
             else:
                 yield told(case, world, rank, json.dumps("gave up"), store)
@@ -157,15 +157,15 @@ def impatient(case: Case, world: World, rank: int) -> Iterator[World]:
 def told(case: Case, world: World, rank: int, answer: Any, store: dict[str, str]) -> World:
     answers = list(world.answers)
     answers[rank] = (*answers[rank], tuple(answer) if isinstance(answer, list) else answer)
-    verdicts = list(world.verdicts)
+    decisions = list(world.decisions)
     after = next_request(case, rank, answers[rank])
-    verdicts[rank] = after if isinstance(after, str) else None
-    return replace(world, store=frozenset(store.items()), answers=tuple(answers), verdicts=tuple(verdicts))
+    decisions[rank] = after if isinstance(after, str) else None
+    return replace(world, store=frozenset(store.items()), answers=tuple(answers), decisions=tuple(decisions))
 
 
-def lost(ranks: list[int], *, sealed: bool = False) -> str:
-    """A verdict that names ranks."""
-    return json.dumps({"absent": ranks, "sealed": sealed})
+def lost(ranks: list[int], *, fenced: bool = False) -> str:
+    """A decision that names ranks."""
+    return json.dumps({"absent": ranks, "fenced": fenced})
 
 
 def together(messages: tuple[str, ...]) -> str:
@@ -174,7 +174,7 @@ def together(messages: tuple[str, ...]) -> str:
 
 def explored(case: Case) -> list[World]:
     """Every state in which nothing can happen any more; each state is looked at once."""
-    first = World(frozenset(), ((),) * case.size, verdicts=(None,) * case.size)
+    first = World(frozenset(), ((),) * case.size, decisions=(None,) * case.size)
     seen, waiting, ends = {first}, [first], []
     while waiting:
         world = waiting.pop()
@@ -190,12 +190,12 @@ def explored(case: Case) -> list[World]:
 
 def results(world: World) -> set[str | None]:
     """What the ranks that live came to."""
-    return {verdict for rank, verdict in enumerate(world.verdicts) if rank not in world.dead}
+    return {decision for rank, decision in enumerate(world.decisions) if rank not in world.dead}
 
 
-def absent(verdict: str | None) -> list[int] | None:
-    """Who a verdict says is missing."""
-    found = json.loads(verdict or "null")
+def absent(decision: str | None) -> list[int] | None:
+    """Who a decision says is missing."""
+    found = json.loads(decision or "null")
     return found["absent"] if isinstance(found, dict) else None
 
 
@@ -208,25 +208,25 @@ def test_all_get_the_judges_answer_and_the_store_is_as_small_as_before(size: int
     assert ends
     for world in ends:
         assert results(world) == {ANSWER}
-        assert {key for key, _ in world.store} == {VERDICT, OUTCOME}
+        assert {key for key, _ in world.store} == {DECISION, OUTCOME}
 
 
 @pytest.mark.parametrize(("size", "arity"), [(2, 2), (3, 2), (4, 2), (3, 1)])
-@pytest.mark.parametrize("seals", [True, False])
+@pytest.mark.parametrize("fences", [True, False])
 def test_whoever_dies_the_others_hear_one_thing_and_nobody_that_lives_is_named(
-    size: int, arity: int, seals: bool
+    size: int, arity: int, fences: bool
 ) -> None:
-    for world in explored(Case(size, arity, deaths=frozenset(range(size)), seals=seals)):
+    for world in explored(Case(size, arity, deaths=frozenset(range(size)), fences=fences)):
         living = results(world)
         assert len(living) <= 1, world
         assert None not in living, "somebody waits for ever"
-        for verdict in living:
-            named = absent(verdict)
+        for decision in living:
+            named = absent(decision)
             if named is not None:
                 assert named, "nobody is named"
                 assert set(named) <= world.dead, world
         if world.committed and living:
-            assert living <= {ANSWER, lost([0], sealed=True)}
+            assert living <= {ANSWER, lost([0], fenced=True)}
 
 
 @pytest.mark.parametrize(("size", "arity"), [(2, 2), (3, 2), (3, 1)])
@@ -236,7 +236,7 @@ def test_however_slow_ranks_are_nobody_commits_what_others_gave_up(size: int, ar
     for world in explored(Case(size, arity, deaths=deaths, is_patient=False)):
         living = results(world)
         assert None not in living
-        said = living - {lost([0], sealed=True)}
+        said = living - {lost([0], fenced=True)}
         assert len(said) <= 1, world
         if world.committed:
             assert said <= {ANSWER}
@@ -248,8 +248,8 @@ def test_however_slow_ranks_are_nobody_commits_what_others_gave_up(size: int, ar
 @pytest.mark.parametrize("arity", [1, 2])
 def test_an_error_is_everyones_and_the_same(failing: set[int], arity: int) -> None:
     for world in explored(Case(3, arity, failing=frozenset(failing))):
-        (verdict,) = results(world)
-        assert verdict in {json.dumps(f"error of {rank}") for rank in failing}
+        (decision,) = results(world)
+        assert decision in {json.dumps(f"error of {rank}") for rank in failing}
         assert not world.committed
 
 
@@ -258,7 +258,7 @@ def test_an_error_is_everyones_and_the_same(failing: set[int], arity: int) -> No
 def test_an_error_is_heard_though_its_rank_dies_while_it_tells(failing: int, arity: int) -> None:
     """Before it has told anybody it is missing; after it, it is heard by all."""
     ends = explored(Case(3, arity, failing=frozenset({failing}), deaths=frozenset({failing})))
-    said = {verdict for world in ends for verdict in results(world)}
+    said = {decision for world in ends for decision in results(world)}
     assert said == {json.dumps(f"error of {failing}"), lost([failing])}
     for world in ends:
         assert len(results(world)) == 1
@@ -267,9 +267,9 @@ def test_an_error_is_heard_though_its_rank_dies_while_it_tells(failing: int, ari
         ) == {json.dumps(f"error of {failing}")}
 
 
-@pytest.mark.parametrize("key", ["verdict", "outcome", "named"])
+@pytest.mark.parametrize("key", ["decision", "outcome", "named"])
 def test_keys_of_the_meeting_are_no_messages(key: str) -> None:
-    assert key in {protocol.VERDICT, protocol.OUTCOME, protocol.NAMED}
+    assert key in {protocol.DECISION, protocol.OUTCOME, protocol.NAMED}
     assert not key.isdigit()
 
 

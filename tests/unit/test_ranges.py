@@ -1,4 +1,4 @@
-"""Ranges of files: every block that is read is a sign of life, however large the range."""
+"""Ranges of files: every block that is read is a heartbeat, however large the range."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def test_every_block_is_a_sign(length: int, blocks: int, tmp_path: Path, monkeyp
     path, data = tmp_path / "file", bytes(range(251)) * (length // 251 + 2)
     path.write_bytes(data)
     wanted = data[7 : 7 + length]
-    files, signs = OpenFiles(), [0]
+    files, heartbeats = OpenFiles(), [0]
 
     def sign() -> None:
-        signs[0] += 1
+        heartbeats[0] += 1
 
     scratch = Scratch(sign)
     assert files.read(path, 7, length, Hasher(), scratch).tobytes() == wanted
     assert files.read(path, 7, length, None, scratch).tobytes() == wanted
     files.pass_through(path, 7, length, hasher := Hasher(), scratch)
     assert hasher.result() == checksum(wanted)
-    assert signs == [3 * blocks]
+    assert heartbeats == [3 * blocks]
 
 
 LARGE = 2 * HASHED_AT_ONCE + 64

@@ -68,7 +68,7 @@ def test_another_jobs_staging_stays(target: Path) -> None:
 
 
 def test_a_save_renews_the_lease_of_its_staging(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its signs of life, however long it takes."""
+    """By its heartbeats, however long it takes."""
     renewed: list[str] = []
     monkeypatch.setattr("mbridge_fsdp_ckpt.commit.lease.STALE_S", 0.0)
     original = os.utime

@@ -44,7 +44,7 @@ def copy_of(holding: Holding) -> Copy:
 def found(ranks: list[list[Holding]], choice: str = "warn") -> CheckpointError | None:
     """Both meetings about copies."""
     seen = copies_of(ranks, choice)
-    bad = plans.add(json.loads(json.dumps([replicas.sketch(rank) for rank in seen])))
+    bad = plans.add(json.loads(json.dumps([replicas.fingerprint(rank) for rank in seen])))
     if not bad:
         return None
     return replicas.mismatch(
@@ -60,7 +60,7 @@ def three(values: tuple[float, float, float], key: str = "weight") -> list[list[
 def test_copies_that_are_alike_leave_nothing(value: float) -> None:
     seen = copies_of(three((value, value, value)))
     assert sum(map(len, seen)) == 6
-    assert plans.add(map(replicas.sketch, seen)) == {}
+    assert plans.add(map(replicas.fingerprint, seen)) == {}
 
 
 @pytest.mark.parametrize("unlike", range(3))
@@ -88,12 +88,12 @@ def test_blocks_that_one_rank_holds_are_not_hashed() -> None:
 
 def test_a_tensor_that_some_ranks_do_not_hold_is_no_difference() -> None:
     ranks = three((1.0, 1.0, 2.0))[:2]
-    assert plans.add(map(replicas.sketch, copies_of(ranks)))
+    assert plans.add(map(replicas.fingerprint, copies_of(ranks)))
     assert found(ranks) is None
 
 
 def test_a_difference_beyond_the_named_copies_is_one() -> None:
-    bad = plans.add(map(replicas.sketch, copies_of(three((1.0, 1.0, 2.0)))))
+    bad = plans.add(map(replicas.fingerprint, copies_of(three((1.0, 1.0, 2.0)))))
     assert "beyond" in str(replicas.mismatch({"by_rank": [], "beyond": None}, bad))
 
 

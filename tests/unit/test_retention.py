@@ -187,7 +187,7 @@ def test_a_reader_that_died_protects_for_an_hour(root: Path) -> None:
     assert not mark.exists()
 
 
-def test_a_reader_gives_signs_of_life(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_gives_heartbeats(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with reading(root / "iter_0000010") as alive:
         [mark] = root.glob(".reading-*")
         past = time.time() - lease.STALE_S - 5
@@ -359,7 +359,7 @@ def test_all_that_removes_a_checkpoint_asks_one_function(
 
 def test_nothing_else_removes_a_checkpoint() -> None:
     """`methods.remove` deletes what is committed, and what commits by marker or rename does is its part."""
-    package = Path(retention.__file__).parents[2]
+    package = Path(retention.__file__).parents[1]
     calls = [f"{file.relative_to(package)}:{line.strip()}" for file in package.rglob("*.py") for line in file.open()]
     calls = [call for call in calls if re.search(r"\b(methods|marker|rename)\.remove\(", call)]
     assert sorted(calls) == [

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mbridge_fsdp_ckpt.commit import removal
-from mbridge_fsdp_ckpt.coordination.coordination import Agreement
+from mbridge_fsdp_ckpt.coordination.coordination import Coordination
 from mbridge_fsdp_ckpt.coverage import plans, replicas
 from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError, DamagedCheckpointError, PlanDisagreementError
 from mbridge_fsdp_ckpt.format.head import has_head
@@ -20,24 +20,24 @@ from mbridge_fsdp_ckpt.plan.keys import Section
 from mbridge_fsdp_ckpt.plan.slices import owner
 from mbridge_fsdp_ckpt.saving import write_plan, writer
 from mbridge_fsdp_ckpt.saving.commit import Job, say_view_left_out
-from mbridge_fsdp_ckpt.saving.snapshot import Prepared, outgoing_of
+from mbridge_fsdp_ckpt.saving.snapshot import Prepared, write_plan_of
 from mbridge_fsdp_ckpt.settings import Settings
 from tests.unit.holdings import holdings, scalar
 
 
-def agreement(rank: int) -> Agreement:
-    return Agreement("save", rank, 2, 60.0)
+def coordination(rank: int) -> Coordination:
+    return Coordination("save", rank, 2, 60.0)
 
 
 def prepared(held: list[Holding], sections: tuple[Section, ...] = ("model",)) -> Prepared:
     numbers = [holding for holding in held if holding.is_scalar]
     return Prepared(
-        outgoing_of(held, numbers, RankIndex(0, {}, None, {}), {}, sections, {"strategy": "x"}), held, numbers
+        write_plan_of(held, numbers, RankIndex(0, {}, None, {}), {}, sections, {"strategy": "x"}), held, numbers
     )
 
 
 def write(held: Prepared, place: writer.Place, rank: int, choice: str = "warn") -> writer.Written:
-    return writer.write(held.read(), held.elements, place, agreement(rank), choice)
+    return writer.write(held.read(), held.elements, place, coordination(rank), choice)
 
 
 NO_VIEW = Settings(dcp_metadata="never")
@@ -47,7 +47,7 @@ Follow = Callable[[], None] | None
 
 
 def job(target: Path, settings: Settings = NO_VIEW, after_commit: Follow = None) -> Job:
-    return Job(target, settings, agreement(0), {"iteration": 10}, None, after_commit)
+    return Job(target, settings, coordination(0), {"iteration": 10}, None, after_commit)
 
 
 def save(target: Path, ranks: list[Prepared], settings: Settings = NO_VIEW, after_commit: Follow = None) -> None:
@@ -59,16 +59,18 @@ def saved(running: Job, ranks: list[Prepared]) -> None:
     """The same of a save that was set up already."""
     settings = running.settings
     try:
-        judged = running.judge_plans(write_plan.combine([write_plan.announce(rank.outgoing) for rank in ranks]))
-        place = judged["place"]
+        decided = running.decide_plans(write_plan.combine([write_plan.announce(rank.write_plan) for rank in ranks]))
+        place = decided["place"]
         if place is None:
-            place = running.judge_dispute(
-                plans.combine([write_plan.disputed(n, own.outgoing, judged["disputed"]) for n, own in enumerate(ranks)])
+            place = running.decide_dispute(
+                plans.combine(
+                    [write_plan.disputed(n, own.write_plan, decided["disputed"]) for n, own in enumerate(ranks)]
+                )
             )
         written = [write(rank, place, n, settings.replicas) for n, rank in enumerate(ranks)]
-        if differing := running.judge_written(writer.combine(place, 0, written))["differing"]:
-            running.judge_replicas(
-                replicas.combine([write_plan.differing(n, rank.outgoing, differing) for n, rank in enumerate(ranks)])
+        if differing := running.decide_written(writer.combine(place, 0, written))["differing"]:
+            running.decide_replicas(
+                replicas.combine([write_plan.differing(n, rank.write_plan, differing) for n, rank in enumerate(ranks)])
             )
     finally:
         running.clean_up()
@@ -222,13 +224,13 @@ def test_what_fails_after_the_commit_says_that_the_checkpoint_stands(target: Pat
 @pytest.mark.parametrize("name", ["__1_0.distcp", "rank_00001.index"])
 def test_a_file_that_was_not_written_completely_is_named_and_not_committed(target: Path, name: str) -> None:
     ranks, running = [prepared(holdings(0, 6)), prepared(holdings(6, 12))], job(target)
-    place = running.judge_plans(write_plan.combine([write_plan.announce(rank.outgoing) for rank in ranks]))["place"]
+    place = running.decide_plans(write_plan.combine([write_plan.announce(rank.write_plan) for rank in ranks]))["place"]
     assert place is not None
     staging = Path(place["directory"])
     written = [write(rank, place, number) for number, rank in enumerate(ranks)]
     (staging / name).write_bytes((staging / name).read_bytes()[:-1])
     with pytest.raises(DamagedCheckpointError) as caught:
-        running.judge_written(writer.combine(place, 0, written))
+        running.decide_written(writer.combine(place, 0, written))
     assert caught.value.key == str(staging / name)
     running.clean_up()
     assert nothing_was_left(target)

@@ -11,10 +11,10 @@ from typing import Any, cast
 import pytest
 
 from mbridge_fsdp_ckpt.coordination import incarnation, meeting
-from mbridge_fsdp_ckpt.coordination.coordination import Agreement
+from mbridge_fsdp_ckpt.coordination.coordination import Coordination
 from mbridge_fsdp_ckpt.coordination.incarnation import Incarnation, _Sequences
 from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError, RankMissingError
-from tests.unit.test_agreement import Server, outcomes
+from tests.unit.test_coordination import Server, outcomes
 
 LIMIT_S = 3.0
 
@@ -60,7 +60,7 @@ class Rank:
         else:
             found = self.sequences.join(purpose, limit, limit)
         store = self.job.store(limit, "call")
-        a = Agreement(found.name, self.rank, self.job.world_size, limit, store)
+        a = Coordination(found.name, self.rank, self.job.world_size, limit, store)
         a.meet(purpose, None, lambda whole: None, lambda messages: None)
         a.end()
         return found.number
@@ -85,7 +85,7 @@ def test_a_rank_that_missed_a_call_is_named_and_the_next_call_meets_again(server
 
 
 def test_a_rank_that_missed_a_call_that_goes_on_ends_it_by_name_and_both_meet_at_the_next(server: Server) -> None:
-    """As saves beside the training do: rank 0 still waits for rank 1 in the save before, and then begins the next."""
+    """As asynchronous saves do: rank 0 still waits for rank 1 in the save before, and then begins the next."""
     zero, one = Rank.all_of(server)
     begin = time.monotonic()
     (first, *others), found = together(lambda: zero.calls("a", "b", "c", limit=60), lambda: one.calls("b", "c"))
@@ -152,15 +152,15 @@ def test_what_ranks_wrote_is_deleted_two_sequences_later(server: Server) -> None
 
 
 def test_an_error_is_not_lost_where_a_rank_waits_for_rank_0_in_vain(server: Server) -> None:
-    """Signs of life of others keep it waiting; without any it gives up."""
+    """Heartbeats of others keep it waiting; without any it gives up."""
     _, one = Rank.all_of(server)
     alive = threading.Event()
 
-    def beat() -> None:
+    def heartbeat() -> None:
         while not alive.wait(0.05):
             server.connection(2).add(f"{one.sequences.name}/beats", 1)
 
-    beating = threading.Thread(target=beat)
+    beating = threading.Thread(target=heartbeat)
     beating.start()
     begin = time.monotonic()
     stopping = threading.Timer(2.0, alive.set)

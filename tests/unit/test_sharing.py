@@ -1,4 +1,4 @@
-"""Who reads what for whom, and in which parcels."""
+"""Who reads what for whom, and in which slices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from mbridge_fsdp_ckpt.format.source import StoredChunk
 from mbridge_fsdp_ckpt.io.store import as_path
-from mbridge_fsdp_ckpt.loading.sharing import Parcel, parcels, readers, reads_are_shared, rounds
+from mbridge_fsdp_ckpt.loading.sharing import Slice, readers, reads_are_shared, rounds, slices
 from mbridge_fsdp_ckpt.plan.boxes import Box, whole
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.plan.tiling import tiling_defect
@@ -44,7 +44,7 @@ def test_readers_get_the_same_up_to_the_largest_chunk(count: int) -> None:
 
 
 def checkpoint(shape: tuple[int, ...], chunk: Box, *needed: Box) -> tuple[Any, StoredChunk]:
-    """As much of an opened checkpoint as parcels are made of."""
+    """As much of an opened checkpoint as slices are made of."""
     keys = {"k": KeyEntry(dtype="float32", shape=shape)}
     head = SimpleNamespace(keys=keys)
     return SimpleNamespace(source=SimpleNamespace(head=head), needed={"k": list(needed)}), StoredChunk(
@@ -52,27 +52,27 @@ def checkpoint(shape: tuple[int, ...], chunk: Box, *needed: Box) -> tuple[Any, S
     )
 
 
-def test_parcels_are_whole_rows_of_what_is_needed() -> None:
+def test_slices_are_whole_rows_of_what_is_needed() -> None:
     opened, chunk = checkpoint((8, 4), Box((2, 0), (6, 4)), Box((0, 0), (7, 3)))
-    found = [parcel.box for parcel in parcels(opened, [chunk], 4 * 7)]
+    found = [slice.box for slice in slices(opened, [chunk], 4 * 7)]
     assert found == [Box((2, 0), (2, 3)), Box((4, 0), (2, 3)), Box((6, 0), (1, 3))]
 
 
 @pytest.mark.parametrize("limit", [16, 20, 48, 100, 4096])
 @pytest.mark.parametrize("box", [Box((1, 2, 0), (3, 5, 7)), Box((4,), (9,)), Box((), ())])
-def test_parcels_tile_what_is_needed_and_none_is_larger_than_allowed(box: Box, limit: int) -> None:
+def test_slices_tile_what_is_needed_and_none_is_larger_than_allowed(box: Box, limit: int) -> None:
     shape = tuple(offset + size + 1 for offset, size in zip(box.offset, box.size, strict=True))
     opened, chunk = checkpoint(shape, whole(shape), box)
-    found = list(parcels(opened, [chunk], limit))
-    assert tiling_defect(box, (parcel.box for parcel in found)) == ""
-    assert max(parcel.length for parcel in found) <= limit
+    found = list(slices(opened, [chunk], limit))
+    assert tiling_defect(box, (slice.box for slice in found)) == ""
+    assert max(slice.length for slice in found) <= limit
 
 
 def test_rounds_keep_the_order_and_the_limit() -> None:
-    def parcel(elements: int) -> Parcel:
-        return Parcel(StoredChunk("k", Box((0,), (99,)), as_path("/c/a")), Box((0,), (elements,)), torch.uint8)
+    def slice(elements: int) -> Slice:
+        return Slice(StoredChunk("k", Box((0,), (99,)), as_path("/c/a")), Box((0,), (elements,)), torch.uint8)
 
-    a, b, c, d = map(parcel, (16, 17, 5, 64))
+    a, b, c, d = map(slice, (16, 17, 5, 64))
     assert [p.room for p in (a, b, c, d)] == [16, 32, 16, 64]
     assert rounds([[a, b, c], [d], []], 64) == [[[a, b, c], [d], []]]
     assert rounds([[a, b, c], [d, a], []], 48) == [[[a, b], [d], []], [[c], [a], []]]

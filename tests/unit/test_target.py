@@ -55,7 +55,7 @@ OURS = ("manifest.json", "__0_0.distcp", "rank_00000.index", "group_00000.index"
 REPLACED = {
     "empty": (),
     "ours": OURS,
-    "ours, with stock's view": (*OURS, ".metadata", "__0_1.distcp"),
+    "ours, with DCP metadata": (*OURS, ".metadata", "__0_1.distcp"),
     "ours, of an object store": ("manifest.json", f"__0_0-{TOKEN}.distcp", f"rank_00000-{TOKEN}.index"),
     "Bridge's": (*OURS, "run_config.yaml", "train_state.pt", "tokenizer/tokenizer.json", "tokenizer/config.json"),
     "with files of somebody's": (*OURS, "notes.txt", "plots/loss.png", "web/.metadata/x"),

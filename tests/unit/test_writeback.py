@@ -29,7 +29,7 @@ class SlowDisk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.size, self.on_disk, self.now = 0, 0, 0.0
-        self.signs = [0.0]
+        self.heartbeats = [0.0]
         self.waits: list[float] = []
         real_range, real_flush = writeback.sync_range, os.fsync
 
@@ -52,7 +52,7 @@ class SlowDisk:
         self.waits.append(seconds)
 
     def sign(self) -> None:
-        self.signs.append(self.now)
+        self.heartbeats.append(self.now)
 
 
 @pytest.fixture(autouse=True)
@@ -89,9 +89,9 @@ def test_a_chunk_of_any_size_is_silent_for_no_longer_than_a_window_takes(
     disk.sign()
     assert entry.size > mib * MIB
     assert disk.now == pytest.approx(entry.size / SPEED)
-    longest = max(after - before for before, after in zip(disk.signs, disk.signs[1:], strict=False))
+    longest = max(after - before for before, after in zip(disk.heartbeats, disk.heartbeats[1:], strict=False))
     assert longest <= (2 * window + direct_writer.BLOCKS * BLOCK + HASHED_AT_ONCE) / SPEED
-    assert len(disk.signs) > mib * MIB // HASHED_AT_ONCE
+    assert len(disk.heartbeats) > mib * MIB // HASHED_AT_ONCE
 
 
 def test_the_default_limits_are_far_above_what_a_slow_disk_takes() -> None:

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from mbridge_fsdp_ckpt.coordination.delegated import Seat
+from mbridge_fsdp_ckpt.coordination.delegated import Participant
 from mbridge_fsdp_ckpt.errors import SaveAbandonedError
-from mbridge_fsdp_ckpt.saving.background.checkpoint_process import WriterProcess
+from mbridge_fsdp_ckpt.saving.background.checkpoint_process import CheckpointProcess
 from mbridge_fsdp_ckpt.saving.background.handle import Saving
 
 LIMIT_S = 60.0
@@ -20,13 +20,13 @@ LONG = {"word": "x" * (1 << 22)}
 
 
 def saving(number: int) -> Saving:
-    return Saving(number, "iter_0000001", Seat("save", 0, 1, LIMIT_S, LIMIT_S))
+    return Saving(number, "iter_0000001", Participant("save", 0, 1, LIMIT_S, LIMIT_S))
 
 
 @pytest.fixture
-def stopped() -> Iterator[WriterProcess]:
+def stopped() -> Iterator[CheckpointProcess]:
     """A process that reads nothing, as one that has only begun to start."""
-    writer = WriterProcess(LIMIT_S, LIMIT_S)
+    writer = CheckpointProcess(LIMIT_S, LIMIT_S)
     os.kill(writer.pid, signal.SIGSTOP)
     yield writer
     if writer.error is None:
@@ -35,7 +35,7 @@ def stopped() -> Iterator[WriterProcess]:
     writer.stop()
 
 
-def test_what_is_said_waits_for_nobody(stopped: WriterProcess) -> None:
+def test_what_is_said_waits_for_nobody(stopped: CheckpointProcess) -> None:
     """The first save's plan of many tensors waited for the writer to start, and the optimizer's step for both."""
     writer = stopped
 
@@ -49,7 +49,7 @@ def test_what_is_said_waits_for_nobody(stopped: WriterProcess) -> None:
     assert not saying.is_alive()
 
 
-def test_the_end_of_a_process_ends_the_save_that_it_was_handed_last(stopped: WriterProcess) -> None:
+def test_the_end_of_a_process_ends_the_save_that_it_was_handed_last(stopped: CheckpointProcess) -> None:
     one, two = saving(1), saving(2)
     stopped.send(LONG, begins=one)
     stopped.send(LONG, begins=two)
@@ -63,7 +63,7 @@ def test_the_end_of_a_process_ends_the_save_that_it_was_handed_last(stopped: Wri
         stopped.send({"word": "more"})
 
 
-def test_what_cannot_be_sent_is_said_to_who_sends_it(stopped: WriterProcess) -> None:
+def test_what_cannot_be_sent_is_said_to_who_sends_it(stopped: CheckpointProcess) -> None:
     one = saving(1)
     with pytest.raises(TypeError, match="set"):
         stopped.send({"word": {1, 2}}, begins=one)

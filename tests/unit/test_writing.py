@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mbridge_fsdp_ckpt.coordination.delegated import Seat
+from mbridge_fsdp_ckpt.coordination.delegated import Participant
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.phases import Phases
 from mbridge_fsdp_ckpt.saving.background import wire
@@ -21,7 +21,7 @@ from mbridge_fsdp_ckpt.saving.background.channel import Channel, Message, encode
 from mbridge_fsdp_ckpt.saving.background.checkpoint_main import Writer
 from mbridge_fsdp_ckpt.saving.background.memory import Staging
 from mbridge_fsdp_ckpt.settings import Settings
-from tests.unit.test_beside_memory import outgoing
+from tests.unit.test_beside_memory import write_plan
 
 LIMIT_S = 10.0
 
@@ -72,12 +72,12 @@ class Both:
 
     def begin(self, number: int, directory: Path, *, asks: bool = False) -> None:
         """Hand over a save of nothing."""
-        seat = Seat(f"save to {directory}", 0, 1, LIMIT_S, LIMIT_S)
-        what = outgoing([])
+        participant = Participant(f"save to {directory}", 0, 1, LIMIT_S, LIMIT_S)
+        what = write_plan([])
         message = {
             "begin": True,
             "save": number,
-            "seat": seat.to_wire(),
+            "participant": participant.to_wire(),
             "target": str(directory),
             "working": "",
             "settings": asdict(Settings()),

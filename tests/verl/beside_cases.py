@@ -1,4 +1,4 @@
-"""What ranks do in the tests of VeRL's saves beside the training."""
+"""What ranks do in the tests of VeRL's asynchronous saves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 from mbridge_fsdp_ckpt import checkpoint
 from mbridge_fsdp_ckpt.errors import CheckpointError
-from mbridge_fsdp_ckpt.saving.background.async_saves import trainer
+from mbridge_fsdp_ckpt.saving.background.async_saves import async_saves
 from mbridge_fsdp_ckpt.saving.background.filling import Filling
 from tests.models.imported import gloo_gathers_uneven
 from tests.verl import tiny
@@ -51,7 +51,7 @@ def die_before_the_commit(setup: Setup) -> None:
     tiny.step(engine, 1)
     save(setup, engine, 1)
     checkpoint.finish_saves()
-    writer = trainer()._writer
+    writer = async_saves()._writer
     assert writer is not None
     os.kill(writer.pid, signal.SIGSTOP)
     tiny.step(engine, 2)
@@ -84,7 +84,7 @@ def taken_around_a_move(setup: Setup) -> tuple[bool, bool]:
     engine, add = tiny.build(setup), Filling.add
     with patch.object(Filling, "add", slow):
         save(setup, engine, 1)
-        saving = trainer()._saving
+        saving = async_saves()._saving
         assert saving is not None
         before = saving.taken
         transformer_impl.offload_megatron_model_to_cpu([])
@@ -98,4 +98,4 @@ def save_a_critic(setup: Setup) -> bool:
     engine, place = tiny.build(setup.on(model_type="value_model")), f"{setup.directory}/global_step_1/critic"
     with gloo_gathers_uneven():
         engine.save_checkpoint(place, None, 1, None)
-    return (Path(place) / "model" / "dist_ckpt" / "manifest.json").is_file() and trainer()._saving is None
+    return (Path(place) / "model" / "dist_ckpt" / "manifest.json").is_file() and async_saves()._saving is None

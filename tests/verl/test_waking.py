@@ -1,4 +1,4 @@
-"""VeRL's rollout finds the memory free that saves beside the training have copied into."""
+"""VeRL's rollout finds the memory free that asynchronous saves have copied into."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of VeRL's rollout, which wakes on the hosts that saves beside the training write from."""
+"""What ranks do in the tests of VeRL's rollout, which wakes on the hosts that asynchronous saves write from."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from unittest.mock import MagicMock, patch
 
 from mbridge_fsdp_ckpt import checkpoint
-from mbridge_fsdp_ckpt.saving.background.async_saves import trainer
+from mbridge_fsdp_ckpt.saving.background.async_saves import async_saves
 from testing.modules import is_installed
 from tests.core.beside import shared_memory
 from tests.models.imported import gloo_gathers_uneven
@@ -65,7 +65,7 @@ class Run:
     @property
     def writer(self) -> int:
         """Its process."""
-        writer = trainer()._writer
+        writer = async_saves()._writer
         assert writer is not None
         return writer.pid
 
@@ -93,7 +93,7 @@ def wake_after_a_save(setup: Setup, mode: str) -> dict[str, Any]:
     run = Run(setup)
     empty = shared_memory(os.getpid())
     run.save()
-    trainer().settle()
+    async_saves().settle()
     saved = run.memory()
     found = run.wake(mode)
     woken = run.memory(saved[0] // 2)
@@ -118,7 +118,7 @@ def wake_during_a_save(setup: Setup) -> dict[str, Any]:
     with run.written_slowly():
         run.save()
         run.wake()
-        saving = trainer()._saving
+        saving = async_saves()._saving
         assert saving is not None
         goes_on, during = not saving.done, run.memory()
     saving.wait()

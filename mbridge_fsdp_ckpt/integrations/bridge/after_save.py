@@ -41,7 +41,7 @@ class Announcement:
     """What follows a commit.
 
     Args:
-        state: Bridge's; of a save beside the training, steps may have followed by then.
+        state: Bridge's; of an asynchronous save, steps may have followed by then.
         step: The save's.
         directory: Where it is.
         save: Bridge's `checkpoint.save` as the save began: a callback may have ended saving since.
@@ -86,7 +86,7 @@ class Announcement:
             self._prune(cfg.checkpoint.most_recent_k)
 
     def make_later(self, saved: Saved) -> None:
-        """The same after a save beside the training, of which Bridge's progress log says when it ended, too."""
+        """The same after an asynchronous save, of which Bridge's progress log says when it ended, too."""
         if self.state.cfg.logger.log_progress and self._is_persistent:
             said = f"Saved async checkpoint\tIteration: {self.step}"
             stock.append_to_progress_log(self.save, said, barrier=False)

@@ -9,7 +9,7 @@ model_load_save.build_and_load_model                leaves a process group behin
                                                     ranks each would build the model alone, and an export afterwards
                                                     has no group.  For this format's directories they join first
 AutoBridge.load_megatron_model                      takes the highest number in a root; here, what the trackers mean
-checkpoint_utils.is_checkpoint_iteration_directory  does not know this format's manifest: without stock's view beside
+checkpoint_utils.is_checkpoint_iteration_directory  does not know this format's manifest: without DCP metadata beside
                                                     it, set-up would begin with random weights
 models.conversion.param_mapping                     see `export_fix`
 """

@@ -37,7 +37,7 @@ from mbridge_fsdp_ckpt.integrations.common.options import check_fills, tell_of_r
 from mbridge_fsdp_ckpt.integrations.common.pending import Pending
 from mbridge_fsdp_ckpt.io.store import AnyPath, as_path
 from mbridge_fsdp_ckpt.remedies import Door, entrance
-from mbridge_fsdp_ckpt.saving.background.async_saves import trainer
+from mbridge_fsdp_ckpt.saving.background.async_saves import async_saves
 
 
 class SafeCheckpointManager:
@@ -84,7 +84,7 @@ class SafeCheckpointManager:
         return progress
 
     def finalize_async_saves(self, state: Any, blocking: bool = False, terminate: bool = False) -> None:
-        """Follow up a save beside the training that has ended, or wait for it; see `finalize`."""
+        """Follow up an asynchronous save that has ended, or wait for it; see `finalize`."""
         finalize(state.train_state.step, blocking=blocking, terminate=terminate)
 
 
@@ -134,7 +134,7 @@ def save_checkpoint(
         "settings": settings_of(cfg),
     }
     announcement = Announcement(state, step, directory, cfg.checkpoint.save, callback_manager, model, optimizer)
-    with trainer().old_error_last():
+    with async_saves().old_error_last():
         begun = _save(directory, options, announcement, background=cfg.checkpoint.async_save)
         fault_tolerance.on_checkpointing_end(global_state=state, is_async_finalization=not begun)
 
@@ -158,7 +158,7 @@ def _save(directory: AnyPath, options: dict[str, Any], announcement: Announcemen
 
 @entrance(Door.BRIDGE)
 def finalize(step: int, *, blocking: bool, terminate: bool) -> None:
-    """What Bridge asks for after each step, and at the end: to follow up a save beside the training that has ended.
+    """What Bridge asks for after each step, and at the end: to follow up an asynchronous save that has ended.
 
     Args:
         step: Of the training.
@@ -175,7 +175,7 @@ def finalize(step: int, *, blocking: bool, terminate: bool) -> None:
         pending.finish()
     finally:
         if terminate:
-            trainer().stop()
+            async_saves().stop()
 
 
 def _unwrapped(model: list[Any], pg_collection: Any) -> tuple[list[Any], Any]:

@@ -17,7 +17,7 @@ Numbers = Mapping[str, float]
 
 
 class Moment(NamedTuple):
-    """Iterations: of the checkpoint, and the present one, which is later after a save beside the training."""
+    """Iterations: of the checkpoint, and the present one, which is later after an asynchronous save."""
 
     saved: int
     now: int
@@ -58,7 +58,7 @@ def log_scalars(what: Literal["save", "load"], spent: Spent, state: Any, step: i
 def _to_tensorboard(logger: Any, numbers: Numbers, moment: Moment) -> None:
     for name, value in numbers.items():
         logger.add_scalar(name, value, moment.saved)
-    logger.flush()  # Bridge does for the last time before the last save beside the training has ended
+    logger.flush()  # Bridge does for the last time before the last asynchronous save has ended
 
 
 def _to_wandb(logger: Any, numbers: Numbers, moment: Moment) -> None:

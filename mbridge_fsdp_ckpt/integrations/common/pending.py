@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mbridge_fsdp_ckpt.saving.background.async_saves import trainer
+from mbridge_fsdp_ckpt.saving.background.async_saves import async_saves
 from mbridge_fsdp_ckpt.saving.background.handle import Saving
 from mbridge_fsdp_ckpt.saving.result import Saved
 
@@ -75,4 +75,4 @@ def finish() -> None:
         CheckpointError: It failed, and its error has not been raised yet: the same on every rank.
     """
     settle()
-    trainer().settle()
+    async_saves().settle()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from mbridge_fsdp_ckpt.commit import trackers
 from mbridge_fsdp_ckpt.commit.methods import recover
-from mbridge_fsdp_ckpt.coordination.coordination import next_agreement
+from mbridge_fsdp_ckpt.coordination.coordination import next_coordination
 from mbridge_fsdp_ckpt.coordination.outcome import Outcome
 from mbridge_fsdp_ckpt.errors import NotACheckpointError
 from mbridge_fsdp_ckpt.format.head import has_head
@@ -41,12 +41,12 @@ def same_on_all_ranks[T](look: Callable[[], T], describe: Callable[[T], str], se
         found = look()
         return found, describe(found)
 
-    agreement = next_agreement("finding the checkpoint to load", settings.time_limit, settings.storage_limit)
-    with agreement.at_work():
-        seen = Outcome.of(look_and_describe, agreement.rank, "looking for the checkpoint to load")
-    message = seen.message(lambda found: [(found[1], agreement.rank)])
-    agreement.meet("finding the checkpoint to load", message, _check_alike, _one_of_each)
-    agreement.end()
+    coordination = next_coordination("finding the checkpoint to load", settings.time_limit, settings.storage_limit)
+    with coordination.at_work():
+        seen = Outcome.of(look_and_describe, coordination.rank, "looking for the checkpoint to load")
+    message = seen.message(lambda found: [(found[1], coordination.rank)])
+    coordination.meet("finding the checkpoint to load", message, _check_alike, _one_of_each)
+    coordination.end()
     return seen.value[0]
 
 

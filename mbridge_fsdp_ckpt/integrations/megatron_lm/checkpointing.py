@@ -40,7 +40,7 @@ from mbridge_fsdp_ckpt.integrations.megatron_lm import following
 from mbridge_fsdp_ckpt.integrations.megatron_lm.choice import check_arguments, settings_in_use
 from mbridge_fsdp_ckpt.io.store import AnyPath, as_path
 from mbridge_fsdp_ckpt.remedies import Door, entrance
-from mbridge_fsdp_ckpt.saving.background.async_saves import trainer
+from mbridge_fsdp_ckpt.saving.background.async_saves import async_saves
 from mbridge_fsdp_ckpt.settings import Settings
 
 _BEGIN_ANEW = "Load with --finetune, which takes weights alone and begins at 0."
@@ -58,7 +58,7 @@ def save_checkpoint(
     release: bool = False,
     **__: Any,
 ) -> None:
-    """Save at an iteration; with `--async-save` beside the training.
+    """Save at an iteration; with `--async-save` asynchronously.
 
     Raises:
         CheckpointError: The same on every rank; the previous checkpoint and the tracker stand.  Of a save beside the
@@ -75,7 +75,7 @@ def save_checkpoint(
     print_rank_0(f"saving checkpoint at iteration {iteration:7d} to {root} in fsdp_dtensor_safe format")
     stock.maybe_save_dataloader_state(train_data_iterator, iteration, getattr(args, "dataloader_save", None))
     interval, step = args.save_retain_interval, args.ckpt_step
-    with trainer().old_error_last():
+    with async_saves().old_error_last():
         saving = checkpoint.save(
             directory,
             model=model[0] if len(model) == 1 else model,
@@ -119,14 +119,14 @@ def _groups() -> Any:
 
 @entrance(Door.MEGATRON_LM)
 def maybe_finalize_async_save(blocking: bool = False, terminate: bool = False) -> None:
-    """Before every iteration: tell of a save beside the training that has ended well.  At the end: wait for it.
+    """Before every iteration: tell of an asynchronous save that has ended well.  At the end: wait for it.
 
     Raises:
         CheckpointError: It failed, and this is the end.  The same on every rank.
     """
     if blocking or terminate:
         if pending.goes_on():
-            print_rank_0("  waiting for the checkpoint that is being saved beside the training")
+            print_rank_0("  waiting for the checkpoint that is being saved asynchronously")
         pending.finish()
     else:
         pending.look()

@@ -1,6 +1,6 @@
 """What follows a save: the tracker, on rank 0 with the commit; then, where the training loop is, what others are told.
 
-A save beside the training (`--async-save`) ends while Megatron-LM trains.  Its loop asks before every iteration and at
+An asynchronous save (`--async-save`) ends while Megatron-LM trains.  Its loop asks before every iteration and at
 its end (`integrations.common.pending`); none of what is told then needs the other ranks.
 """
 
@@ -60,7 +60,7 @@ class News:
         directory: The checkpoint.
         iteration: Its iteration.
         metrics: What one_logger measured when the save began.
-        beside: Whether it was saved beside the training.
+        beside: Whether it was saved asynchronously.
         in_progress_log: Whether Megatron-LM's own log of the job's progress says when such a save has ended.
     """
 

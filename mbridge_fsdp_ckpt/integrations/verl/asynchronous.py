@@ -1,4 +1,4 @@
-"""VeRL's saves beside the training (`checkpoint.async_save`): VeRL's own bookkeeping follows the commit.
+"""VeRL's asynchronous saves (`checkpoint.async_save`): VeRL's own bookkeeping follows the commit.
 
 VeRL writes its manifest, uploads, sets the tracker and removes old checkpoints in one function.  It hands that over
 once its export is written, to a queue that nothing in it serves.  Here rank 0 calls it with the commit, in another
@@ -87,7 +87,7 @@ def hand_over(manager: Any, finalize: Callable[[], None] | None) -> bool:
 
 
 def keep_to_actors(manager: Any, local_path: str) -> None:
-    """Let a manager save beside the training if it is an actor's under PPO's trainers; all others stay synchronous.
+    """Let a manager save asynchronously if it is an actor's under PPO's trainers; all others stay synchronous.
 
     The SFT trainer sets its tracker as soon as a save has returned.  A critic would set the same tracker as its actor,
     which need not be committed by then.

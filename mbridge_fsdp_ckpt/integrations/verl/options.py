@@ -25,7 +25,7 @@ OPTIONS = (
     Option(
         "async_save",
         Handling.OBEYED,
-        "An actor's saves go on beside the training; all others stay synchronous, and say so.",
+        "An actor's saves go on asynchronously; all others stay synchronous, and say so.",
     ),
     Option("strict", Handling.OBEYED, "VeRL's own export reads it."),
     Option("save_lora_only", Handling.NO_EFFECT, "VeRL's manager for Megatron reads it nowhere, in no format."),

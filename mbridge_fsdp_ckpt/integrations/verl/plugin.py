@@ -262,10 +262,10 @@ def _ending(stock: _Method) -> _Method:
             stock(engine, local_path, hdfs_path, global_step, *others, **named)
             return
         from mbridge_fsdp_ckpt.integrations.verl import asynchronous
-        from mbridge_fsdp_ckpt.saving.background.async_saves import trainer
+        from mbridge_fsdp_ckpt.saving.background.async_saves import async_saves
 
         asynchronous.keep_to_actors(manager, local_path)
-        with trainer().old_error_last():  # not before VeRL has handed over what follows the new save
+        with async_saves().old_error_last():  # not before VeRL has handed over what follows the new save
             try:
                 stock(engine, local_path, hdfs_path, global_step, *others, **named)
             except BaseException:
@@ -282,9 +282,9 @@ def _moving(stock: _Method) -> _Method:
 
     @functools.wraps(stock)
     def move(moved: Any) -> Any:
-        from mbridge_fsdp_ckpt.saving.background.async_saves import trainer
+        from mbridge_fsdp_ckpt.saving.background.async_saves import async_saves
 
-        trainer().wait_until_taken()
+        async_saves().wait_until_taken()
         return stock(moved)
 
     return move

@@ -8,14 +8,14 @@ from collections.abc import Buffer, Callable, Iterable, Iterator, Sequence
 from mbridge_fsdp_ckpt.errors import CheckpointError, InternalError, SaveAbandonedError
 from mbridge_fsdp_ckpt.saving.background.channel import Message, slices
 from mbridge_fsdp_ckpt.saving.background.memory import PORTION, Staging, aligned
-from mbridge_fsdp_ckpt.saving.write_plan import Outgoing
+from mbridge_fsdp_ckpt.saving.write_plan import WritePlan
 
 
 class Arriving:
     """Elements that arrive while they are written.
 
     Args:
-        outgoing: What is written.
+        write_plan: What is written.
         staging: Where they arrive.
         save: The number of the save.
         freed: Told how many portions have been read.
@@ -23,9 +23,9 @@ class Arriving:
     """
 
     def __init__(
-        self, outgoing: Outgoing, staging: Staging, save: int, freed: Callable[[int], None], limit: float
+        self, write_plan: WritePlan, staging: Staging, save: int, freed: Callable[[int], None], limit: float
     ) -> None:
-        self._outgoing, self._staging, self._save, self._freed, self._limit = outgoing, staging, save, freed, limit
+        self._write_plan, self._staging, self._save, self._freed, self._limit = write_plan, staging, save, freed, limit
         self._position, self._read = 0, 0
         self._changed = threading.Condition()
         self._filled = 0
@@ -55,7 +55,7 @@ class Arriving:
         return map(self._pieces, numbers)
 
     def _pieces(self, number: int) -> Iterator[Buffer]:
-        self._position, left = aligned(self._position), self._outgoing.blocks[number].nbytes
+        self._position, left = aligned(self._position), self._write_plan.blocks[number].nbytes
         while left:
             portion, offset = divmod(self._position, PORTION)
             self._free(portion)
@@ -83,7 +83,7 @@ class Arriving:
                 expected=f"portion {portion} of save {self._save} in staging memory",
                 found="another's",
                 remedy="Nothing was committed. Report it.",
-                key=self._outgoing.blocks[number].key,
+                key=self._write_plan.blocks[number].key,
             )
 
     def _await(self, there: Callable[[], bool]) -> None:

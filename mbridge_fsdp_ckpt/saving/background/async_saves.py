@@ -1,4 +1,4 @@
-"""Saves beside the training, as the training process begins, awaits and ends them: one at a time, in order."""
+"""Asynchronous saves, as the training process begins, awaits and ends them: one at a time, in order."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from mbridge_fsdp_ckpt.coordination.delegated import Seat
+from mbridge_fsdp_ckpt.coordination.delegated import Participant
 from mbridge_fsdp_ckpt.coordination.incarnation import base_of, default_store
 from mbridge_fsdp_ckpt.coordination.outcome import Outcome
 from mbridge_fsdp_ckpt.errors import CheckpointError, brief, describe_unexpected
 from mbridge_fsdp_ckpt.saving.background import wire
 from mbridge_fsdp_ckpt.saving.background.channel import Message
-from mbridge_fsdp_ckpt.saving.background.checkpoint_process import WriterProcess
+from mbridge_fsdp_ckpt.saving.background.checkpoint_process import CheckpointProcess
 from mbridge_fsdp_ckpt.saving.background.filling import Copies, Filling, OnHost, OnStream
 from mbridge_fsdp_ckpt.saving.background.handle import Saving, ended, say
 from mbridge_fsdp_ckpt.saving.background.memory import Staging, length_of, slots_for
-from mbridge_fsdp_ckpt.saving.background.order import Order, Snapshot, Still
+from mbridge_fsdp_ckpt.saving.background.order import Frozen, Order, Snapshot
 from mbridge_fsdp_ckpt.saving.snapshot import Prepared
 from mbridge_fsdp_ckpt.settings import Settings
 
-_SIGNS = 8  # within the time limit, in place of a checkpoint process that starts
+_HEARTBEATS = 8  # within the time limit, in place of a checkpoint process that starts
 _CALL_FIRST_S = 1e-4  # a thread that begins would keep the interpreter for 5 ms, and the call waiting
 _log = logging.getLogger(__name__)
 
 
-class Trainer:
+class AsyncSaves:
     """This process, as far as it has saves going on."""
 
     def __init__(self) -> None:
-        self._writer: WriterProcess | None = None
+        self._writer: CheckpointProcess | None = None
         self._saving: Saving | None = None
         self._saves, self._to_release = 0, 0
         self._lock = threading.Lock()  # a save begins, or memory is given back
@@ -54,20 +54,20 @@ class Trainer:
         _hook()
         with self._lock:
             self._saves += 1
-        saving, replayed = Saving(self._saves, order.directory, order.seat), False
+        saving, replayed = Saving(self._saves, order.directory, order.participant), False
         try:
-            self._served = base_of(default_store()) if order.seat.world_size > 1 else None
-            still = order.held_still()
-            replayed = still.message(lambda own: own.seen.may_be_replayed) is True
-            on_device = still.message(lambda own: own.seen.tensors.is_on_device) is True
+            self._served = base_of(default_store()) if order.participant.world_size > 1 else None
+            frozen = order.frozen()
+            replayed = frozen.message(lambda own: own.observed.may_be_replayed) is True
+            on_device = frozen.message(lambda own: own.observed.tensors.is_on_device) is True
             copies: Copies = OnStream() if on_device else OnHost()
-            writer = self._writer_for(order.settings, order.seat)
-            arguments = saving, order, writer, still, copies
+            writer = self._writer_for(order.settings, order.participant)
+            arguments = saving, order, writer, frozen, copies
             thread = threading.Thread(target=self._live, args=arguments, name=f"save {self._saves}", daemon=True)
             self._saving = saving
             thread.start()
         except Exception as error:  # no process, no thread: no rank can save
-            say(_log.exception, "rank %d cannot begin to save", order.seat.rank)
+            say(_log.exception, "rank %d cannot begin to save", order.participant.rank)
             saving.set_taken()
             saving.give_up(error)
         self._saving = saving
@@ -81,16 +81,16 @@ class Trainer:
         if self._saving is not None:
             self._saving.wait_until_taken()
 
-    def skips(self, seat: Seat, settings: Settings) -> bool:
+    def skips(self, participant: Participant, settings: Settings) -> bool:
         """Whether a save is left out, because the one before goes on: where rank 0 finds it so, on all."""
         if settings.when_busy != "skip":
             return False
         busy = self._saving is not None and not self._saving.done
         if busy and self._saving is not None:
             self._saving.join()  # sequences are begun in the order of the calls, on all ranks
-        skipped = seat.rank_0_says("busy" if busy else "free") == "busy"
-        if skipped and seat.rank == 0:
-            _log.warning("skipped: %s; the save before it goes on", seat.purpose)
+        skipped = participant.rank_0_says("busy" if busy else "free") == "busy"
+        if skipped and participant.rank == 0:
+            _log.warning("skipped: %s; the save before it goes on", participant.purpose)
         return skipped
 
     @contextmanager
@@ -175,22 +175,24 @@ class Trainer:
         if self._writer is not None:
             self._writer.forget()
 
-    def _writer_for(self, settings: Settings, seat: Seat) -> WriterProcess:
+    def _writer_for(self, settings: Settings, participant: Participant) -> CheckpointProcess:
         if self._writer is None or self._writer.error is not None:
             if self._writer is not None:
                 self._writer.drop_staging()
-            self._writer = writer = WriterProcess(settings.storage_limit, settings.time_limit)
+            self._writer = writer = CheckpointProcess(settings.storage_limit, settings.time_limit)
             if self._served is not None:
                 threading.Thread(
-                    target=_vouch, args=(writer, seat), name="checkpoint process starts", daemon=True
+                    target=_vouch, args=(writer, participant), name="checkpoint process starts", daemon=True
                 ).start()
         return self._writer
 
-    def _live(self, saving: Saving, order: Order, writer: WriterProcess, still: Outcome[Still], copies: Copies) -> None:
+    def _live(
+        self, saving: Saving, order: Order, writer: CheckpointProcess, frozen: Outcome[Frozen], copies: Copies
+    ) -> None:
         """All that a save needs of this process.  Of its thread: whatever ends that ends the save, by name."""
         try:
             time.sleep(_CALL_FIRST_S)
-            self._copy(saving, order, writer, still, copies)
+            self._copy(saving, order, writer, frozen, copies)
             saving.serve(lambda ask: _answer(ask, saving, order))
         except BaseException as error:
             failed = ended(f"the thread of the save failed: {brief(error)}")
@@ -201,21 +203,23 @@ class Trainer:
             with self._lock:
                 self._give_back(saving.number)
 
-    def _copy(self, saving: Saving, order: Order, writer: WriterProcess, still: Outcome[Still], copies: Copies) -> None:
+    def _copy(
+        self, saving: Saving, order: Order, writer: CheckpointProcess, frozen: Outcome[Frozen], copies: Copies
+    ) -> None:
         """Plan, hand over and copy."""
         handed_over = False
         try:
             with copies.reading():  # of state in 8 or 16 bits an optimizer makes what is saved
-                snapshot = order.planned(still).brought
+                snapshot = order.planned(frozen).brought
             if isinstance(snapshot, CheckpointError):
                 raise snapshot
             self._announce(saving, writer, order, snapshot, copies)
             handed_over = True
             self._fill(saving, writer.staging, snapshot.prepared, order.settings.replicas, copies)
         except BaseException as error:
-            named = describe_unexpected(error, rank=order.seat.rank, doing="copying what is saved")
+            named = describe_unexpected(error, rank=order.participant.rank, doing="copying what is saved")
             if not isinstance(error, CheckpointError):
-                say(_log.exception, "rank %d failed while copying what is saved", order.seat.rank)
+                say(_log.exception, "rank %d failed while copying what is saved", order.participant.rank)
             saving.set_taken()
             if not handed_over:
                 saving.give_up(named)
@@ -226,15 +230,15 @@ class Trainer:
             saving.set_taken()
 
     def _announce(
-        self, saving: Saving, writer: WriterProcess, order: Order, snapshot: Snapshot, copies: Copies
+        self, saving: Saving, writer: CheckpointProcess, order: Order, snapshot: Snapshot, copies: Copies
     ) -> None:
         """Hand the save over, numbers of tensors among it; what the process knows since is noted once it is told."""
         with copies.reading():
-            outgoing, descriptor = snapshot.prepared.read(), None
+            write_plan, descriptor = snapshot.prepared.read(), None
         message = {
             "begin": True,
             "save": saving.number,
-            "seat": order.seat.to_wire(),
+            "participant": order.participant.to_wire(),
             "target": order.directory,
             "working": order.working,
             "settings": asdict(order.settings),
@@ -242,11 +246,11 @@ class Trainer:
             "follows_up": order.after_commit is not None,
             "phases": order.phases.to_wire(),
             "values": snapshot.values,
-            "planned": wire.to_wire(outgoing),
+            "planned": wire.to_wire(write_plan),
         }
-        needed = length_of(outgoing.blocks[number].nbytes for number in outgoing.chunks)
+        needed = length_of(write_plan.blocks[number].nbytes for number in write_plan.chunks)
         slots, staging = slots_for(needed, order.settings.staging_limit), writer.staging
-        if (layout := wire.layout_of(outgoing)) != writer.layout:
+        if (layout := wire.layout_of(write_plan)) != writer.layout:
             message["layout"] = wire.layout_to_wire(layout)
         if staging is None or staging.slots != slots:
             writer.drop_staging()
@@ -268,11 +272,11 @@ class Trainer:
         assert staging is not None
         filling = Filling(staging, saving.number, saving, copies)
         with torch.no_grad():
-            for number in own.outgoing.chunks:
+            for number in own.write_plan.chunks:
                 filling.add(own.holdings[number].elements().detach(), partial(own.check, number))
             filling.end()
         with torch.no_grad(), copies.reading():
-            compared = own.outgoing.compared(choice)
+            compared = own.write_plan.compared(choice)
             digests = list(zip(compared, own.elements.digests(compared), strict=True))
         saving.tell(digests=digests)
 
@@ -288,27 +292,27 @@ def _answer(ask: Message, saving: Saving, order: Order) -> None:
     except BaseException as error:  # SystemExit, too: no rank may go on as if it were saved
         if not isinstance(error, CheckpointError):
             say(_log.exception, "%s failed for %s", ask["ask"], order.directory)
-        answer = describe_unexpected(error, rank=order.seat.rank, doing=f"calling {ask['ask']}").to_wire()
+        answer = describe_unexpected(error, rank=order.participant.rank, doing=f"calling {ask['ask']}").to_wire()
     with suppress(CheckpointError):  # the process has ended, and with it the save
         saving.tell(answer=answer)
 
 
-def _vouch(writer: WriterProcess, seat: Seat) -> None:
+def _vouch(writer: CheckpointProcess, participant: Participant) -> None:
     """While a checkpoint process starts, give its heartbeats: that may take long where files are slow."""
-    while not writer.spoke.wait(seat.time_limit / _SIGNS):
+    while not writer.spoke.wait(participant.time_limit / _HEARTBEATS):
         try:
-            seat.vouch()
+            participant.vouch()
         except CheckpointError as error:  # who meets there will say so
             say(_log.info, "no heartbeat can be given for the checkpoint process: %s", error)
             return
 
 
-_trainer = Trainer()
+_async_saves = AsyncSaves()
 
 
-def trainer() -> Trainer:
+def async_saves() -> AsyncSaves:
     """This process's."""
-    return _trainer
+    return _async_saves
 
 
 @cache
@@ -318,15 +322,15 @@ def _hook() -> None:
     Whichever optimizer it is: a save without optimizer state is one of weights all the same.
     """
     register_optimizer_step_pre_hook(_before_step)
-    atexit.register(lambda: _trainer.stop())
+    atexit.register(lambda: _async_saves.stop())
     os.register_at_fork(after_in_child=_forget)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    _trainer.wait_until_taken()
+    _async_saves.wait_until_taken()
 
 
 def _forget() -> None:
-    global _trainer
-    _trainer.forget()
-    _trainer = Trainer()
+    global _async_saves
+    _async_saves.forget()
+    _async_saves = AsyncSaves()

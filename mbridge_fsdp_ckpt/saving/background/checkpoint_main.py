@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from mbridge_fsdp_ckpt.commit import removal
-from mbridge_fsdp_ckpt.coordination.coordination import Agreement
-from mbridge_fsdp_ckpt.coordination.delegated import Seat
+from mbridge_fsdp_ckpt.coordination.coordination import Coordination
+from mbridge_fsdp_ckpt.coordination.delegated import Participant
 from mbridge_fsdp_ckpt.coordination.outcome import Outcome
 from mbridge_fsdp_ckpt.errors import CheckpointError, SaveAbandonedError, brief, describe_unexpected
 from mbridge_fsdp_ckpt.format.values import decode_mapping_or_null
@@ -30,7 +30,7 @@ from mbridge_fsdp_ckpt.saving.background.memory import Staging
 from mbridge_fsdp_ckpt.saving.commit import Job
 from mbridge_fsdp_ckpt.saving.result import Saved
 from mbridge_fsdp_ckpt.saving.run import give_up, run
-from mbridge_fsdp_ckpt.saving.write_plan import Outgoing
+from mbridge_fsdp_ckpt.saving.write_plan import WritePlan
 from mbridge_fsdp_ckpt.saving.writer import Watching
 from mbridge_fsdp_ckpt.settings import Settings
 
@@ -43,11 +43,11 @@ class _Task:
     """One save, as its training process handed it over."""
 
     asked: Message
-    seat: Seat
-    outgoing: Outgoing
+    participant: Participant
+    write_plan: WritePlan
     arriving: Arriving
     answers: queue.SimpleQueue[Message] = field(default_factory=queue.SimpleQueue)
-    agreement: Agreement | None = None
+    coordination: Coordination | None = None
 
     def hear(self, message: Message) -> None:
         """What the training process says of it.  Of the thread that listens."""
@@ -62,11 +62,11 @@ class Writer:
     Args:
         channel: To it.
         pulse: Seconds between two heartbeats that it gets.
-        trainer: Its process.
+        parent: The training process.
     """
 
-    def __init__(self, channel: Channel, pulse: float, trainer: int) -> None:
-        self._channel, self._pulse_s, self._trainer = channel, pulse, trainer
+    def __init__(self, channel: Channel, pulse: float, parent: int) -> None:
+        self._channel, self._pulse_s, self._parent = channel, pulse, parent
         self._todo: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._task: _Task | None = None
         self._staging: Staging | None = None
@@ -98,22 +98,22 @@ class Writer:
         except CheckpointError as error:
             return {"failed": error.to_wire()}
         except Exception as error:
-            _log.exception("rank %d failed while %s", task.seat.rank, DOING)
-            return {"failed": describe_unexpected(error, rank=task.seat.rank, doing=DOING).to_wire()}
+            _log.exception("rank %d failed while %s", task.participant.rank, DOING)
+            return {"failed": describe_unexpected(error, rank=task.participant.rank, doing=DOING).to_wire()}
 
     def _save(self, task: _Task) -> Saved:
         asked = task.asked
-        task.agreement = task.seat.take()
+        task.coordination = task.participant.take()
         job = Job(
             as_path(asked["target"]),
             _settings(asked["settings"]),
-            task.agreement,
+            task.coordination,
             decode_mapping_or_null(asked["values"]),
             (lambda directory: self._ask(task, "add_files", str(directory))) if asked["adds_files"] else None,
             (lambda: self._ask(task, "after_commit")) if asked["follows_up"] else None,
             Path(asked["working"]) if asked["working"] else None,
         )
-        return run(job, Outcome(task.outgoing), lambda: task.arriving, Watching(Phases.from_wire(asked["phases"])))
+        return run(job, Outcome(task.write_plan), lambda: task.arriving, Watching(Phases.from_wire(asked["phases"])))
 
     def _ask(self, task: _Task, what: str, directory: str = "") -> None:
         """Let the training process do something, and wait until it has.  One that has ended is answered for.
@@ -162,16 +162,16 @@ class Writer:
         if "layout" in asked:
             self._layout = wire.layout_from_wire(asked["layout"])
         assert self._staging is not None
-        seat, save = Seat.from_wire(asked["seat"]), asked["save"]
-        outgoing = wire.from_wire(asked["planned"], self._layout, seat.rank)
+        participant, save = Participant.from_wire(asked["participant"]), asked["save"]
+        write_plan = wire.from_wire(asked["planned"], self._layout, participant.rank)
         arriving = Arriving(
-            outgoing,
+            write_plan,
             self._staging,
             save,
             freed=lambda portions: self._tell(freed=portions, save=save),
-            limit=seat.time_limit + seat.storage_limit,
+            limit=participant.time_limit + participant.storage_limit,
         )
-        self._task = _Task(asked, seat, outgoing, arriving)
+        self._task = _Task(asked, participant, write_plan, arriving)
         self._todo.put(self._task)
 
     def _release(self) -> None:
@@ -185,18 +185,18 @@ class Writer:
         Its other children may keep the channel open after it has died.
         """
         while not self._orphaned.wait(self._pulse_s):
-            if os.getppid() != self._trainer:
+            if os.getppid() != self._parent:
                 self._channel.close()
             elif not self._is_stuck():
                 self._tell(alive=True)
         if (task := self._task) is not None:
-            for pause in slices(task.seat.time_limit + task.seat.storage_limit):
+            for pause in slices(task.participant.time_limit + task.participant.storage_limit):
                 time.sleep(pause)
             os._exit(1)
 
     def _is_stuck(self) -> bool:
         task = self._task
-        return task is not None and task.agreement is not None and task.agreement.has_stopped
+        return task is not None and task.coordination is not None and task.coordination.has_stopped
 
     def _orphan(self, found: str) -> None:
         """The training process is no more: give up what is not committed, within the time limit."""
@@ -205,13 +205,13 @@ class Writer:
         if task is None:
             return
         error = SaveAbandonedError(
-            expected="the training process to live until its save beside the training has ended",
+            expected="the training process to live until its asynchronous save has ended",
             found=found,
             remedy="Look at that rank's log. A resume finds the last whole checkpoint.",
-        ).at_rank(task.seat.rank, DOING)
+        ).at_rank(task.participant.rank, DOING)
         task.hear({"broken": error.to_wire(), "answer": error.to_wire()})
         try:
-            give_up(task.seat.take(), error)
+            give_up(task.participant.take(), error)
         except CheckpointError as told:
             _log.info("given up: %s", told)
 
@@ -239,13 +239,13 @@ class _Told(logging.Handler):
 
 def main() -> None:
     """Serve until the training process has ended.  Started by it (`process`) with a socket, a pulse and its id."""
-    descriptor, pulse, trainer = sys.argv[1:4]
+    descriptor, pulse, parent = sys.argv[1:4]
     channel = Channel(socket.socket(fileno=int(descriptor)))
     log = logging.getLogger("mbridge_fsdp_ckpt")
     log.setLevel(logging.INFO)
     log.addHandler(_Told(channel))
     log.propagate = False
     os.nice(_NICE)
-    Writer(channel, float(pulse), int(trainer)).serve()
+    Writer(channel, float(pulse), int(parent)).serve()
     removal.wait(removal.EXIT_S)
     os._exit(0)  # to take down torch takes a nice process seconds on a busy machine, and the training process waits

@@ -26,7 +26,7 @@ _LEAVE_S = 10.0  # seconds that a process with nothing to do has to end
 _PROGRAM = f"import sys; sys.path[:] = sys.argv[4:]; from {__package__}.checkpoint_main import main; main()"
 
 
-class WriterProcess:
+class CheckpointProcess:
     """The checkpoint process of this rank.
 
     Args:
@@ -166,7 +166,7 @@ class WriterProcess:
                 self.spoke.set()
                 self._pass_on(message)
             elif silent * self._pulse > (limit := self._limits[self.spoke.is_set()]):
-                return ended(f"no sign of life within {limit:g} s")
+                return ended(f"no heartbeat within {limit:g} s")
             elif self._process.poll() is not None:  # a child of this process may hold its end of the channel open
                 break
         try:

@@ -50,7 +50,7 @@ class Filling:
     def __init__(self, staging: Staging, save: int, consumer: Consumer, copies: Copies) -> None:
         self._staging, self._save, self._consumer, self._copies = staging, save, consumer, copies
         self._memory = torch.from_numpy(staging.bytes)
-        self._position, self._entered, self._sealed = 0, 0, 0
+        self._position, self._entered, self._complete = 0, 0, 0
         self._unchecked: list[Callable[[], None]] = []
 
     def add(self, elements: torch.Tensor, check: Callable[[], None]) -> None:
@@ -75,8 +75,8 @@ class Filling:
 
     def end(self) -> None:
         """Hand over what is left."""
-        if self._position > self._sealed * PORTION:
-            self._seal(self._sealed)
+        if self._position > self._complete * PORTION:
+            self._end_portion(self._complete)
         self._check()
 
     def _enter(self, portion: int) -> None:
@@ -86,15 +86,15 @@ class Filling:
 
     def _advance(self, position: int) -> None:
         self._position = position
-        while position >= (self._sealed + 1) * PORTION:
-            self._seal(self._sealed)
+        while position >= (self._complete + 1) * PORTION:
+            self._end_portion(self._complete)
 
-    def _seal(self, portion: int) -> None:
+    def _end_portion(self, portion: int) -> None:
         self._copies.settle()
         self._check()
         self._staging.stamp(portion, self._save)
-        self._sealed = portion + 1
-        self._consumer.filled(self._sealed)
+        self._complete = portion + 1
+        self._consumer.filled(self._complete)
 
     def _check(self) -> None:
         """Of all chunks whose last byte has been copied."""
@@ -143,7 +143,7 @@ class OnStream:
         self._stream.synchronize()
 
     def reading(self) -> AbstractContextManager[Any]:
-        """See `Copies`: after what the trainer's stream had to do at the save, and not after what it got since."""
+        """See `Copies`: after what the training stream had to do at the save, and not after what it got since."""
         return torch.cuda.stream(self._stream)
 
     def prepare(self, staging: Staging) -> bool:

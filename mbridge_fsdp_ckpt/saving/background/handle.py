@@ -1,4 +1,4 @@
-"""One save beside the training, as the training process sees it: copying -> writing -> ended."""
+"""One asynchronous save, as the training process sees it: copying -> writing -> ended."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Literal
 
-from mbridge_fsdp_ckpt.coordination.delegated import Seat
+from mbridge_fsdp_ckpt.coordination.delegated import Participant
 from mbridge_fsdp_ckpt.errors import (
     CheckpointError,
     ConfigurationError,
@@ -27,7 +27,7 @@ from mbridge_fsdp_ckpt.saving.background.channel import Message
 from mbridge_fsdp_ckpt.saving.result import Saved
 from mbridge_fsdp_ckpt.saving.run import give_up
 
-DOING = "saving beside the training"
+DOING = "saving asynchronously"
 
 _log = logging.getLogger(__name__)
 _complained = False
@@ -39,11 +39,11 @@ class Saving:
     Args:
         number: Its id in all messages between this process and its checkpoint process.
         directory: Where to, as all ranks call it.
-        seat: This rank's, in the meetings.
+        participant: This rank's, in the meetings.
     """
 
-    def __init__(self, number: int, directory: str, seat: Seat) -> None:
-        self.number, self.directory, self._seat = number, directory, seat
+    def __init__(self, number: int, directory: str, participant: Participant) -> None:
+        self.number, self.directory, self._participant = number, directory, participant
         self._process, self._changed = os.getpid(), threading.Condition()
         self._copying, self._giving_up, self._freed = True, False, 0
         self._asks: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
@@ -98,7 +98,7 @@ class Saving:
         Raises:
             RankMissingError: The store does not answer.
         """
-        word = self._seat.first_says("ended" if self.done else "goes on", f"asked {asked}")
+        word = self._participant.first_says("ended" if self.done else "goes on", f"asked {asked}")
         if word == "ended":
             self.wait()
         return word == "ended"
@@ -106,7 +106,7 @@ class Saving:
     def join(self) -> None:
         """Begin its meetings, if that has not been done.  What hinders that, the save fails with."""
         with suppress(CheckpointError):
-            _ = self._seat.name
+            _ = self._participant.name
 
     @property
     def error(self) -> CheckpointError | None:
@@ -198,9 +198,9 @@ class Saving:
             if self._over or self._giving_up:
                 return
             self._giving_up = True
-        rank = self._seat.rank
+        rank = self._participant.rank
         try:
-            total = give_up(self._seat.take(), describe_unexpected(error, rank=rank, doing=DOING))
+            total = give_up(self._participant.take(), describe_unexpected(error, rank=rank, doing=DOING))
         except CheckpointError as told:
             self._end(told)
         except BaseException as unexpected:  # whoever waits for the end must not wait for ever
@@ -217,7 +217,7 @@ class Saving:
             say(
                 _log.error, "the save to %s failed; the next save, or the last call, raises: %s", self.directory, ending
             )
-        elif saved is not None and self._seat.rank == 0:
+        elif saved is not None and self._participant.rank == 0:
             say(tell, "save", self.directory, saved, stalled=saved.stalled)
         with self._changed:
             self._saved = saved

@@ -1,4 +1,4 @@
-"""What is asked of a save beside the training."""
+"""What is asked of an asynchronous save."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mbridge_fsdp_ckpt.coordination.delegated import Seat
+from mbridge_fsdp_ckpt.coordination.delegated import Participant
 from mbridge_fsdp_ckpt.coordination.outcome import Outcome
 from mbridge_fsdp_ckpt.format.values import encode_mapping
 from mbridge_fsdp_ckpt.io.files import Json
 from mbridge_fsdp_ckpt.phases import Phases
-from mbridge_fsdp_ckpt.saving.snapshot import Prepared, Seen, plan_save
+from mbridge_fsdp_ckpt.saving.snapshot import Observed, Prepared, plan_save
 from mbridge_fsdp_ckpt.settings import Settings
 
 _DOING = "planning the save"
 
 
 @dataclass(frozen=True, slots=True)
-class Still:
+class Frozen:
     """What is saved: values as they were at the call, and what the optimizer's next step changes.
 
     Args:
-        seen: With copies of buffers.
+        observed: With copies of buffers.
         values: `Order.values` on rank 0, encoded.
     """
 
-    seen: Seen
+    observed: Observed
     values: Json
 
 
@@ -37,7 +37,7 @@ class Snapshot:
 
     Args:
         prepared: What this rank writes.
-        values: See `Still`.
+        values: See `Frozen`.
     """
 
     prepared: Prepared
@@ -53,14 +53,14 @@ def _working_directory() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A save to be done beside the training.
+    """A save to be done asynchronously.
 
     Args:
         directory: Where to, as all ranks call it.
-        seat: This rank's, in the meetings.
+        participant: This rank's, in the meetings.
         settings: See `Settings`.
         values: See `checkpoint.save`.
-        seen: What this rank saves, or why it can't.
+        observed: What this rank saves, or why it can't.
         phases: The clock of the save.
         add_files: See `checkpoint.save`.
         after_commit: See `checkpoint.save`.
@@ -68,24 +68,24 @@ class Order:
     """
 
     directory: str
-    seat: Seat
+    participant: Participant
     settings: Settings
     values: Mapping[str, Any]
-    seen: Outcome[Seen]
+    observed: Outcome[Observed]
     phases: Phases
     add_files: Callable[[Path], None] | None
     after_commit: Callable[[], None] | None
     working: str = field(default_factory=_working_directory)
 
-    def held_still(self) -> Outcome[Still]:
+    def frozen(self) -> Outcome[Frozen]:
         """What may change before an optimizer steps, as it is now."""
-        return self.seen.then(self._still, self.seat.rank, _DOING)
+        return self.observed.then(self._freeze, self.participant.rank, _DOING)
 
-    def _still(self, seen: Seen) -> Still:
-        values = encode_mapping(self.values, "values") if self.seat.rank == 0 else None
-        return Still(seen.held_still(), values)
+    def _freeze(self, observed: Observed) -> Frozen:
+        values = encode_mapping(self.values, "values") if self.participant.rank == 0 else None
+        return Frozen(observed.with_buffers_copied(), values)
 
-    def planned(self, still: Outcome[Still]) -> Outcome[Snapshot]:
+    def planned(self, frozen: Outcome[Frozen]) -> Outcome[Snapshot]:
         """Plan it, before an optimizer steps.  Of the thread that copies."""
         with self.phases("plan"):
-            return still.then(lambda own: Snapshot(plan_save(own.seen), own.values), self.seat.rank, _DOING)
+            return frozen.then(lambda own: Snapshot(plan_save(own.observed), own.values), self.participant.rank, _DOING)

@@ -9,7 +9,7 @@ from mbridge_fsdp_ckpt.format.own_index import RankIndex
 from mbridge_fsdp_ckpt.format.rows import Number
 from mbridge_fsdp_ckpt.format.schema import RankOwn
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
-from mbridge_fsdp_ckpt.saving.write_plan import Outgoing
+from mbridge_fsdp_ckpt.saving.write_plan import WritePlan
 
 _SAID = "coordinates", "parameters", "stateless", "states", "param_groups"
 
@@ -17,9 +17,9 @@ Layout = tuple[list[Block], dict[str, KeyEntry]]
 """What is the same from save to save: blocks and keys.  Values never are."""
 
 
-def layout_of(outgoing: Outgoing) -> Layout:
+def layout_of(write_plan: WritePlan) -> Layout:
     """The part that a checkpoint process may keep for the next save."""
-    return outgoing.blocks, outgoing.keys
+    return write_plan.blocks, write_plan.keys
 
 
 def layout_to_wire(layout: Layout) -> dict[str, Any]:
@@ -37,29 +37,29 @@ def layout_from_wire(data: dict[str, Any]) -> Layout:
     return list(map(Block.from_wire, data["blocks"])), {key: entries[number] for key, number in data["keys"].items()}
 
 
-def to_wire(outgoing: Outgoing) -> dict[str, Any]:
+def to_wire(write_plan: WritePlan) -> dict[str, Any]:
     """All but the layout."""
-    said = outgoing.said
+    said = write_plan.said
     return {
-        "numbers": [[number.key, number.data.hex(), number.counts] for number in outgoing.numbers],
-        "sketch": outgoing.sketch,
+        "numbers": [[number.key, number.data.hex(), number.counts] for number in write_plan.numbers],
+        "fingerprint": write_plan.fingerprint,
         "said": {name: getattr(said, name) for name in _SAID},
         "own": said.own.model_dump(),
-        "hyperparameters": {str(hashed): values for hashed, values in outgoing.hyperparameters.items()},
-        "sections": list(outgoing.sections),
-        "topology": outgoing.topology,
+        "hyperparameters": {str(hashed): values for hashed, values in write_plan.hyperparameters.items()},
+        "sections": list(write_plan.sections),
+        "topology": write_plan.topology,
     }
 
 
-def from_wire(data: dict[str, Any], layout: Layout, rank: int) -> Outgoing:
+def from_wire(data: dict[str, Any], layout: Layout, rank: int) -> WritePlan:
     """What `to_wire` and `layout_to_wire` gave."""
     blocks, keys = layout
     said = RankIndex(rank=rank, payload=None, keys={}, own=RankOwn.model_validate(data["own"]), **data["said"])
-    return Outgoing(
+    return WritePlan(
         blocks=blocks,
         keys=keys,
         numbers=[Number(key, bytes.fromhex(value), counts) for key, value, counts in data["numbers"]],
-        sketch=data["sketch"],
+        fingerprint=data["fingerprint"],
         said=said,
         hyperparameters={int(hashed): values for hashed, values in data["hyperparameters"].items()},
         sections=cast("Any", tuple(data["sections"])),

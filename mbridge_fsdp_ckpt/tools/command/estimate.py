@@ -1,4 +1,4 @@
-"""`rehearse`: what a save of a job would write, before there is a job."""
+"""`estimate`: what a save of a job would write, before there is a job."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from mbridge_fsdp_ckpt.tools.command.console import (
 if TYPE_CHECKING:
     from mbridge_fsdp_ckpt.tools.estimate.choices import Choices
     from mbridge_fsdp_ckpt.tools.estimate.costs import Bandwidths
+    from mbridge_fsdp_ckpt.tools.estimate.estimate import Estimate
     from mbridge_fsdp_ckpt.tools.estimate.predicted import Prediction
-    from mbridge_fsdp_ckpt.tools.estimate.rehearse import Rehearsal
 
 
 class StrategyName(StrEnum):
@@ -93,7 +93,7 @@ Picture = Annotated[str | None, typer.Option(metavar="FILE", help="Draw who writ
 
 
 @app.command(epilog=EXIT_CODES)
-def rehearse(
+def estimate(
     model: Model,
     world: World = None,
     tp: Tp = None,
@@ -151,19 +151,19 @@ def _check_picture(picture: str | None) -> None:
 
 
 class _Answer(NamedTuple):
-    found: Rehearsal
+    found: Estimate
     prediction: Prediction
 
 
 def _answer(model: str, choices: Choices, to: str | None, rates: Bandwidths, picture: str | None) -> _Answer:
-    """Rehearse; all that is wrong with the arguments is said before the minute that it takes."""
+    """Estimate; all that is wrong with the arguments is said before the minute that it takes."""
     from mbridge_fsdp_ckpt.tools.estimate.choices import describe
+    from mbridge_fsdp_ckpt.tools.estimate.estimate import estimate as estimated
     from mbridge_fsdp_ckpt.tools.estimate.predicted import predict
-    from mbridge_fsdp_ckpt.tools.estimate.rehearse import rehearse as rehearsed
 
     _check_picture(picture)
     jobs = [describe(model, chosen).job() for chosen in (choices, *([choices.laid_out(to)] if to is not None else []))]
-    found, *others = map(rehearsed, jobs)
+    found, *others = map(estimated, jobs)
     prediction = predict(found, rates, others[0] if others else None)
     return _Answer(found, prediction)
 
@@ -186,7 +186,7 @@ def _conclude(answer: _Answer, picture: str | None, *, as_json: bool) -> None:
             say(f"Wrote {path}")
 
 
-def _as_data(found: Rehearsal, prediction: Prediction) -> dict[str, Any]:
+def _as_data(found: Estimate, prediction: Prediction) -> dict[str, Any]:
     from mbridge_fsdp_ckpt.tools.estimate.rank import RankWork
 
     tally, elsewhere, rates = found.tally, prediction.elsewhere, prediction.rates
@@ -203,7 +203,7 @@ def _as_data(found: Rehearsal, prediction: Prediction) -> dict[str, Any]:
         "ranks": ranks,
         "planned_ranks": sorted(found.plans),
         "seconds": {
-            "rehearsal": found.seconds,
+            "estimate": found.seconds,
             "planning": found.planning[0],
             "planning_later": found.planning[1],
             "save": prediction.save,
@@ -223,7 +223,7 @@ def _as_data(found: Rehearsal, prediction: Prediction) -> dict[str, Any]:
 _RATES = ("host_write", "host_read", "storage_write", "storage_read")
 
 
-def _show(found: Rehearsal, prediction: Prediction) -> None:
+def _show(found: Estimate, prediction: Prediction) -> None:
     tally, rates = found.tally, prediction.rates
     total = size_text(int(tally.bytes.sum()))
     say(found.name, style="bold")

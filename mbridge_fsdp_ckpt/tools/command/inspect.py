@@ -111,7 +111,7 @@ def _show(found: Survey, listed: ShardMap | None) -> None:
         ("written by", ", ".join(f"{name} {version}" for name, version in found.writer.items())),
         ("topology", ", ".join(f"{name}={size}" for name, size in found.topology.items())),
         ("families", ", ".join(f"{name} ({count} keys)" for name, count in found.families.items()) or "none"),
-        ("stock's view", "" if is_stock else "yes" if found.stock_view else "no"),
+        ("DCP metadata", "" if is_stock else "yes" if found.stock_view else "no"),
     ]
     print_facts([fact for fact in facts if fact[1]])
     say()

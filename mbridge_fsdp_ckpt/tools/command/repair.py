@@ -1,4 +1,4 @@
-"""`repair`: tidies up after saves that died, and makes stock's view where it is missing."""
+"""`repair`: tidies up after saves that died, and makes DCP metadata where it is missing."""
 
 from __future__ import annotations
 

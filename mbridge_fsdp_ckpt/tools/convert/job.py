@@ -75,7 +75,7 @@ class Job[S: CheckpointSource]:
         source: The same, opened.
         target: Where it goes.
         report: What to say in the end.
-        alive: Gives a sign of life, so that nobody prunes the source.
+        alive: Gives a heartbeat, so that nobody prunes the source.
         progress: Who watches.
     """
 
@@ -168,7 +168,7 @@ def write_safe(
 def _wants_view(job: AnyJob, chunks: int) -> bool:
     wanted = Settings().writes_dcp_metadata(chunks)
     if not wanted:
-        job.report.notes.append(f"stock's view of {chunks} chunks is left out: repair --stock-view makes it")
+        job.report.notes.append(f"DCP metadata of {chunks} chunks is left out: repair --stock-view makes it")
     return wanted
 
 

@@ -67,7 +67,7 @@ class Rewriting:
         writers: Ranks that may get blocks; each has an index file.
         batches: All keys, in groups whose chunks may be known at a time.
         add_files: Puts further files into a directory.
-        stock_view: Whether to write stock's view of so many chunks.
+        stock_view: Whether to write DCP metadata of so many chunks.
         progress: Gets the bytes of elements written since its last call.
         last_call: Called just before the step that cannot be undone.
     """

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mbridge_fsdp_ckpt.errors import ConfigurationError
-from mbridge_fsdp_ckpt.tools.estimate.described import JobToRehearse, Kept, named, prepare, provider_of
+from mbridge_fsdp_ckpt.tools.estimate.described import JobToEstimate, Kept, named, prepare, provider_of
 from mbridge_fsdp_ckpt.tools.estimate.layout import JobLayout
 
 SIZES = {
@@ -100,8 +100,8 @@ class Described:
     kept: Kept
     bucket_size: int | None = None
 
-    def job(self) -> JobToRehearse:
-        """The job, to be rehearsed.
+    def job(self) -> JobToEstimate:
+        """The job, to be estimated.
 
         Raises:
             ConfigurationError: The layout does not fit the model.

@@ -20,7 +20,7 @@ REQUESTS = 3
 """To the rendezvous store, of one rank in one meeting."""
 
 AROUND = 3
-"""More, of one rank in one save: the meetings' number, their purpose, and that it has read the last verdict."""
+"""More, of one rank in one save: the meetings' number, their purpose, and that it has read the last decision."""
 
 _TEXT_BYTES, _DIMENSIONS = 90, 2
 """Of a key or a parameter's name, and of most weights."""
@@ -77,7 +77,7 @@ def groups_of(world: int) -> int:
 
 
 def files_of(tally: Tally) -> int:
-    """Files of a checkpoint: payloads, index files of ranks and groups, the head; stock's view where one is written."""
+    """Files of a checkpoint: payloads, index files of ranks and groups, the head; DCP metadata where one is written."""
     own = int(np.count_nonzero(tally.bytes)) + tally.world + groups_of(tally.world) + 1
     has_view = Settings().writes_dcp_metadata(int(tally.chunks.sum() + tally.numbers.sum()))
     return own + 2 * has_view

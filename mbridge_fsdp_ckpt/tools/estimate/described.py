@@ -1,4 +1,4 @@
-"""The job that is rehearsed, from a Hugging Face configuration or Bridge's: no network, no weights."""
+"""The job that is estimated, from a Hugging Face configuration or Bridge's: no network, no weights."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Kept:
             raise ConfigurationError(
                 expected="moments of float32 where a part of the optimizer is on the hosts",
                 found=f"--offload {self.offload}, and moments of {self.moments}",
-                remedy="Rehearse --offload 0 and --offload 1: what is saved lies between.",
+                remedy="Estimate --offload 0 and --offload 1: what is saved lies between.",
             )
         kind: Optimizer = "torch" if self.is_torch else self.optimizer
         return slots_of(kind, self.main or HALF, self.moments, is_hybrid=self.offload > 0)
@@ -62,8 +62,8 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class JobToRehearse:
-    """A job to be rehearsed.
+class JobToEstimate:
+    """A job to be estimated.
 
     Args:
         name: What it was made from.
@@ -76,7 +76,7 @@ class JobToRehearse:
     subject: Callable[[], Subject]
 
 
-def prepare(name: str, provider: Any, layout: JobLayout, kept: Kept, bucket_size: int | None = None) -> JobToRehearse:
+def prepare(name: str, provider: Any, layout: JobLayout, kept: Kept, bucket_size: int | None = None) -> JobToEstimate:
     """A job from Bridge's description of its model.
 
     Raises:
@@ -96,7 +96,7 @@ def prepare(name: str, provider: Any, layout: JobLayout, kept: Kept, bucket_size
             )
         return Subject(chunks[0], Sharding(chunks[0], layout, bucket_size), kept.main, slots, tokens_of(provider))
 
-    return JobToRehearse(name, layout, subject)
+    return JobToEstimate(name, layout, subject)
 
 
 def provider_of(place: str) -> Any:

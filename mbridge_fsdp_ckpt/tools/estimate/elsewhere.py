@@ -22,16 +22,16 @@ from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
 from mbridge_fsdp_ckpt.plan.layout import Axis, ParameterLayout
 from mbridge_fsdp_ckpt.plan.records import part_of, records_of
 from mbridge_fsdp_ckpt.plan.slices import Component, plan_parameter
-from mbridge_fsdp_ckpt.tools.estimate.model import RehearsedModel, Subject
+from mbridge_fsdp_ckpt.tools.estimate.estimate import Estimate
+from mbridge_fsdp_ckpt.tools.estimate.model import EstimatedModel, Subject
 from mbridge_fsdp_ckpt.tools.estimate.records import record_bytes, records_in
-from mbridge_fsdp_ckpt.tools.estimate.rehearse import Rehearsal
 from mbridge_fsdp_ckpt.tools.estimate.world import as_expert_rank, as_rank
 
 _Boxes = dict[Component, set[Box]]
 _Place = tuple[str, Component, Box, torch.dtype]
 
 
-def read_over_held(saved: Rehearsal, loading: Rehearsal) -> float:
+def read_over_held(saved: Estimate, loading: Estimate) -> float:
     """Bytes of records that the planned ranks of a loading job read, over those of what they hold.
 
     Args:
@@ -48,12 +48,12 @@ def read_over_held(saved: Rehearsal, loading: Rehearsal) -> float:
     return read / sum(records_in(item.box.size, dtype_from_name(item.entry.dtype)).bytes for item in holdings)
 
 
-def _parameters(saved: Rehearsal, wanted: set[str]) -> Iterator[tuple[str, ModelParameter, Subject]]:
+def _parameters(saved: Estimate, wanted: set[str]) -> Iterator[tuple[str, ModelParameter, Subject]]:
     """The parameters of these names on disk, as ranks with coordinates of zero hold them."""
     layout, left = saved.layout, set(wanted)
     for stage, subject in enumerate(saved.subjects):
         with as_rank(layout, stage * layout.stage_world):
-            model = RehearsedModel(subject, stage * layout.stage_world)
+            model = EstimatedModel(subject, stage * layout.stage_world)
             for expert in range(layout.expert):
                 with as_expert_rank(expert):
                     found = {parameter.layout.key: parameter for parameter in model_parameters(model)}

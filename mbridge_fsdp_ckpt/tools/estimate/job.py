@@ -22,7 +22,7 @@ from mbridge_fsdp_ckpt.plan.slices import owner
 from mbridge_fsdp_ckpt.tools.estimate.cuts import Counts, Cutter
 from mbridge_fsdp_ckpt.tools.estimate.holders import Held, Work, circles, shared_out
 from mbridge_fsdp_ckpt.tools.estimate.layout import DENSE, Ranks
-from mbridge_fsdp_ckpt.tools.estimate.model import RehearsedModel, Subject
+from mbridge_fsdp_ckpt.tools.estimate.model import EstimatedModel, Subject
 from mbridge_fsdp_ckpt.tools.estimate.rank import RankWork
 from mbridge_fsdp_ckpt.tools.estimate.shards import Item
 from mbridge_fsdp_ckpt.tools.estimate.world import as_expert_rank
@@ -78,7 +78,7 @@ def count_stage(subject: Subject, stage: int, tally: Tally) -> None:
 class _Counter:
     def __init__(self, subject: Subject, stage: int, tally: Tally) -> None:
         self._subject, self._tally = subject, tally
-        self._model = RehearsedModel(subject, stage * subject.layout.stage_world)
+        self._model = EstimatedModel(subject, stage * subject.layout.stage_world)
         self._parameters = model_parameters(self._model)
         self._meshes = [subject.layout.mesh(expert=expert, stage=stage) for expert in (False, True)]
         self._cutter = Cutter()

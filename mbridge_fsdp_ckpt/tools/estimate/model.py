@@ -17,7 +17,7 @@ from mbridge_fsdp_ckpt.tools.estimate.slots import Slots
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is rehearsed, of one pipeline stage.
+    """What is estimated, of one pipeline stage.
 
     Args:
         module: The module that Megatron-FSDP would wrap, of the stage's first rank; all its ranks have such a one.
@@ -39,7 +39,7 @@ class Subject:
         return self.sharding.layout
 
 
-class RehearsedModel(PlainModel):
+class EstimatedModel(PlainModel):
     """What `live.planned.plan_model` takes for a model wrapped in Megatron-FSDP, on one rank.
 
     Args:
@@ -116,8 +116,8 @@ class Mesh:
         return self._place
 
 
-def optimizer_over(subject: Subject, model: RehearsedModel) -> torch.optim.Optimizer | None:
-    """An optimizer over a rehearsed model, with the state that the rehearsed one would have; None where it has none."""
+def optimizer_over(subject: Subject, model: EstimatedModel) -> torch.optim.Optimizer | None:
+    """An optimizer over an estimated model, with the state that the real one would have; None where it has none."""
     if not subject.slots:
         return None
     trained = [parameter for _, parameter in model.named_parameters() if parameter.requires_grad]

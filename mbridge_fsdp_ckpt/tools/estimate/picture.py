@@ -1,4 +1,4 @@
-"""A rehearsal as a picture: the bytes of each rank above, and who writes which part of the model below."""
+"""An estimate as a picture: the bytes of each rank above, and who writes which part of the model below."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from rich.filesize import decimal
 from mbridge_fsdp_ckpt.printable import printable
 from mbridge_fsdp_ckpt.tools.drawing import FAINT, INK, content_of, require_matplotlib, tidy
 from mbridge_fsdp_ckpt.tools.estimate.cuts import Counts
-from mbridge_fsdp_ckpt.tools.estimate.rehearse import Rehearsal
+from mbridge_fsdp_ckpt.tools.estimate.estimate import Estimate
 
 _COLOURS = ("#2f7fc1", "#d4a72c", "#4ac26b", "#b45f9c", "#8c959f")
 _COLUMNS = 1_200
 """At most so many ranks are drawn one by one; of more, a column is the heaviest of its ranks."""
 
 
-def draw(found: Rehearsal, kind: str) -> bytes:
+def draw(found: Estimate, kind: str) -> bytes:
     """The picture.
 
     Args:
@@ -37,7 +37,7 @@ def draw(found: Rehearsal, kind: str) -> bytes:
     return content_of(figure, kind)
 
 
-def _draw_bytes(axes: Any, found: Rehearsal, parts: dict[str, Counts]) -> None:
+def _draw_bytes(axes: Any, found: Estimate, parts: dict[str, Counts]) -> None:
     from matplotlib.ticker import FuncFormatter
 
     ranks = _heaviest(found.tally.bytes)

@@ -16,8 +16,8 @@ from mbridge_fsdp_ckpt.tools.estimate.costs import (
     index_bytes,
 )
 from mbridge_fsdp_ckpt.tools.estimate.elsewhere import read_over_held
+from mbridge_fsdp_ckpt.tools.estimate.estimate import Estimate
 from mbridge_fsdp_ckpt.tools.estimate.layout import JobLayout
-from mbridge_fsdp_ckpt.tools.estimate.rehearse import Rehearsal
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,8 @@ class Prediction:
     elsewhere: LoadElsewhere | None
 
 
-def predict(found: Rehearsal, rates: Bandwidths, other: Rehearsal | None) -> Prediction:
-    """Predict what a rehearsed job's checkpoints cost.
+def predict(found: Estimate, rates: Bandwidths, other: Estimate | None) -> Prediction:
+    """Predict what an estimated job's checkpoints cost.
 
     Args:
         found: The job.
@@ -83,12 +83,12 @@ def predict(found: Rehearsal, rates: Bandwidths, other: Rehearsal | None) -> Pre
     )
 
 
-def index_of(found: Rehearsal) -> IndexBytes:
-    """Bytes of the index of a rehearsed job."""
+def index_of(found: Estimate) -> IndexBytes:
+    """Bytes of the index of an estimated job."""
     return index_bytes(found.tally, found.subjects[0].slots)
 
 
-def _elsewhere(found: Rehearsal, rates: Bandwidths, other: Rehearsal, index: IndexBytes) -> LoadElsewhere:
+def _elsewhere(found: Estimate, rates: Bandwidths, other: Estimate, index: IndexBytes) -> LoadElsewhere:
     ratio, a_rank = read_over_held(found, other), index.directories // rates.ranks  # read once a host
     read = (other.tally.held_bytes * ratio).astype(np.int64) + a_rank
     seconds = rates.read_seconds(read) + other.planning[0]

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from mbridge_fsdp_ckpt.live.local_shards import Holding
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
-from mbridge_fsdp_ckpt.saving.snapshot import look, plan_save
-from mbridge_fsdp_ckpt.tools.estimate.model import RehearsedModel, Subject, optimizer_over
+from mbridge_fsdp_ckpt.saving.snapshot import observe, plan_save
+from mbridge_fsdp_ckpt.tools.estimate.model import EstimatedModel, Subject, optimizer_over
 from mbridge_fsdp_ckpt.tools.estimate.records import Records, records_in
 
 
@@ -72,14 +72,14 @@ def plan_rank(subject: Subject, rank: int) -> RankPlan:
     Raises:
         LayoutError, FamilyError: As a save does.
     """
-    model = RehearsedModel(subject, rank)
+    model = EstimatedModel(subject, rank)
     optimizer = optimizer_over(subject, model)
     seconds = []
     holdings: list[Holding] = []
     gc.collect()  # what building the model has left behind is none of planning's cost
     for _ in range(2):  # the plan is kept for the next save
         start = time.process_time()
-        holdings = plan_save(look(model, optimizer, None, None, None, subject.vocabulary_size)).holdings
+        holdings = plan_save(observe(model, optimizer, None, None, None, subject.vocabulary_size)).holdings
         seconds.append(time.process_time() - start)
     return RankPlan(holdings, (seconds[0], seconds[1]))
 

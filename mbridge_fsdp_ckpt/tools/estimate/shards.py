@@ -70,7 +70,7 @@ class Sharding:
     """
 
     def __init__(self, module: Any, layout: JobLayout, bucket_size: int | None = None) -> None:
-        require("rehearsal")
+        require("estimate")
         from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as buffer
 
         self.layout = layout

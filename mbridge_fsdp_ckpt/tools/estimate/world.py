@@ -23,7 +23,7 @@ def as_rank(layout: JobLayout, rank: int) -> Iterator[None]:
 
     if dist.is_initialized():
         raise ConfigurationError(
-            expected="a process of its own for a rehearsal",
+            expected="a process of its own for an estimate",
             found="a process group",
             remedy="Run it outside of a training job, without torchrun.",
         )

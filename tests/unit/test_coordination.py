@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from mbridge_fsdp_ckpt.coordination import heartbeat, meeting, protocol
-from mbridge_fsdp_ckpt.coordination.coordination import Agreement, next_agreement
+from mbridge_fsdp_ckpt.coordination.coordination import Coordination, next_coordination
 from mbridge_fsdp_ckpt.errors import (
     CheckpointError,
     ConfigurationError,
@@ -43,12 +43,12 @@ class Server:
         """A rank's."""
         return self._connections[rank]
 
-    def ranks(self, world_size: int, time_limit: float = AMPLE, storage_limit: float = AMPLE) -> list[Agreement]:
-        """One agreement a rank, under a new name."""
+    def ranks(self, world_size: int, time_limit: float = AMPLE, storage_limit: float = AMPLE) -> list[Coordination]:
+        """One coordination a rank, under a new name."""
         self._sequences += 1
         name = f"test{self._sequences}"
         connections = zip(range(world_size), self._connections, strict=False)
-        return [Agreement(name, rank, world_size, time_limit, store, storage_limit) for rank, store in connections]
+        return [Coordination(name, rank, world_size, time_limit, store, storage_limit) for rank, store in connections]
 
 
 @pytest.fixture(scope="module")
@@ -88,10 +88,10 @@ def same_error(found: list[Any], kind: type[CheckpointError]) -> CheckpointError
     return first
 
 
-def meet(a: Agreement, phase: str, message: Any, judge: Callable[[list[Any]], Any]) -> Any:
-    """A meeting at which the judge gets all messages, by rank."""
+def meet(a: Coordination, phase: str, message: Any, decide: Callable[[list[Any]], Any]) -> Any:
+    """A meeting at which the coordinator gets all messages, by rank."""
     brought = message if isinstance(message, CheckpointError) else [[a.rank, message]]
-    return a.meet(phase, brought, lambda whole: judge([one for _, one in sorted(whole)]), joined)
+    return a.meet(phase, brought, lambda whole: decide([one for _, one in sorted(whole)]), joined)
 
 
 def joined(messages: list[Any]) -> list[Any]:
@@ -103,29 +103,29 @@ def trouble(rank: int) -> CheckpointError:
 
 
 def test_everyone_gets_the_judges_answer_in_order_of_rank(server: Server) -> None:
-    def judge(messages: list[Any]) -> Any:
-        return {"messages": messages, "judged by": threading.get_ident()}
+    def decide(messages: list[Any]) -> Any:
+        return {"messages": messages, "decided by": threading.get_ident()}
 
     ranks = server.ranks(4)
-    found = outcomes([lambda a=a: meet(a, "count", {"rank": a.rank}, judge) for a in ranks])
+    found = outcomes([lambda a=a: meet(a, "count", {"rank": a.rank}, decide) for a in ranks])
     assert found[0]["messages"] == [{"rank": r} for r in range(4)]
     assert found == [found[0]] * 4
 
 
 def test_meetings_follow_one_another(server: Server) -> None:
-    def rounds(a: Agreement) -> list[Any]:
+    def rounds(a: Coordination) -> list[Any]:
         return [meet(a, f"round {n}", [n, a.rank], lambda messages: messages) for n in range(5)]
 
     found = outcomes([lambda a=a: rounds(a) for a in server.ranks(3)])
     assert found == [[[[n, 0], [n, 1], [n, 2]] for n in range(5)]] * 3
 
 
-def test_nothing_but_the_verdicts_stays_in_the_store(server: Server) -> None:
+def test_nothing_but_the_decisions_stays_in_the_store(server: Server) -> None:
     before, ranks = server.server.num_keys(), server.ranks(4)
     outcomes([lambda a=a: meet(a, "once", "x" * 1000, len) for a in ranks])
     assert not any(server.server.check([f"{ranks[0].name}/1/{rank}"]) for rank in range(4))
-    assert server.server.check([f"{ranks[0].name}/1/verdict"])
-    assert server.server.num_keys() - before <= 4  # verdict, outcome, arrivals, signs of life
+    assert server.server.check([f"{ranks[0].name}/1/decision"])
+    assert server.server.num_keys() - before <= 4  # decision, outcome, arrivals, heartbeats
 
 
 @pytest.mark.parametrize("size", [0, 1 << 10, 1 << 20, 4 << 20])
@@ -167,7 +167,7 @@ def test_a_missing_rank_is_named_by_all_others(server: Server) -> None:
     assert "'plan' within 1 s" in error.expected
 
 
-def test_a_missing_judge_is_named(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_decide_is_named(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "GRACE", 0.2)
     ranks = server.ranks(3, time_limit=0.5)
     error = same_error(outcomes([lambda a=a: meet(a, "plan", {}, len) for a in ranks[1:]]), RankMissingError)
@@ -175,61 +175,61 @@ def test_a_missing_judge_is_named(server: Server, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_rank_that_comes_after_the_limit_gets_the_same_error(server: Server) -> None:
-    judge, late = server.ranks(2, time_limit=0.3)
-    found = outcomes([lambda: meet(judge, "plan", {}, len)]) + outcomes([lambda: meet(late, "plan", {}, len)])
+    decide, late = server.ranks(2, time_limit=0.3)
+    found = outcomes([lambda: meet(decide, "plan", {}, len)]) + outcomes([lambda: meet(late, "plan", {}, len)])
     assert "rank 1" in same_error(found, RankMissingError).found
 
 
-def test_a_judge_that_comes_after_the_limit_gets_the_same_error(
+def test_a_decide_that_comes_after_the_limit_gets_the_same_error(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(meeting, "GRACE", 0.2)
     late, *waiting = server.ranks(3, time_limit=0.3)
-    judged: list[Any] = []
+    decided: list[Any] = []
     found = outcomes([lambda a=a: meet(a, "plan", {}, len) for a in waiting])
-    found += outcomes([lambda: meet(late, "plan", {}, judged.append)])
+    found += outcomes([lambda: meet(late, "plan", {}, decided.append)])
     assert "no sign of rank 0" in same_error(found, RankMissingError).found
 
 
-@pytest.mark.parametrize("sealed", [False, True])
-def test_nobody_commits_what_others_gave_up_and_nobody_gives_up_what_is_sealed(
-    server: Server, monkeypatch: pytest.MonkeyPatch, sealed: bool
+@pytest.mark.parametrize("fenced", [False, True])
+def test_nobody_commits_what_others_gave_up_and_nobody_gives_up_what_is_fenced(
+    server: Server, monkeypatch: pytest.MonkeyPatch, fenced: bool
 ) -> None:
     monkeypatch.setattr(meeting, "GRACE", 1.0)
     ranks = server.ranks(3, time_limit=1.0, storage_limit=0.1)
     done: list[str] = []
 
-    def judge(messages: list[Any]) -> str:
+    def decide(messages: list[Any]) -> str:
         time.sleep(1.0)
-        if sealed:
-            ranks[0].seal()
-        time.sleep(1.6)  # the others' limit, but not that of what is sealed, is over
-        ranks[0].seal()
+        if fenced:
+            ranks[0].fence()
+        time.sleep(1.6)  # the others' limit, but not that of what is fenced, is over
+        ranks[0].fence()
         done.append("committed")
         return "committed"
 
-    found = outcomes([lambda a=a: meet(a, "commit", {}, judge) for a in ranks])
-    if sealed:
+    found = outcomes([lambda a=a: meet(a, "commit", {}, decide) for a in ranks])
+    if fenced:
         assert found == ["committed"] * 3
     else:
-        assert "no verdict of rank 0" in same_error(found, RankMissingError).found
+        assert "no decision of rank 0" in same_error(found, RankMissingError).found
         assert done == []
-        assert [a.was_sealed() for a in ranks] == [False] * 3
+        assert [a.was_fenced() for a in ranks] == [False] * 3
 
 
-def test_a_judge_that_stalls_after_the_seal_is_named(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decide_that_stalls_after_the_fence_is_named(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "GRACE", 0.2)
-    judge, waiting = server.ranks(2, time_limit=0.3, storage_limit=0.1)
+    decide, waiting = server.ranks(2, time_limit=0.3, storage_limit=0.1)
 
     def stall(messages: list[Any]) -> None:
-        judge.seal()
+        decide.fence()
         time.sleep(2.0)
 
     with ThreadPoolExecutor() as pool:
-        stalled = pool.submit(meet, judge, "commit", {}, stall)
+        stalled = pool.submit(meet, decide, "commit", {}, stall)
         with pytest.raises(RankMissingError, match="look whether the checkpoint is there"):
             meet(waiting, "commit", {}, len)
-        assert waiting.was_sealed(), "what the judge does must not be undone"
+        assert waiting.was_fenced(), "what the coordinator does must not be undone"
         assert stalled.result() is None
 
 
@@ -240,22 +240,22 @@ def test_many_missing_ranks_are_not_all_listed(server: Server) -> None:
     assert caught.value.found.endswith("31, 32, ...")
 
 
-def test_an_error_the_judge_raises_is_everyones(server: Server) -> None:
-    def judge(messages: list[Any]) -> Any:
+def test_an_error_the_decide_raises_is_everyones(server: Server) -> None:
+    def decide(messages: list[Any]) -> Any:
         raise trouble(7)
 
-    found = outcomes([lambda a=a: meet(a, "plan", {}, judge) for a in server.ranks(3)])
+    found = outcomes([lambda a=a: meet(a, "plan", {}, decide) for a in server.ranks(3)])
     assert same_error(found, KeyMismatchError).rank == 7
 
 
 @pytest.mark.parametrize(
     ("raised", "kind"), [(ZeroDivisionError("oops"), RankFailedError), (OSError(28, "No space left"), StorageError)]
 )
-def test_any_failure_of_the_judge_is_everyones(server: Server, raised: Exception, kind: type[CheckpointError]) -> None:
-    def judge(messages: list[Any]) -> Any:
+def test_any_failure_of_the_decide_is_everyones(server: Server, raised: Exception, kind: type[CheckpointError]) -> None:
+    def decide(messages: list[Any]) -> Any:
         raise raised
 
-    found = outcomes([lambda a=a: meet(a, "the plan", {}, judge) for a in server.ranks(2)])
+    found = outcomes([lambda a=a: meet(a, "the plan", {}, decide) for a in server.ranks(2)])
     error = same_error(found, kind)
     assert error.rank == 0
     assert "the plan" in error.expected
@@ -297,29 +297,29 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_signs_of_life_extend_the_limit(server: Server, clock: Clock) -> None:
+def test_heartbeats_extend_the_limit(server: Server, clock: Clock) -> None:
     waiting, working = server.ranks(2, time_limit=10.0)
     arrival = threading.Thread(target=lambda: meet(working, "write", "done", len))
-    clock.events = [(float(second), working.beat) for second in range(4, 100, 4)] + [(102.0, arrival.start)]
+    clock.events = [(float(second), working.heartbeat) for second in range(4, 100, 4)] + [(102.0, arrival.start)]
     clock.events.append((103.0, lambda: time.sleep(1)))
     assert meet(waiting, "write", "done", lambda messages: messages) == ["done", "done"]
     arrival.join()
     assert 102 <= clock.now < 113
 
 
-def test_without_signs_of_life_the_limit_ends_the_wait(server: Server, clock: Clock) -> None:
+def test_without_heartbeats_the_limit_ends_the_wait(server: Server, clock: Clock) -> None:
     waiting, working = server.ranks(2, time_limit=10.0)
-    clock.events = [(float(second), working.beat) for second in (4, 8, 12)]
+    clock.events = [(float(second), working.heartbeat) for second in (4, 8, 12)]
     with pytest.raises(RankMissingError, match="rank 1"):
         meet(waiting, "write", "done", len)
     assert 22 <= clock.now < 25
 
 
-def test_signs_of_life_are_sent_seldom(server: Server, clock: Clock) -> None:
+def test_heartbeats_are_sent_seldom(server: Server, clock: Clock) -> None:
     working = server.ranks(2, time_limit=80.0)[1]
     for _ in range(1000):
         clock.now += 0.1
-        working.beat()
+        working.heartbeat()
     assert 15 <= int(server.server.add(f"{working.name}/beats", 0)) <= 20
 
 
@@ -334,17 +334,17 @@ def test_a_rank_inside_one_long_call_is_not_silent(server: Server) -> None:
     assert outcomes([lambda: meet(waiting, "write", "done", len), work]) == [2, 2]
 
 
-def test_a_judge_inside_one_long_call_is_not_silent(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decide_inside_one_long_call_is_not_silent(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "GRACE", 0.0)
     ranks = server.ranks(3, time_limit=0.8)
 
-    def judge(messages: list[Any]) -> str:
+    def decide(messages: list[Any]) -> str:
         time.sleep(2.0)
-        ranks[0].seal()
+        ranks[0].fence()
         time.sleep(2.0)
         return "committed"
 
-    assert outcomes([lambda a=a: meet(a, "commit", {}, judge) for a in ranks]) == ["committed"] * 3
+    assert outcomes([lambda a=a: meet(a, "commit", {}, decide) for a in ranks]) == ["committed"] * 3
 
 
 def test_a_rank_inside_a_call_that_never_returns_is_named(server: Server) -> None:
@@ -373,7 +373,7 @@ def test_steps_keep_the_pulse_of_work_that_takes_longer_than_the_storage_limit(s
         with working.at_work():
             for _ in range(6):
                 time.sleep(0.5)
-                working.beat()
+                working.heartbeat()
         return meet(working, "write", "done", len)
 
     assert outcomes([lambda: meet(waiting, "write", "done", len), work]) == [2, 2]
@@ -383,7 +383,7 @@ def test_rank_0_keeps_its_lease_while_it_waits(server: Server, monkeypatch: pyte
     monkeypatch.setattr(meeting, "_RENEWED", 0.2)
     waiting, working = server.ranks(2)
     renewed = threading.Event()
-    waiting.on_beat = renewed.set
+    waiting.on_heartbeat = renewed.set
 
     def work() -> Any:
         assert renewed.wait(SOON)
@@ -406,7 +406,7 @@ def test_a_pulse_ends_with_its_store(mortal_meeting: Server) -> None:
     with working.at_work():
         mortal_meeting.server = None
         time.sleep(0.5)
-        assert not [thread for thread in threading.enumerate() if thread.name == "signs of life"]
+        assert not [thread for thread in threading.enumerate() if thread.name == "heartbeats"]
     with pytest.raises(RankMissingError, match="rendezvous store"):
         meet(working, "write", "done", len)
 
@@ -418,13 +418,13 @@ def test_rank_0_stays_until_its_last_word_is_read(server: Server, monkeypatch: p
     left: list[bool] = []
     wait_for = meeting.wait_for
 
-    def judge(messages: list[Any]) -> str:
+    def decide(messages: list[Any]) -> str:
         if fails:
             raise trouble(0)
         return "done"
 
-    def whole(a: Agreement) -> Any:
-        answer = meet(a, "commit", {}, judge)
+    def whole(a: Coordination) -> Any:
+        answer = meet(a, "commit", {}, decide)
         a.end()
         return answer
 
@@ -435,7 +435,7 @@ def test_rank_0_stays_until_its_last_word_is_read(server: Server, monkeypatch: p
             left.append(True)
 
     def late(store: Any, keys: list[str], seconds: float) -> bool:
-        if keys[0].endswith("verdict"):
+        if keys[0].endswith("decision"):
             time.sleep(0.5)
             assert left == []
         return wait_for(store, keys, seconds)
@@ -482,8 +482,8 @@ def test_a_store_that_is_dead_already_is_an_error_with_a_name(mortal_meeting: Se
 
 
 def test_a_single_rank_needs_no_store() -> None:
-    alone = next_agreement("save")
-    alone.beat()
+    alone = next_coordination("save")
+    alone.heartbeat()
     assert (alone.rank, alone.world_size, alone.store) == (0, 1, None)
     assert meet(alone, "plan", {"a": 1}, lambda messages: messages) == [{"a": 1}]
     with pytest.raises(KeyMismatchError, match="rank 3"):
@@ -495,6 +495,6 @@ def test_a_single_rank_needs_no_store() -> None:
 @pytest.mark.parametrize("limit", [0.0, -1.0, float("nan")])
 def test_a_limit_must_be_one_that_can_be_waited_for(limit: float) -> None:
     with pytest.raises(ConfigurationError, match="positive time limit"):
-        next_agreement("save", limit)
+        next_coordination("save", limit)
     with pytest.raises(ConfigurationError, match="positive storage limit"):
-        next_agreement("save", AMPLE, limit)
+        next_coordination("save", AMPLE, limit)

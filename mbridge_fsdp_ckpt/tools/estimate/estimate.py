@@ -1,4 +1,4 @@
-"""A rehearsal: all ranks counted, some of them planned as a save plans them, and both compared."""
+"""An estimate: all ranks counted, some of them planned as a save plans them, and both compared."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mbridge_fsdp_ckpt.errors import InternalError
 from mbridge_fsdp_ckpt.tools.balance import Balance, RankShare, balance
-from mbridge_fsdp_ckpt.tools.estimate.described import JobToRehearse
+from mbridge_fsdp_ckpt.tools.estimate.described import JobToEstimate
 from mbridge_fsdp_ckpt.tools.estimate.job import Tally, count_stage
 from mbridge_fsdp_ckpt.tools.estimate.layout import JobLayout
 from mbridge_fsdp_ckpt.tools.estimate.model import Subject
@@ -16,7 +16,7 @@ from mbridge_fsdp_ckpt.tools.estimate.world import as_rank
 
 
 @dataclass(frozen=True, slots=True)
-class Rehearsal:
+class Estimate:
     """What was found.
 
     Args:
@@ -25,7 +25,7 @@ class Rehearsal:
         tally: What each rank has to do.
         subjects: Its model, by pipeline stage.
         plans: Of those ranks that were planned as a save plans them.
-        seconds: What the rehearsal took.
+        seconds: What the estimate took.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Rehearsal:
         return max(first for first, _ in seconds), max(later for _, later in seconds)
 
 
-def rehearse(job: JobToRehearse) -> Rehearsal:
+def estimate(job: JobToEstimate) -> Estimate:
     """Count what each rank of a job would write.
 
     Raises:
@@ -70,7 +70,7 @@ def rehearse(job: JobToRehearse) -> Rehearsal:
     for rank in sorted({last, last - layout.stage_world // 2} - plans.keys()):
         with as_rank(layout, rank):
             plans[rank] = _planned(subjects[rank // layout.stage_world], rank, tally)
-    return Rehearsal(job.name, layout, tally, tuple(subjects), plans, time.perf_counter() - start)
+    return Estimate(job.name, layout, tally, tuple(subjects), plans, time.perf_counter() - start)
 
 
 def _planned(subject: Subject, rank: int, tally: Tally) -> RankPlan:

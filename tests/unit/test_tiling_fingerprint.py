@@ -1,4 +1,4 @@
-"""The sketch is zero over complete tilings, and over nothing else that ranks could come up with."""
+"""The fingerprint is zero over complete tilings, and over nothing else that ranks could come up with."""
 
 import numpy as np
 import pytest
@@ -6,13 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mbridge_fsdp_ckpt.plan.boxes import Box, Shape, whole
-from mbridge_fsdp_ckpt.plan.tiling import TilingSketch
+from mbridge_fsdp_ckpt.plan.tiling import TilingFingerprint
 
 PRIME = (1 << 61) - 1
 
 
 def remainder(shape: Shape, boxes: list[Box], identity: str = "model.weight|float32") -> int:
-    tiling = TilingSketch.of(identity, shape)
+    tiling = TilingFingerprint.of(identity, shape)
     return (sum(tiling.of_box(box) for box in boxes) - tiling.of_whole()) % PRIME
 
 
@@ -72,14 +72,14 @@ def test_rows_of_equal_sums_and_equal_squares_do_not_pass_for_each_other(
 )
 def test_ranks_that_disagree_on_the_tensor_leave_a_remainder(identity: str, shape: Shape) -> None:
     upper, lower = Box((0, 0), (2, 6)), Box((2, 0), (2, 6))
-    mine, theirs = TilingSketch.of("model.weight|float32", (4, 6)), TilingSketch.of(identity, shape)
+    mine, theirs = TilingFingerprint.of("model.weight|float32", (4, 6)), TilingFingerprint.of(identity, shape)
     assert (mine.of_box(upper) + theirs.of_box(lower) - mine.of_whole()) % PRIME != 0
 
 
 def test_swapped_dimensions_are_another_tensor() -> None:
     square = Box((0, 0), (3, 3))
-    assert TilingSketch.of("k", (3, 5)).of_box(square) != TilingSketch.of("k", (5, 3)).of_box(square)
-    tiling = TilingSketch.of("k", (4, 4))
+    assert TilingFingerprint.of("k", (3, 5)).of_box(square) != TilingFingerprint.of("k", (5, 3)).of_box(square)
+    tiling = TilingFingerprint.of("k", (4, 4))
     assert tiling.of_box(Box((0, 0), (1, 2))) != tiling.of_box(Box((0, 0), (2, 1)))
 
 

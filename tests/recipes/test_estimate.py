@@ -1,4 +1,4 @@
-"""Recipes and Hugging Face configurations rehearsed: at full size on paper, and in small on real ranks."""
+"""Recipes and Hugging Face configurations estimated: at full size on paper, and in small on real ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.tools.command import console
 from mbridge_fsdp_ckpt.tools.command import estimate as command
 from mbridge_fsdp_ckpt.tools.estimate.choices import Choices, describe
-from mbridge_fsdp_ckpt.tools.estimate.rehearse import rehearse
+from mbridge_fsdp_ckpt.tools.estimate.estimate import estimate
 from recipes.catalog import FULL
 from testing import small_job
 from testing.ranks import RankPool, no_process_group
@@ -65,7 +65,7 @@ def test_a_configuration_in_small(bridge_ranks: RankPool, tmp_path: Path) -> Non
 
 
 def _check(found: dict[str, Any]) -> None:
-    assert [found[name] for name in ("as_rehearsed", "load_is_identical", "resharded_load_is_identical")] == [True] * 3
+    assert [found[name] for name in ("as_estimated", "load_is_identical", "resharded_load_is_identical")] == [True] * 3
     assert found["bytes"] > 0
     assert found["blocks"] > 0
 
@@ -73,7 +73,7 @@ def _check(found: dict[str, Any]) -> None:
 @no_process_group
 def on_paper() -> dict[str, Any]:
     choices = Choices({"world": 1024, "tensor": 4, "instances": 2}, {"optimizer": "fused"})
-    found = rehearse(describe(place("qwen3_8b_pretrain"), choices).job())
+    found = estimate(describe(place("qwen3_8b_pretrain"), choices).job())
     tally = found.tally
     return {
         "bytes": int(tally.bytes.sum()),
@@ -134,7 +134,7 @@ def misfit() -> list[str]:
 
 @no_process_group
 def commanded(*arguments: str) -> tuple[int, str, str]:
-    found = CliRunner().invoke(console.app, [command.rehearse.__name__, *arguments], env={"COLUMNS": "80"})
+    found = CliRunner().invoke(console.app, [command.estimate.__name__, *arguments], env={"COLUMNS": "80"})
     return found.exit_code, found.stdout, found.stderr
 
 
@@ -163,4 +163,4 @@ def test_moments_of_other_precision_are_not_offloaded_in_part(bridge_ranks: Rank
     job = (place("qwen3_8b_pretrain"), "--world", "8", "--moments", "bfloat16", "--offload", "0.5")
     code, shown, said = bridge_ranks.run(commanded, *job, ranks=1)[0]
     assert (code, shown) == (2, "")
-    assert "Rehearse --offload 0 and --offload 1" in said
+    assert "Estimate --offload 0 and --offload 1" in said

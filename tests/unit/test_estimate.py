@@ -1,4 +1,4 @@
-"""The arithmetic of a rehearsal, and its command's answers to what cannot work."""
+"""The arithmetic of an estimate, and its command's answers to what cannot work."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from mbridge_fsdp_ckpt.plan import records
 from mbridge_fsdp_ckpt.plan.boxes import Box, whole
 from mbridge_fsdp_ckpt.tools.estimate.choices import Choices
 from mbridge_fsdp_ckpt.tools.estimate.costs import Bandwidths, files_of, groups_of
+from mbridge_fsdp_ckpt.tools.estimate.estimate import Estimate
 from mbridge_fsdp_ckpt.tools.estimate.job import Tally
 from mbridge_fsdp_ckpt.tools.estimate.layout import JobLayout, coordinates, in_small, other_than
 from mbridge_fsdp_ckpt.tools.estimate.records import record_bytes, records_in
-from mbridge_fsdp_ckpt.tools.estimate.rehearse import Rehearsal
 from mbridge_fsdp_ckpt.tools.estimate.shards import shard_rank
 from tests.unit.test_cli import call
 
@@ -152,20 +152,20 @@ def test_a_group_of_ranks_has_an_index_file(world: int, expected: int) -> None:
         (["{folder}", "--world", "8", "--to", "pp"], "--to with sizes"),
     ],
 )
-def test_what_cannot_be_rehearsed_is_said_in_one_line(arguments: list[str], says: str, tmp_path: Path) -> None:
-    found = call("rehearse", *(argument.format(folder=tmp_path) for argument in arguments))
+def test_what_cannot_be_estimated_is_said_in_one_line(arguments: list[str], says: str, tmp_path: Path) -> None:
+    found = call("estimate", *(argument.format(folder=tmp_path) for argument in arguments))
     assert (found.exit_code, found.stdout) == (2, "")
     assert found.stderr.startswith("ConfigurationError: ")
     assert says in found.stderr
     assert len(found.stderr.splitlines()) == 1
 
 
-def _found() -> Rehearsal:
+def _found() -> Estimate:
     tally = Tally(3_000)
     tally.bytes[:] = 10**6
     tally.bytes[7] = 3 * 10**6
     tally.by_part["$experts"] = tally.bytes.copy()
-    return Rehearsal("a_$model", JobLayout(3_000, tensor=2), tally, (), {}, 1.0)
+    return Estimate("a_$model", JobLayout(3_000, tensor=2), tally, (), {}, 1.0)
 
 
 @pytest.mark.parametrize(("kind", "begins"), [("png", b"\x89PNG"), ("svg", b"<?xml")])

@@ -15,20 +15,20 @@ from tests.unit.holdings import holdings, scalar
 
 
 def remainders(ranks: Sequence[Sequence[Holding]]) -> dict[int, int]:
-    return plans.add(json.loads(json.dumps([plans.sketch(map(Block.of, rank)) for rank in ranks])))
+    return plans.add(json.loads(json.dumps([plans.fingerprint(map(Block.of, rank)) for rank in ranks])))
 
 
-def judge(ranks: Sequence[Sequence[Holding]]) -> None:
+def decide(ranks: Sequence[Sequence[Holding]]) -> None:
     """Both meetings about a plan."""
     bad = remainders(ranks)
     if bad:
         rows = [plans.blocks_in(number, map(Block.of, rank), bad) for number, rank in enumerate(ranks)]
-        plans.judge(plans.combine(json.loads(json.dumps(rows))), bad)
+        plans.decide(plans.combine(json.loads(json.dumps(rows))), bad)
 
 
 def named(ranks: Sequence[Sequence[Holding]]) -> str:
     with pytest.raises(PlanDisagreementError) as caught:
-        judge(ranks)
+        decide(ranks)
     return caught.value.found
 
 
@@ -61,7 +61,7 @@ def test_words_of_keys_differ_and_repeat() -> None:
 )
 def test_plans_that_tile_leave_no_bucket(ranks: list[list[Holding]]) -> None:
     assert remainders(ranks) == {}
-    judge(ranks)
+    decide(ranks)
 
 
 @pytest.mark.parametrize(
@@ -139,13 +139,13 @@ def row(key: str, offset: list[int], size: list[int], shape: Sequence[int] = (4,
     return key, "float32", "sharded", list(shape), offset, size, 0, 1, False, True
 
 
-def judged(rows: list[list[BlockRow]], unnamed: int = 0) -> str:
+def decided(rows: list[list[BlockRow]], unnamed: int = 0) -> str:
     """What is found in blocks that the ranks named, where others that add up to `unnamed` were not."""
     blocks = [[Block.from_wire(row) for row in rank] for rank in rows]
-    bad = plans.add(map(plans.sketch, blocks))
+    bad = plans.add(map(plans.fingerprint, blocks))
     assert bad or unnamed
     with pytest.raises(PlanDisagreementError) as caught:
-        plans.judge(
+        plans.decide(
             {"by_rank": list(enumerate(rows)), "beyond": None},
             {bucket: bad.get(bucket, 0) + unnamed for bucket in bad or [BUCKET]},
         )
@@ -153,20 +153,20 @@ def judged(rows: list[list[BlockRow]], unnamed: int = 0) -> str:
 
 
 def test_good_keys_that_share_a_bucket_are_not_named() -> None:
-    found = judged([[row("bad", [0], [1]), row("good", [0], [2])], [row("good", [2], [2])]])
+    found = decided([[row("bad", [0], [1]), row("good", [0], [2])], [row("good", [2], [2])]])
     assert found.startswith("bad: no rank holds 3 of 4")
     assert "good" not in found
 
 
 def test_many_bad_keys_are_counted_not_listed() -> None:
-    found = judged([[row(f"key{n:02d}", [0], [1]) for n in range(25)]])
+    found = decided([[row(f"key{n:02d}", [0], [1]) for n in range(25)]])
     assert "key09" in found
     assert "key10" not in found
     assert "15 more keys" in found
 
 
 def test_a_contradiction_beyond_the_named_blocks_still_fails() -> None:
-    assert "beyond" in judged([[row("key", [0], [4])]], unnamed=1)
+    assert "beyond" in decided([[row("key", [0], [4])]], unnamed=1)
 
 
 WRITER = owner("weight", 2)
@@ -181,7 +181,7 @@ def test_a_tensor_whose_writer_is_missing_is_refused() -> None:
 def test_a_tensor_that_only_its_writer_holds_is_in_order() -> None:
     ranks = [holdings(0, 12, replica=(WRITER, 2)), holdings(0, 12, key="other")]
     assert list(remainders(ranks)) == [BUCKET]
-    judge(ranks)
+    decide(ranks)
 
 
 def test_a_scalar_whose_writer_is_missing_is_refused() -> None:
@@ -199,7 +199,7 @@ def test_a_tensor_without_elements_is_written_once(shape: Shape) -> None:
 def test_an_empty_block_beside_the_origin_says_its_shape_all_the_same() -> None:
     """Nothing of it is tiled: only that it is there can contradict."""
     rows = [[row("key", [0, 0], [3, 0], shape=[3, 0])], [(*row("key", [1, 0], [3, 0], shape=[4, 0])[:-2], True, False)]]
-    assert "rank 0 says float32 [3, 0], rank 1 says float32 [4, 0]" in judged(rows)
+    assert "rank 0 says float32 [3, 0], rank 1 says float32 [4, 0]" in decided(rows)
 
 
 def test_ranks_that_count_replicas_otherwise_are_named() -> None:
@@ -209,10 +209,10 @@ def test_ranks_that_count_replicas_otherwise_are_named() -> None:
 
 def test_a_later_stages_copies_are_in_order_where_the_first_stage_writes() -> None:
     copies = [holdings(0, 12, is_copy=True), holdings(0, 6, is_copy=True), holdings(6, 12, is_copy=True)]
-    judge([holdings(0, 12), *copies])
+    decide([holdings(0, 12), *copies])
     assert "no rank writes it: rank 0, 1, 2 hold it" in named(copies)
 
 
-def test_two_that_do_not_know_of_each_other_leave_nothing_in_the_sketch() -> None:
+def test_two_that_do_not_know_of_each_other_leave_nothing_in_the_fingerprint() -> None:
     """See test_group_index.py: their first elements are counted when the index is merged."""
     assert remainders([holdings(0, 12), holdings(0, 12)]) == {}

@@ -1,4 +1,4 @@
-"""A rehearsal of the core tests' models, and what a real save of them wrote."""
+"""An estimate of the core tests' models, and what a real save of them wrote."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from mbridge_fsdp_ckpt.format.reader import SafeSource
 from mbridge_fsdp_ckpt.integrations.bridge.without_gpu import without_memory
 from mbridge_fsdp_ckpt.io.store import as_path
 from mbridge_fsdp_ckpt.plan.boxes import Box
-from mbridge_fsdp_ckpt.tools.estimate import rehearse as rehearsal
+from mbridge_fsdp_ckpt.tools.estimate import estimate as tool
 from mbridge_fsdp_ckpt.tools.estimate.costs import files_of
-from mbridge_fsdp_ckpt.tools.estimate.described import JobToRehearse
+from mbridge_fsdp_ckpt.tools.estimate.described import JobToEstimate
 from mbridge_fsdp_ckpt.tools.estimate.elsewhere import read_over_held
 from mbridge_fsdp_ckpt.tools.estimate.layout import JobLayout, Outer, Strategy
 from mbridge_fsdp_ckpt.tools.estimate.model import Subject
@@ -35,7 +35,7 @@ Rows = list[tuple[str, tuple[int, ...], tuple[int, ...]]]
 """What a rank writes: key, offset, size."""
 
 
-def _job(recipe: Recipe, ranks: int) -> JobToRehearse:
+def _job(recipe: Recipe, ranks: int) -> JobToEstimate:
     layout = JobLayout(
         ranks,
         tensor=recipe.tensor,
@@ -55,7 +55,7 @@ def _job(recipe: Recipe, ranks: int) -> JobToRehearse:
             module = gpt(recipe)
         return Subject(module, Sharding(module, layout), main, slots)
 
-    return JobToRehearse("a model of the core tests", layout, subject)
+    return JobToEstimate("a model of the core tests", layout, subject)
 
 
 @no_process_group
@@ -65,9 +65,9 @@ def with_small_records(largest: int, case: Callable[..., Any], *arguments: Any) 
 
 
 @no_process_group
-def rehearse(recipe: Recipe, ranks: int) -> dict[str, Any]:
-    """What the two ways of a rehearsal say: every rank's rows and work as planned, and work as counted."""
-    found = rehearsal.rehearse(_job(recipe, ranks))
+def estimate(recipe: Recipe, ranks: int) -> dict[str, Any]:
+    """What the two ways of an estimate say: every rank's rows and work as planned, and work as counted."""
+    found = tool.estimate(_job(recipe, ranks))
     planned = {}
     for rank in range(ranks):
         with as_rank(found.layout, rank):
@@ -85,7 +85,7 @@ def rehearse(recipe: Recipe, ranks: int) -> dict[str, Any]:
 @no_process_group
 def elsewhere(saved: Recipe, ranks: int, loading: Recipe, other_ranks: int) -> tuple[float, list[tuple[str, Box, int]]]:
     """What a load in another layout reads over what it holds, and all it holds: key, block, bytes of a record."""
-    jobs = [rehearsal.rehearse(_job(saved, ranks)), rehearsal.rehearse(_job(loading, other_ranks))]
+    jobs = [tool.estimate(_job(saved, ranks)), tool.estimate(_job(loading, other_ranks))]
     held = [
         (item.key, item.box, records_in(item.box.size, item.flat.dtype).bytes)
         for plan in jobs[1].plans.values()

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What training waits for a save beside it: `python -m benchmarks.beside`.
 
 Two real ranks or four, models of few large tensors and of many small ones, each in one run: saves of ours that wait,

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What a call cost: seconds, collectives, meetings."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What a save and a load take beside what the disk can do: `python -m benchmarks.disk`.
 
 Two real ranks or four, models of few large tensors and of many small ones, each in one run: raw writes and reads of as

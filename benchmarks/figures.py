@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The tables of README.md and docs/benchmarks.md, looked up in the results:  python -m benchmarks.figures  writes them.
 
 A page has `<!-- figures: NAME -->`, the table, `<!-- end -->`.

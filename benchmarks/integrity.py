@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What integrity costs: `python -m benchmarks.integrity`.
 
 One model on two real ranks, in one run: saves with and without checksums in turn, saves that do and don't compare the

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What the benchmarks of a few real ranks share: their models, how they are run, where results go."""
 
 from __future__ import annotations

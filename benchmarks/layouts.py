@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """A checkpoint that was saved in another layout, for loads that have to reshard.
 
 It is made before anything is measured, in processes that end: no second model takes memory meanwhile.  That a load of

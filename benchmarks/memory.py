@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Memory that costs the same whoever uses it first.
 
 The host of a virtual machine may take back what its guest has freed (free page reporting), some two seconds later.  The

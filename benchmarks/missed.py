@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Rows of `benchmarks.disk` that are not what is wanted of them, each with what it would be without what costs it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The model that is saved, as a Megatron-Bridge configuration: a small MoE with many experts, or a dense one.
 
 The tensors of the one are tiny and many.  What a format spends on it is therefore the cost of a tensor, not of its

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Another library's saves of the same tensors: Meta's `torch_checkpointing`, where it is installed.
 
 python -m pip install --no-deps torch_checkpointing==0.1.1 installs it beside this project's pins.  It renames a

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The results as a picture: seconds and collectives, both formats beside each other, logarithmic."""
 
 from __future__ import annotations

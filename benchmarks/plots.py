@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What `benchmarks.disk` and `benchmarks.beside` found, as pictures: a panel a model, a row a kind."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """A benchmark's results: tables in the terminal, and three files."""
 
 from __future__ import annotations

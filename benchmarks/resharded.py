@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Loads of other libraries that have to reshard: DTensors of the keys of our checkpoint of another layout.
 
 They were saved as that layout's tensor parallelism splits them, and are loaded as FSDP2 splits them: every tensor along

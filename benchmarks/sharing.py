@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What it brings that ranks read for each other: `python -m benchmarks.sharing`.
 
 Four real ranks in two layouts, in one run: loads with `share_reads="always"` and `"never"` in turn, from the page cache

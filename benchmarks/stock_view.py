@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What DCP metadata costs rank 0 at a commit: `python -m benchmarks.stock_view`.
 
 Index files of many ranks, made up, and the real `write_dcp_view` over them in a process of its own: seconds, bytes of

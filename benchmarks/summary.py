@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """From measurements to the lines of the tables and the bars of the plot."""
 
 from __future__ import annotations

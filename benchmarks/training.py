@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What every rank runs: Bridge's `pretrain`, with its saves and loads measured."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What memory a save takes beyond what was there, the processes that write for it included.
 
 A thread looks every 20 ms at what is resident: private memory of this process and of those of its children that a kind

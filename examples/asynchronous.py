@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Save after each step without waiting for the storage.
 
 torchrun --nproc-per-node 2 examples/asynchronous.py /scratch/checkpoints --steps 4

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Pre-train with Megatron-Bridge; started again, the run goes on from its last checkpoint.
 
 torchrun --nproc-per-node 2 examples/bridge.py checkpoint.save=/scratch/run checkpoint.load=/scratch/run

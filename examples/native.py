@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Save, and resume, in a training loop of one's own.
 
 torchrun --nproc-per-node 2 examples/native.py /scratch/checkpoints --steps 4

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Resume a checkpoint on other ranks, and at another tensor-parallel size, than it was saved on.
 
 torchrun --nproc-per-node 2 examples/native.py /scratch/checkpoints --steps 4

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What the examples train: a small model, wrapped by the package `megatron-fsdp`.
 
 A real job has all of this already.

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 # Fine-tune with VeRL on the 8 GPUs of one node, under Megatron-FSDP; started again, it resumes.  Arguments are further
 # overrides.  recipes/verl/ has launch scripts for GRPO and SFT of Qwen3.5-35B-A3B on 32 GPUs.
 #

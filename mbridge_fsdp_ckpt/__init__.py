@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Checkpoints that people who train with Megatron-FSDP can trust: the format `fsdp_dtensor_safe`.
 
     import mbridge_fsdp_ckpt

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What this package touches of objects that upstream hands over: attributes that nobody promises.
 
 `versions.probe` looks them up when an object is first seen; names of modules are in `probes`.

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """save() and load(): the whole story.
 
     save    plan -> agree -> write own chunks to staging -> rank 0 checks, writes the head, commits

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Every error a user can meet, by name.
 
 Each says what was expected, what was found, on which rank and key, and what to do.  An error can cross

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Opening a directory, whichever format it is of."""
 
 from __future__ import annotations

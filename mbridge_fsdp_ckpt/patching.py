@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Replace attributes of foreign objects, and put every one of them back."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """How long the phases of a save or load take, on this rank, and the one line that a log has of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Text that others wrote, made fit to be printed.
 
 Keys, file names and whatever else a checkpoint says may hold characters that a terminal obeys (titles, clipboard,

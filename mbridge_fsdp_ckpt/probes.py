@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What this package touches of others: names that nobody upstream promises, and who here needs them.
 
 `versions` looks them up before they are first needed.  Attributes of objects are in `attributes`.  What a version may

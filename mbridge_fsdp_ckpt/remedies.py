@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Remedies with the names of whoever reads them: options, arguments and commands that exist where the user came in.
 
 One error reaches users of `save()` and `load()`, of Bridge's configuration, of Megatron-LM's arguments, of VeRL's, and

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Whether what is installed has what this package touches of it, and which versions were tested.
 
 A release that has every name runs; one outside of what was tested says so once.  Names of modules are looked up by

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Train a recipe with Megatron-Bridge, under torchrun.
 
 torchrun --nproc-per-node 4 -m recipes qwen3_8b_pretrain_tiny train.train_iters=4

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """All recipes by name, each also as `NAME_tiny`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What a field of a configuration may hold, told by its type: YAML knows neither enums nor dtypes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Recipes for NVIDIA's Nemotron models; see `qwen` for what a recipe is."""
 
 from __future__ import annotations

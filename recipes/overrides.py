@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Settings by dotted name, from arguments and YAML files into Megatron-Bridge's configuration.
 
 Bridge has such overrides too, but those answer a misspelt name or format with a traceback, and late.

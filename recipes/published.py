@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The models of the recipes, as their publishers describe them on Hugging Face.
 
 Nothing is read from the network: a configuration is the class that transformers has for the model, whose defaults are

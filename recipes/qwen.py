@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Recipes for Qwen's models.
 
 A recipe is a function without arguments that makes a configuration of Megatron-Bridge.  It needs no network.

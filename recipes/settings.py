@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What the recipes have in common: Bridge's defaults, Megatron-FSDP, our format, and how a model is laid out."""
 
 from __future__ import annotations

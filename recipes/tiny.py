@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """A recipe made small: the same configuration with other sizes, so that it trains in seconds on a few ranks.
 
 Kinds of layers, module classes, kinds of parallelism, sharding, optimizer, offloading, precision and format stay.

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Bring a worker back to where the next case may start: no process group, no Megatron globals, known seeds."""
 
 from __future__ import annotations

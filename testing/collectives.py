@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Count the collectives that a piece of code issues."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Run CUDA-only Megatron code on CPU ranks over gloo.
 
 `install()` sends every CUDA device to the CPU, makes streams and events do nothing, ends a collective before it

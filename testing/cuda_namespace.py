@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What `torch.cuda` answers on a machine without CUDA: one device of endless memory, and nothing asynchronous."""
 
 from __future__ import annotations

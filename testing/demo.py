@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """`make demo`: the main job in a minute, on CPU ranks, without Transformer Engine or Megatron-Bridge.
 
 A Mixture-of-Experts model under real Megatron-FSDP, its optimizer offloaded to the host, is trained, saved in the

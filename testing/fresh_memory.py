@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Memory that nothing has written holds NaN while a case runs: whatever reads it shows at once.
 
 torch fills its own new tensors if asked to (all bits set for integers it cannot hold NaN in: the largest number).

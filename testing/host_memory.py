@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Which tensors count as CUDA tensors when every tensor lives in host memory.
 
 Code that offloads to the host tells its two kinds of tensors apart by `is_cuda`.  On a CPU rank a tensor

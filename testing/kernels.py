@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Python stand-ins for the CUDA-only kernels that a training step of Megatron-Bridge reaches.
 
 They compute what the kernels compute, in fp32 and without their speed.  What is not installed is left alone.

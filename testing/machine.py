@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What machine this is, and what is installed on it."""
 
 from __future__ import annotations

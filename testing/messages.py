@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What a rank pool and its workers say to each other, and how a function travels by name."""
 
 from __future__ import annotations

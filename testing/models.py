@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Small real models under real Megatron-FSDP, with a real Megatron optimizer, for tests, demo and benchmark.
 
 `build` needs megatron-core alone.  Gated DeltaNet layers need flash-linear-attention besides.

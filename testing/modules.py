@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What ranks import before CUDA is replaced, and whether it is there."""
 
 from __future__ import annotations

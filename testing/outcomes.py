@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """How a case ends when not every rank returns a result."""
 
 from __future__ import annotations

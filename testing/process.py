@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """A pool's processes, seen from the pool: the template, and the workers forked from it."""
 
 from __future__ import annotations

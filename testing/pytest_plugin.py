@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Pytest fixtures: rank pools, and what they are forked from, that live as long as the test session.
 
 Activate with `pytest_plugins = ["testing.pytest_plugin"]` in the top conftest.py.

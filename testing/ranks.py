@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """A pool of rank processes that run many distributed test cases, one after another.
 
 Importing Megatron-Bridge takes longer than most cases, so it is imported once for all ranks, and the processes serve

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """A case while it runs: gather what the ranks report, and tell what went wrong so that it can be understood."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """A job in small, on CPU ranks: saved, loaded, loaded in another layout, compared with what was estimated.
 
 python -m testing.small_job MODEL --layout world=64,tp=2 --ranks 4

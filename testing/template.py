@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The process that a rank pool's workers are forked from: `python -m testing.template`.
 
 Importing Megatron-Bridge takes 20 s of one core and 1 GiB.  Here it happens once, however many workers a pool has

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The processes that rank pools fork their workers from, one for each set of imports."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The main loop of the process behind one rank of a `RankPool`.
 
 Everything is said over a private pipe; what the code under test prints goes to the log that the pool set up as

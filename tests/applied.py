@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What an optimizer's kernels are handed in each training step, whatever set it."""
 
 from __future__ import annotations

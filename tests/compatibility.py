@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Writes the tables of docs/compatibility.md from the code and the tests themselves:  python -m tests.compatibility
 
 What looks up names in which packages is read from the calls of `versions.require`.  In the tables of layouts rows are

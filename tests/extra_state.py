@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Putting FP8 scaling state back as a load does, without a checkpoint."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Writes docs/options.md from the tables of options:  python -m tests.options
 
 With `--megatron-lm` it prints, as JSON, which options `megatron.training` has: importing that changes a process.

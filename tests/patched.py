@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Putting something in the place of what the package, or a library, has under a name; or taking it away."""
 
 from __future__ import annotations

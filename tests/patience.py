@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Training runs that are patient with gloo.
 
 On a busy machine gloo now and then hangs, aborts the process or loses a connection in the middle of a training step,

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What can lie where a run's root has its trackers, and which checkpoint every reader takes it to mean.
 
 Each root has iterations 10 and 20, and a release.

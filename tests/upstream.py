@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Which release of upstream's is installed: what an older one cannot do is skipped there, with the reason."""
 
 from __future__ import annotations

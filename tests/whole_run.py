@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What a run of every test found, or of a part: how many passed, by folder, and at which commit."""
 
 from __future__ import annotations

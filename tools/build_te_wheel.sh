@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 # Compile Transformer Engine's torch extension, once for each machine, and print the wheel's path.
 # The registry has sources only; their build looks for a wheel that NVIDIA released for this torch, and else compiles. CUDA's
 # headers come from wheels, so no CUDA toolkit is needed. pip's cache is left out: it would offer a wheel compiled for another torch.

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """A card to draw on, in pixels from the top left: light, with an edge, so that it reads on light and on dark pages."""
 
 from __future__ import annotations

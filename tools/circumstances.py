@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """When, where and with what the figures of a report came to be."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 # shellcheck shell=bash
 # Source this before running anything from .venv, or with STACK=NAME from .venv-NAME:  . tools/env.sh
 # It sets no shell options, because people source it in their own shells.

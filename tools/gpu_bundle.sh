@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 # Collect in out/gpu-bundle what a machine with Python 3.12 and torch alone lacks: the package, Megatron-Core, and the
 # small packages that both need. tools/gpu_check.sh installs it there without a network.
 set -euo pipefail

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 # Install a bundle of tools/gpu_bundle.sh beside this machine's torch, in a temporary folder and without a network, and
 # check the package there. Nothing of the machine's own Python is changed.
 # usage: tools/gpu_check.sh BUNDLE [--cpu] [--ranks N] [--bytes N] [--out FILE] ...     (docs/gpu.md; PYTHON names another one)

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """JSON schemas of the files on disk, for readers in other languages.
 
 `python -m tools.json_schema` writes them to docs/schema.  They are made from `format.schema`, so that they say

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The pictures of the pages:  python -m tools.pictures  writes docs/pictures/*.svg."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 # Bring a stack's environment up to a level, and do nothing where it is there already.
 # usage: [STACK=NAME] tools/setup.sh uv|core|dev|full
 #   uv     an empty environment with the installer in it

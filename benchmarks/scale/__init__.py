@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What a rank's cost does as the number of ranks grows: `python -m benchmarks.scale`."""
 
 import os

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The command line: `python -m benchmarks.scale meetings`, `python -m benchmarks.scale opening`."""
 
 from __future__ import annotations

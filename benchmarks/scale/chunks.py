@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Saves and loads of a model of many small tensors on real ranks: this checkout beside another one.
 
 Each checkout has processes of its own, which run its own copy of this file, one after the other and again; of each run

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What the coordinator of torch's Distributed Checkpoint does of a save, for the chunks of a synthetic checkpoint."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Meetings of real processes in a real store: seconds, requests, and what the store is busy for.
 
 Every rank is a process, forked from one that has imported torch, with a connection of its own to one `TCPStore`, which

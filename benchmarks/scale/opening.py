@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What opening a checkpoint of many ranks costs one rank, and what committing it costs rank 0.
 
 Synthetic checkpoints (`synthetic`): index and head as so many ranks write them, payload without content.

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The results of opening and committing as a page, as JSON and as a picture."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What planning a save costs one rank of a large model: the first time, and later.
 
 Ranks of Qwen3.5-397B with FusedAdam, tensors without memory (`mbridge_fsdp_ckpt estimate`); what is measured is the

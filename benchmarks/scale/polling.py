@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The protocol before the one on a tree, as short as it can be told: everybody polls, rank 0 handles every message."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Checkpoints of many ranks without their payload: the index that so many would have written, made in one process.
 
 Layers are cut over all ranks as Megatron-FSDP cuts them: bucket by bucket, one after the other, each bucket into as

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Files that the caller adds to a checkpoint: regular files in regular folders, under names that are free.
 
 A link would lead out of the checkpoint, or to nothing once it is moved; who opens a pipe waits for its other end.

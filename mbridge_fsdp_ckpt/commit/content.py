@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What a commit is given, and what it does: the protocol of `rename.RenameCommit` and `marker.MarkerCommit`."""
 
 from __future__ import annotations

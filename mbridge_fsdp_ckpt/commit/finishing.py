@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The end of writing a checkpoint: its head, DCP metadata of it, and the step that puts it in its place."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Leases: a file or directory whose time the living renew, so that nobody takes it for a dead job's.
 
 The storage gives these times, so its own clock tells how old they are: hosts' clocks differ from it and from each

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Commit without a rename, for object stores: the manifest is the marker, and it is written last.
 
     save to s3://bucket/run/iter_0000010

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Commit: a checkpoint appears at its place complete, or not at all.
 
 Two ways: `rename` on file systems, `marker` in object stores and wherever a rename is not atomic.  Only one rank calls

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Deleting in the background: nobody waits for it, and nothing fails by it.
 
 Deleting a large checkpoint takes minutes on some storage.  What is not needed any more is renamed at once, so that

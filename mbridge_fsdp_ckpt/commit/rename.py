@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Commit by rename, for file systems.
 
     save to DIR/iter_0000010

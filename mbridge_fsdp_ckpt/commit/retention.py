@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Old checkpoints: which there are, which may go, and that none goes while somebody reads it.
 
 A load leaves `.reading-iter_0000010-<token>` beside the checkpoint and touches it while it reads.  Whoever prunes

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What may be replaced: a save destroys checkpoints, and nothing else.
 
     replaced    nothing there, an empty directory, a checkpoint of this format or stock's with whatever else lies in it,

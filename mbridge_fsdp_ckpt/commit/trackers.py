@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The files in a run's root that say which checkpoint is meant: read and written here and nowhere else.
 
     latest_train_state.pt                 Bridge's: the newest checkpoint's train state.  Bridge writes it first

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Requests to the job's rendezvous store, each with a limit.
 
 torch's client waits for an answer for as long as the connection stands (2.13 `TCPStoreBackend.cpp`): a store whose host

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The one exchange between ranks: all bring a message, these are combined, one decides, all get the same decision.
 
 No collective.  Ranks meet in the job's rendezvous store, where waiting has a time limit and who is missing can be told

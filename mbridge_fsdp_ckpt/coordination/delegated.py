@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Sequences of meetings that a rank lets another process attend in its place."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Heartbeats: what a rank gives while it works, and how long others wait for it.
 
 Two threads of a rank give them.  The one that works does after each step (`Heartbeats.give`).  While it is inside a

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What all ranks call alike: names that rank 0 gives, once for each incarnation of the process group.
 
 A store may outlive the ranks that met in it: torchrun hands the workers of a later rendezvous the store of an earlier

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """One meeting in the job's rendezvous store (`TCPStore` under torchrun): makes the requests that `protocol` asks for.
 
 Who waits for the decision waits inside the store, which answers when it is there: no request while nothing happens.

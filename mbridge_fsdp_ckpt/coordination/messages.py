@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What crosses between ranks: messages and decisions as bounded data, and errors in their place."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What one rank's step came to, until a meeting tells whether all ranks got that far."""
 
 from __future__ import annotations

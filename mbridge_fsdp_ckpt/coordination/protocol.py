@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What a rank does at a meeting, as a sequence of requests to the store; `meeting` makes them, tests explore them.
 
 Ranks form a tree.  Messages are combined on the way to rank 0, which decides; everybody waits for one decision.

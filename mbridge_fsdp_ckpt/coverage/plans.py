@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What ranks tell each other about their plans, bounded, and how rank 0 decides it.
 
 Each rank adds up fingerprints of its blocks in a fixed number of buckets, by key.  A block's fingerprint has three

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Whether ranks that hold copies of one block hold the same values, which only one of them writes.
 
 Each rank hashes the blocks that others hold, too, and adds the hashes up in buckets, as plans are added up:

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Rows about keys that ranks name one by one, where sums do not say enough: bounded, however many ranks there are.
 
 Rows have an order, and where there are too many all from some place on are left out, on all ranks alike: of each key

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """`.metadata`, which stock reads a checkpoint by, and what it says as plain data.
 
 It says where records lie, which in a training is the same save after save, as long as no value changes its size: the

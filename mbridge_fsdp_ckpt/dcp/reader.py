@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Reading stock `fsdp_dtensor`: metadata through a restricted unpickler, tensors through `weights_only`.
 
 Stock has no checksums: a flipped byte in a tensor cannot be seen, a truncated file is.  Other checkpoints of torch's

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Unpickling what stock wrote: torch's metadata classes and NumPy arrays, and nothing else.
 
 `.metadata` and byte objects of stock `fsdp_dtensor` are pickles, which can run code.  The metadata goes through

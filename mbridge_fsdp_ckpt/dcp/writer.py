@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What stock needs to read a checkpoint of this format: `.metadata`, and its non-tensor values as stock pickles.
 
 Made from the index in the directory, at commit or at any time later; this package never reads either.

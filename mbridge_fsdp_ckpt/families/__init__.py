@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What a model family fuses into one parameter, declared: see `declaration`."""
 
 from mbridge_fsdp_ckpt.families.declaration import Claim, Family, ParameterContext, Segment

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The families that come with this package."""
 
 from mbridge_fsdp_ckpt.families.declaration import Family

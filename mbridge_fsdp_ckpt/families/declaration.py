@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Families declare, the planner executes.
 
 A fused parameter is several logical tensors (components) stacked along one dimension, nearly always the first.

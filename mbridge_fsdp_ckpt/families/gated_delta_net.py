@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Gated DeltaNet (Qwen3-Next, Qwen3.5): in_proj holds six projections, conv1d three."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Gated linear units: linear_fc1 holds the gate and the up projection, one above the other."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Fused parameters that a module of one's own hides from the family that would claim them.
 
     self_attention.in_proj.weight          claimed by Gated DeltaNet

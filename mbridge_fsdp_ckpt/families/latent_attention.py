@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Multi-latent attention (DeepSeek): a fused down-projection holds that of queries and that of keys and values."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Low-rank adapters over fused layers.
 
 What a layer that Bridge's AdapterWrapper replaced holds:

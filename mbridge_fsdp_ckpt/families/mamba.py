@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Mamba-2 (Nemotron-H): in_proj holds five projections, the convolution three."""
 
 from __future__ import annotations

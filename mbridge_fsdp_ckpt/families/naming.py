@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Names on disk: numbers are counted over all ranks, and a model's variants share names.
 
     a rank's name                                           on disk

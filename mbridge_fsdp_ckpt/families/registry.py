@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The families of this process: which of them claims a parameter."""
 
 from __future__ import annotations

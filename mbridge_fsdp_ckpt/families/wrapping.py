@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Modules that torch puts around others: they do not count in names, as torch's own state dict leaves them out.
 
     torch.compile(layer)                 layer._orig_mod.weight                        layer.weight

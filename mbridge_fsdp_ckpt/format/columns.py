@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What an index file holds, as arrays of a fixed little-endian layout, and their way to bytes and back.
 
     preamble    magic, bytes of the header, bytes of the directory, checksum of both

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The index of a checkpoint as a whole: the directories of its groups' index files, and its keys as a mapping."""
 
 from __future__ import annotations

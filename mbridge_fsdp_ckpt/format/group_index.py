@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The index file of a group of ranks: theirs merged into one, so that a key's rows lie together.
 
 Merging is a function of the files alone: who has them can tell whether a group's index is the right one.

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What makes a directory a checkpoint: its head, which is written last."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Reading an index file: its directory as a whole, of its rows and its record what is asked for.
 
 Everything is checked here, before any payload is opened: the layout against the file's size, boxes inside their keys,

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What must hold of an index file: each check says what it expects where it does not hold."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The index files of a checkpoint: those of groups, and those that ranks wrote, each opened when it is first asked."""
 
 from __future__ import annotations

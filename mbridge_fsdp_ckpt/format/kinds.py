@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What a directory holds: the kinds that are told apart, and the rules by names of files and by keys.
 
 `.metadata` alone says little: every checkpoint of torch's Distributed Checkpoint has one.  Its keys tell whose it is.

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """`manifest.json`, the head of a checkpoint: what a save says of itself as a whole, and the index files it names."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What files of a checkpoint, and what lies beside it, are called: each name is made and read here."""
 
 from __future__ import annotations

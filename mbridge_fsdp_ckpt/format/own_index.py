@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The index file that each rank writes of its own payload."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Writing a rank's tensors: `__<rank>_0.distcp`, one `torch.save` record a chunk.
 
 The record is what stock DCP reads; the raw elements inside it, whose place the index has, are what this

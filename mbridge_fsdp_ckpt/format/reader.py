@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Reading this format: by its head and its index, no unpickling, every bound checked before the first payload byte.
 
 A load asks for little: first the index file that the rank of the same number wrote, which has all that the same layout

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What an index has of each key: chunks in payload files, or one number."""
 
 from __future__ import annotations

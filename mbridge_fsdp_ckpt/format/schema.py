@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The data of `manifest.json` and of an index file's header and record, as pydantic checks it.
 
 `docs/format.md` says what the fields mean; `docs/schema/` has the JSON schemas of these classes.

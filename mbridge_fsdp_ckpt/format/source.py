@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What an opened checkpoint is, in this format or stock's: a head, and what can be asked of the rest."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Checksums of the parts of a large record: of some of its rows, a load reads and verifies little besides.
 
     record   | before | block 0 | block 1 | ... | last block | after | sums |

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Non-tensor values as typed JSON, never as a pickle.
 
 JSON's own types stand for themselves; the rest is an object with the single key "$<type>":

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What of a record is read for a chunk, and whether that is what was written.
 
 All of it, with the checksum of the index; or those blocks that have what is needed, with the record's sums, whose

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What groups of ranks tell of what they wrote, on the way to the head."""
 
 from __future__ import annotations

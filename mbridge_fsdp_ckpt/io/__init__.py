@@ -1,1 +1,2 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """File systems and object stores: bounded reads, direct writes, prefetch."""

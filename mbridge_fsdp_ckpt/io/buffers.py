@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Memory that files are read into and written from past the page cache."""
 
 from __future__ import annotations

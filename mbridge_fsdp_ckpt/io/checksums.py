@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """XXH3, 64 bit: fast enough to hash every byte that is written or read."""
 
 from __future__ import annotations

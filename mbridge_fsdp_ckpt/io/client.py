@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The one place that names what clients of object stores raise.
 
 fsspec's file systems raise what their clients do: some `OSError`, botocore's own errors, ValueError, RuntimeError.  All

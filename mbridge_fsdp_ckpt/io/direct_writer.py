@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """A new file that is appended to: past the page cache where the file system lets it, and while the next bytes are made.
 
     caller     fills block 1 | fills block 2 | fills block 3 | fills block 1 again, once it is written | ...

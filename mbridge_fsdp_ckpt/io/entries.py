@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What is said of a file: its name inside the checkpoint, its size and its checksum."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """A place in a file system: opened without following links, flushed to disk, replaced in one step."""
 
 from __future__ import annotations

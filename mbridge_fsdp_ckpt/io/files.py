@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Files of a checkpoint: bounded reads, plain files only, named errors."""
 
 from __future__ import annotations

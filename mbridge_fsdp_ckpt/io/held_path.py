@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """A directory that is held on to: whatever takes its place meanwhile, what was opened is what is read.
 
 Linux resolves `/proc/self/fd/N/name` in the directory that is open as N, wherever it has been moved to, as `openat`

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Tensors' bytes on the host, of tensors on any device: a few MiB at a time, and small ones together."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """A place in an object store, or in whatever else fsspec reaches: objects appear whole, and nothing is renamed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Reading ahead: what is read next is on its way from the disk while what came before it is verified and used.
 
 ranges     | a     | b | c   |   gap    | d |         in the order in which they will be read

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Who watches while many bytes are read or written."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """A progress bar of bytes on a terminal; anywhere else, nothing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Reading ranges of payload files, each opened once and kept open: what takes its name meanwhile is not read."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Reading a file of which little is in the page cache: past it, for what is read once needs no page there.
 
 The page cache costs a page and a copy for every 4 KiB; from where it has the bytes already, nothing is faster.

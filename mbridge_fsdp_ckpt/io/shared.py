@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Bytes that processes of one host share: the first of them reads and verifies, the others map what it has read.
 
 They lie in a file in memory whose name tells what they are; `flock` tells who may do what:

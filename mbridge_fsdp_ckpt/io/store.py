@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Where files lie: one protocol over file systems and object stores, and the one place that tells them apart.
 
 A path is a `pathlib.Path`, or a `upath.UPath` of what fsspec reaches (`s3://...`, `msc://profile/...`).

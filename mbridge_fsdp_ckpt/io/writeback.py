@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Bringing a file to disk while it grows.
 
 The page cache takes hundreds of gigabytes before a write waits, and then the flush at the end takes an hour.  Here no

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What a family may look at: a parameter's name, the modules around it, and how Megatron-Core marks it."""
 
 from __future__ import annotations

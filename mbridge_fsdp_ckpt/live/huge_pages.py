@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """New memory of the host in huge pages: the kernel hands out and clears those of 4 KiB far slower than a disk reads."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What a rank holds for a checkpoint: keys, boxes and the tensors behind them.
 
 A rank holds pieces of few of a large model's parameters: the others are only named.

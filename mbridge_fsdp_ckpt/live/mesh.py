@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Where a rank lies in the meshes of Megatron-FSDP, and along which of their dimensions others hold the same.
 
 Dense parameters and experts have a mesh each; both are asked of `FSDPDistributedIndex`, and no rank is.

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """State that modules keep beside parameters and buffers: what `get_extra_state` of a module of one's own returns.
 
 It is whatever the module likes, and the same on all ranks that have the module, like a buffer.  On disk it is a tensor

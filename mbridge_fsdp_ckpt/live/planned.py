@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The plans of a model's tensors.
 
 Planning is arithmetic, and its result is kept for as long as all stands that it was made from (`structure`); tensors

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What of a model cannot be saved or filled, refused by name before anything is planned, written or changed."""
 
 from __future__ import annotations

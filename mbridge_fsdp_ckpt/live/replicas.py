@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Which ranks hold copies of what this rank holds: a question to the device mesh, without a word between ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What the plans of a model's tensors are made from, as one list to compare, and where its tensors lie.
 
 A state dict costs Megatron-FSDP a swap of all parameters for those that the optimizer updates, and the next forward

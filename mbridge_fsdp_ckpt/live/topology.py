@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The sizes of the running job and this rank's coordinates in it, for the manifest."""
 
 from __future__ import annotations

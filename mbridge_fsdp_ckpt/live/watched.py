@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Tensors between the call of a save and their copy: whether they are those of the call, and unchanged.
 
 torch counts what changes a tensor in place (`_version`), whoever does it: `add_` and its like, under `no_grad` too,

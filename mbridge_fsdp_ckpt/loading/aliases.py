@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Memory that several keys of a checkpoint fill: tied weights, buffers that are views of one tensor.
 
 A model saves such memory once for each name, with equal bytes, and gets it back whichever key is read last.  Another

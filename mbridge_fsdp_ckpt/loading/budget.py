@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """How much of a checkpoint a rank may keep in memory between verification and use."""
 
 from __future__ import annotations

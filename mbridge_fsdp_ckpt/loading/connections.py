@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """gloo's connections of a load's own: all with all, of ranks that read for each other.  gloo is touched here alone.
 
 They are made at once, not when they are used: a lazy group of gloo's that broke can't be closed.  Its end waits until

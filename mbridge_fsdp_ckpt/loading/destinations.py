@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Where loaded elements go: views of the very memory that the model or the optimizer reads, never copies of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Ranks that hold copies of a tensor read for each other: each its part, which it verifies and passes on.
 
     rank 0   read a | pass on a, get c | read b | pass on b, get d      in rounds of bounded size: one is read

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Reading a checkpoint's bytes: first into memory that nobody uses, then into live tensors."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Whether somebody asks for every key of a checkpoint: what ranks bring to a load's meetings, and how it is decided.
 
 First sums, by buckets of keys: each rank adds the keys that it asks for, and takes off its share of those that the

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Matching a checkpoint's keys with what the live model and optimizer need."""
 
 from __future__ import annotations

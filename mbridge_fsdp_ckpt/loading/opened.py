@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The steps of a load, each of one rank; `checkpoint.load` tells their story."""
 
 from __future__ import annotations

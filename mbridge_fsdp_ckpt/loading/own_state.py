@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What modules keep beside tensors (`live.own_state`): read and checked, to be set when all is filled.
 
 Saved and live modules meet like this:

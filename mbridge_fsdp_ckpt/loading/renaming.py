@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Stock checkpoints of released Megatron-Core name some parameters as this format does not; see `families.naming`."""
 
 from __future__ import annotations

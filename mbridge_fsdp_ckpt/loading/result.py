@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What a load returns besides filling model and optimizer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The steps of a load: ranks open and read, agree, fill what is live, meet again."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Which ranks read for each other, who of them reads what, and in which slices: arithmetic, the same on each of them.
 
 Ranks that hold copies of a shard want the same blocks of the same chunks.  They form a circle, and the chunks, in the

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Optimizer state in a load: memory for it, what the checkpoint does not cover of it, and how it gets into place.
 
 Every element that becomes live was read, or is what a rule says: zero in a slot, the weight in a copy of the weight.

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Integer arithmetic of shards: flat slices, boxes, intersections, and a fingerprint that proves a tiling.
 
 Pure: no tensors, no process groups.  Offsets and sizes count elements.  A *flat slice* is a half-open range

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Keys on disk, and what one says of its tensor, over all ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Where one rank's shard of a parameter lies in the global tensor: integers and names, checked when built."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """How a block becomes records of bounded size, and which part of a record a load reads.  Pure.
 
 Stock reads records as a whole: in a layout with other borders, ranks on both sides of a border read the record that it

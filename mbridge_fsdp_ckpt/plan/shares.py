@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Who writes what several ranks hold: each of them as much as the others, so that nobody writes last and most.
 
 All blocks that the very same ranks hold lie on one line, in the model's order, each as long as it has bytes; each rank

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Parameters x families -> this rank's plan: which rows of which component it holds, and who writes them.
 
 A plan is integers and names; it knows nothing of values and may be cached as long as the model's structure stands.

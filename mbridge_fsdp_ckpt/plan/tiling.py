@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """A fingerprint that proves a tiling: integers again, added up in any order."""
 
 from __future__ import annotations

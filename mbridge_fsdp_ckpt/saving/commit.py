@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Rank 0's side of a save: it decides what all ranks bring, and commits what they wrote."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What modules keep beside tensors (`live.own_state`), as bytes: a typed value in JSON, then spaces."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The steps of a save once it is planned: ranks agree, each writes, all meet, rank 0 commits."""
 
 from __future__ import annotations

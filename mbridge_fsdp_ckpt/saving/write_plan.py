@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What one rank is about to write, as data: all of it but the elements of its tensors."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Writing what one rank holds, and rolling it back."""
 
 from __future__ import annotations

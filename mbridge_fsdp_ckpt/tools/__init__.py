@@ -1,1 +1,2 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What looks after checkpoints on disk, and the command."""

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Auditing a checkpoint: all that is wrong with it, where a load stops at the first.
 
     manifest -> each group's index: checksum, rows, whether it is what its ranks' own index files make

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """How evenly the ranks share the bytes: each rank where they are few, the extremes where they are many."""
 
 from __future__ import annotations

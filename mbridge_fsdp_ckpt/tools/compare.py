@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Comparing two checkpoints that may lie on disk in different layouts: block by block, in bounded memory.
 
 A's chunks   [......][......][......]        each common block is compared once; of each side one chunk is in

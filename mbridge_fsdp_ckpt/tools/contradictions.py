@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What an index says otherwise than itself, the head or other index files; a load does not look at all of it."""
 
 from __future__ import annotations

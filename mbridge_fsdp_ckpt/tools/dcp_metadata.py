@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Making DCP metadata of a checkpoint after its save: `.metadata` and the values file."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The differences of two checkpoints, whatever layout and format they were saved in."""
 
 from __future__ import annotations

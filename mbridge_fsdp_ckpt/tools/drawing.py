@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What all pictures and pages have in common.
 
 A page is a template of Jinja's that extends `page.html`, and links to nothing.  Whatever it prints is made printable

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What can be wrong with a checkpoint, one thing at a time."""
 
 from __future__ import annotations

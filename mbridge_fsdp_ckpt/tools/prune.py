@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Pruning a root: which old checkpoints go, and why the others stay."""
 
 from __future__ import annotations

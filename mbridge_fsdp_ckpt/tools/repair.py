@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What a root needs after saves that died, as a list of steps that have not been taken yet.
 
     move back   .replaced-iter_0000010-...    whose target is missing or empty: its last complete checkpoint

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """A run's root as `prune` and `repair` see it: how large and how old things are."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What `inspect` knows of a checkpoint: read from its head and its index, file by file, never from payload."""
 
 from __future__ import annotations

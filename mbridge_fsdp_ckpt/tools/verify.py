@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Verifying a checkpoint: an audit of this format, what can be seen of others, and what could not be checked."""
 
 from __future__ import annotations

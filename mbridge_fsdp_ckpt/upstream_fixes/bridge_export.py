@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Bridge 0.6's export of a model wrapped in Megatron-FSDP, at tensor-parallel sizes above 1.
 
 Bridge gathers a Megatron-FSDP parameter over all ranks at once; the mapping that then cuts it into Hugging Face

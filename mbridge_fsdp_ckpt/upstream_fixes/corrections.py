@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What a plug-in corrects in megatron-core while it is registered.
 
     megatron.core.optimizer.HybridDeviceOptimizer    cannot step under Megatron-FSDP; see sharded_hybrid.py

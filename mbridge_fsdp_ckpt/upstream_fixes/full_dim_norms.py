@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """MiniMax-M2's norms over all heads of Q or K: each tensor-parallel rank has the weights of its own heads.
 
 Bridge 0.6 does not mark these weights as sharded, as Megatron marks all others.  Megatron-FSDP, its stock checkpoints

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """HybridDeviceOptimizer over Megatron-FSDP's shards.
 
 megatron-core 0.19 hands DTensors to the inner optimizers and copies their gradients into plain tensors of the

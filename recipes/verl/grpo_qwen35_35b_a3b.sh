@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 # GRPO of Qwen3.5-35B-A3B with VeRL 0.9.1 in the layout of Megatron-LM issue 4910: 32 GPUs, TP 2, CP 2, EP 8,
 # Megatron-FSDP, the whole optimizer offloaded to the CPU; vLLM generates.  Run it once, on a node of a Ray cluster of 4
 # nodes with 8 GPUs each; arguments are further overrides.

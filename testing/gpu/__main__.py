@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The command: starts the ranks, waits for them no longer than it may, and says what was found, as JSON."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Which copies between device and host a call makes, and whether the device computes meanwhile, by torch's profiler."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What the ranks of a check are told, and what they find."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """A large save to memory and to disk, and its load: where the seconds go, beside what the machine can do."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What one rank of the check runs; the environment is as torchrun would set it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What the machine can do without this package: copies, hashing, files, and copies beside computation."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Training that was saved and resumed goes on bit for bit, with every optimizer that the machine can run."""
 
 from __future__ import annotations

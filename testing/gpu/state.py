@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The bits that this rank holds of a model and its optimizer, found without the code that saves them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Bridge's ranks, patient with gloo."""
 
 from __future__ import annotations

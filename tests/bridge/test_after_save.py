@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What follows a commit under Bridge: trackers on all ranks' account, old checkpoints on nobody's."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Bridge's `checkpoint.async_save`: what is saved, and what follows a save, is as where training waits for it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The lab's scripts run unmodified, in every layout that their options allow: all by `make test-all`, else one.
 
 They lie beside the checkout, in ../shared/lab; where they don't, the tests skip.

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Which checkpoint a run resumes from: Bridge's places, the trackers, and what must be there."""
 
 from __future__ import annotations

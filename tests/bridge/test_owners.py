@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Each number of the optimizer has one owner, and the first step after a resume obeys it: under Bridge's `pretrain()`.
 
 Expected numbers are literals: the schedule is linear, from 1e-3 to 1e-4 in the saving run, from 1e-5 to 1e-6 in the

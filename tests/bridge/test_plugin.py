@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """`register()` and `unregister()`, and what Bridge's users can get wrong."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """State besides tensors, under Bridge: checked before a load changes anything; old checkpoints: most_recent_k."""
 
 from __future__ import annotations

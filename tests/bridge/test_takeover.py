@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Runs that say `fsdp_dtensor` and are saved by this package."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Megatron-Bridge's own `pretrain()` saves, resumes and reshards in `fsdp_dtensor_safe`."""
 
 from __future__ import annotations

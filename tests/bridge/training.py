@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Real `pretrain()` runs of a small Qwen3.5-shaped model, as cases for ranks that live on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Each model that the installed Megatron-Bridge has a bridge for: Hugging Face -> checkpoint -> Hugging Face.
 
 tiny random model --import--> checkpoint --export--> the same tensors?      TP 2, EP 2 where there are experts

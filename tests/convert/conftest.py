@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Bridge's ranks, and what several tests convert."""
 
 from tests.bridge.conftest import bridge_ranks

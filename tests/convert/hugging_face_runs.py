@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What the tests of conversion do on every rank, and what they compare."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Imports of each family with one tensor removed, added, reshaped or cast: refused by its name, or right.
 
 One rank builds a family's model once.  Each case writes the model's files anew and fills the model as an import does

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The commands that convert on disk, as a user types them, and what must hold of what they leave behind."""
 
 from __future__ import annotations

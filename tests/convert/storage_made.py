@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Small checkpoints made by hand: tilings drawn at random, and stock's own writer without a process group."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Training runs whose checkpoints are converted: by Bridge alone, and with this package."""
 
 from __future__ import annotations

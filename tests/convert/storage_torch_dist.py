@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Checkpoints in Megatron's format torch_dist, by Bridge's own training and saving; what they hold, read by torch."""
 
 from __future__ import annotations

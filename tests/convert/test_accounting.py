@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """An import or export accounts for every tensor on both sides, and leaves nothing where it fails.
 
 Whole imports of one family; `test_imports` fills every family's model from files with every tensor otherwise.

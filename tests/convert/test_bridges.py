@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Each model that Megatron-Bridge has a bridge for ends as docs/bridges.json says: identical, or why not."""
 
 from __future__ import annotations

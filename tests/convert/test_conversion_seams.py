@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What `register()` replaces in Bridge's conversion, and puts back."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Hugging Face -> checkpoint -> Hugging Face: an unmodified script, and the command; TP 2, EP 2, 4 ranks.
 
 script import --------> checkpoint --> command export       the script runs under Megatron-FSDP, as on CUDA;

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """`mbridge_fsdp_ckpt convert import | export` as a user types it: alone, under torchrun, and with mistakes."""
 
 from __future__ import annotations

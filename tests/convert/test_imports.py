@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Imports of each family with each tensor removed, added, reshaped or cast: refused by its name, or right."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """`convert reshard`: other files, the same checkpoint."""
 
 from __future__ import annotations

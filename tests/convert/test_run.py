@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """`mbridge_fsdp_ckpt run`: a script runs as Python would run it, and finds the format registered."""
 
 from __future__ import annotations

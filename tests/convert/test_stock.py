@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """`convert from-stock` and `to-stock`: what Bridge wrote alone, and what it reads alone."""
 
 from __future__ import annotations

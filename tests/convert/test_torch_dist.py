@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """`convert from-torch-dist`: Megatron's own checkpoints become this package's."""
 
 from __future__ import annotations

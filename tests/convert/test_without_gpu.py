@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Conversion on a machine without a GPU: code that names a CUDA device gets tensors of the host."""
 
 from __future__ import annotations

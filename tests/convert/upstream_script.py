@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """A script in the shape of Megatron-Bridge's `convert_checkpoints_fsdp.py`.  It knows nothing of this package.
 
     torchrun ... upstream_script.py import --hf-model HF --megatron-path CHECKPOINT --tp 2 --ep 2

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What ranks do in the tests of a load's checks: what the caller accepts, and how much is verified."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """A training job of plain processes that ends while a save goes on beside it.
 
 RANK=... WORLD_SIZE=... MASTER_ADDR=... MASTER_PORT=... python -m tests.core.beside_job ROOT HOW

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What ranks do in the core tests; each function runs on every rank."""
 
 from __future__ import annotations

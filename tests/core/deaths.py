@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What ranks do in the tests of ranks that raise, die or stall in the middle of a save or load."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """A training job for several agents of torchrun: it resumes from the tracker and saves after each step, until told.
 
 torchrun ... -m tests.core.elastic_nodes ROOT     the agent's environment names its NODE

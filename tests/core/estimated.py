@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """An estimate of the core tests' models, and what a real save of them wrote."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """A job that ends while its second save still goes on beside it, by an error or not: exiting_job ROOT ERROR."""
 
 from __future__ import annotations

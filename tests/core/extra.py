@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What ranks do in the tests of state that modules of one's own keep, and of buffers with odd names."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Cases that must fail: each returns what a rank saw of the error, and whether anything live changed."""
 
 from __future__ import annotations

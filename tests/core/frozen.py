@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What ranks do in the tests of frozen weights in FP8: a base model under an adapter, say."""
 
 from __future__ import annotations

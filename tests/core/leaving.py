@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What ranks do where the ranks begin different things, or rank 0, which serves the store, leaves at once."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What ranks do in the tests of one save's life: whatever happens to it, it ends by name, and the next one is whole."""
 
 from __future__ import annotations

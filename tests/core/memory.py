@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """How much memory a load takes: what torch operators allocate and is still alive, operator by operator."""
 
 from __future__ import annotations

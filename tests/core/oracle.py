@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What a checkpoint must hold, found without the code under test.
 
 Global tensors are assembled from all ranks' shards at the offsets that Megatron-FSDP itself gathers, one parameter

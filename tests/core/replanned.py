@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What a save plans anew: nothing while the model is as it was, all of it once its structure has changed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What ranks do where they hold copies of one tensor: all alike, some missing, some changed, or of no elements."""
 
 from __future__ import annotations

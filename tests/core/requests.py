@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What a rank asks of the rendezvous store in a whole save, and when."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What ranks do with the package `megatron-fsdp` alone: its own functions wrap a plain model."""
 
 from __future__ import annotations

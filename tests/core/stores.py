@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What ranks do whose jobs share a rendezvous store, or meet in one that cannot tell who is late."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What a load checks before anything changes: the caller's own state, and as much of the bytes as was asked for."""
 
 from __future__ import annotations

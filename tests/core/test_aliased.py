@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Two keys that fill one memory: what the model saves itself comes back, what would lose one of them is refused."""
 
 from __future__ import annotations

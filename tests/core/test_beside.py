@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Asynchronous saves: what is saved is what was there at the call, whatever training does meanwhile."""
 
 from __future__ import annotations

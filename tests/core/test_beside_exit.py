@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """A job that ends in the middle of a save beside it lets that come to its end, however the job ends."""
 
 from __future__ import annotations

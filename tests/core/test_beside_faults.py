@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Asynchronous saves that fail: the same named error on every rank, and the checkpoint before stands."""
 
 from __future__ import annotations

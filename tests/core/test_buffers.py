@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """A load fills the memory that the model reads, whatever its strides, or says before anything changes that it can't."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """A captured graph of an optimizer's step goes on reading where it read before the load."""
 
 from __future__ import annotations

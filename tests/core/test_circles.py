@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Connections of ranks that read for each other: who loses a peer can leave, and joining costs the store little."""
 
 from __future__ import annotations

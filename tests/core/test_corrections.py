@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What plug-ins correct in megatron-core, while any of them is registered."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """A rank that raises, dies or stalls anywhere in a save or load is one named error on all others, in time."""
 
 from __future__ import annotations

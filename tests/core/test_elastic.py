@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """torchrun restarts jobs that lost a rank or a node, or got one more: they go on from the last commit."""
 
 from __future__ import annotations

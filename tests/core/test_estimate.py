@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What `estimate` says of a job is what a save of that job does: the same rows, bytes and keys on every rank."""
 
 from __future__ import annotations

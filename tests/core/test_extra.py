@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What modules of one's own keep beside tensors, and buffers named like it: saved and given back, or refused."""
 
 from __future__ import annotations

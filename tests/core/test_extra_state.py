@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """FP8 state of real Transformer Engine modules: through JSON into fresh ones, which its own functions then accept.
 
 No FP8 kernel runs here: the state is made by Transformer Engine's own functions, then filled with random numbers.

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """A wrong input is the same named error on every rank, and changes nothing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Weights in FP8 without a main weight have no high-precision values to store: refused by name, on every rank."""
 
 from __future__ import annotations

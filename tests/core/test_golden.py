@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """A golden checkpoint fills a live model of another layout, whichever stack wrote it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Real Megatron-FSDP on CPU ranks: saved in one layout, loaded in another, bit for bit; no collectives.
 
 Every parameter kind of a Qwen3.5-shaped model: Gated DeltaNet with biases, attention, routed and shared experts.

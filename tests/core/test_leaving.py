@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Ranks that begin different things fail at once, by name; what all agreed on holds where rank 0 leaves right after."""
 
 from __future__ import annotations

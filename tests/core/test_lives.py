@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """One life of an asynchronous save: it ends, by one name on all ranks, whatever a thread or process meets."""
 
 from __future__ import annotations

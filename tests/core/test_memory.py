@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """A load allocates optimizer state once, and puts that memory in place."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Checkpoints in object stores: the S3 protocol, through fsspec and through Multi-Storage Client, on real ranks."""
 
 from __future__ import annotations

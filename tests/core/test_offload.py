@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """HybridDeviceOptimizer under Megatron-FSDP gives the weights that the same optimizer gives without offload."""
 
 from __future__ import annotations

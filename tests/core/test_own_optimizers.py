@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Optimizers of somebody's own: what cannot come back is refused by the save, what does not fit by the load."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Each number of the optimizer has one owner, in force before the first step; a warning names surprises."""
 
 from __future__ import annotations

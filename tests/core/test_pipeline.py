@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Pipeline stages: layer numbers in keys are global, tied embeddings are one tensor.
 
 Released Megatron-FSDP refuses pipeline sizes above 1, so that this is proven on the stages' modules, without sharding:

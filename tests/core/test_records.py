@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Blocks of which each is several records, of several hashed blocks each, as those of large models are: any layout,
 stock's reader, the estimate."""
 

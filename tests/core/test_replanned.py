@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """A model is planned once for all its saves; anew, where anything has changed that the plan was made from."""
 
 from __future__ import annotations

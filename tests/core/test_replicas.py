@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Tensors of which ranks hold copies: each is written once whoever holds it, or the save is refused on all ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """A whole save makes as many requests a rank to the rendezvous store, however many ranks there are."""
 
 from __future__ import annotations

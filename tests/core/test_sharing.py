@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Ranks that hold copies read for each other: the same state as if each had read for itself, and every byte once."""
 
 from __future__ import annotations

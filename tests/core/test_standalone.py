@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Models that the package `megatron-fsdp` wrapped by its own functions, without Megatron-Core's parallel state."""
 
 from __future__ import annotations

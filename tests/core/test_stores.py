@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Jobs that share a store do not meet each other; a store that cannot keep what meetings promise is refused by name."""
 
 from __future__ import annotations

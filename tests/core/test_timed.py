@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Saves and loads tell what they took: what they return, one line of rank 0's log, and, of a save, the checkpoint."""
 
 from __future__ import annotations

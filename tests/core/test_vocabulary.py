@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Embeddings and output layers are padded to a multiple that depends on the layout: a checkpoint loads in any."""
 
 from __future__ import annotations

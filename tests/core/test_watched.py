@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Models that change otherwise than by training: between saves, and between the call of one and its copy."""
 
 from __future__ import annotations

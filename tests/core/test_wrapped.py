@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Wrappers that torch puts around modules: a checkpoint is the same with and without them, in every layout."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What ranks do with the file on the page about ms-swift.
 
 ms-swift is not installed: one module stands in for it, with the two functions that ms-swift 4.6.0 has there, of the

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The documentation builds, and the commands on its pages work as printed.
 
 Commands of docs/recipes.md, docs/verl.md and docs/conversion.md are run beside the code that they start: tests/recipes,

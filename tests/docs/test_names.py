@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Every file, test, module, command and name that the pages and the package's own text name is there."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The committed pictures are what the script draws, and the tables of figures what the results hold."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The file on the page about ms-swift, executed as a plug-in of ms-swift's with one module standing in for that."""
 
 from __future__ import annotations

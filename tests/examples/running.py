@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """How ranks run a script of examples/, as torchrun would, and the snippets of README.md."""
 
 from __future__ import annotations

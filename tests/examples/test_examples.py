@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The scripts of examples/ and the snippets of README.md, run as they are on CPU ranks.
 
 examples/verl.sh and README's line for VeRL are composed in tests/verl/test_config.py.

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Megatron's and Bridge's ranks, patient with gloo, and what several tests load from."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Small Megatron-Core models of every family; most are built, not run.
 
 A model is a bag of blocks, each with a config of its own, so that one model holds many variants of a family.

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Is what a checkpoint brings what Megatron itself would have brought?  The harness of the tests by model family.
 
 The oracle is Megatron-Core's own distributed checkpointing: every module's `sharded_state_dict` knows how tensor and

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """References and checkpoints that tests share: each is made once, when a test first asks for it."""
 
 from __future__ import annotations

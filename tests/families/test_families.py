@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Every family of fused parameters: saved in one layout, loaded in others, compared with Megatron's own checkpoints."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Layouts and sharding strategies, with one model that has a fused parameter of each kind.
 
 A load that saves again must write what it read, bit for bit: so a layout is tested as the one that is saved in, too.

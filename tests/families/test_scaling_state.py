@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """FP8 scaling state of a whole model under Megatron-FSDP: each module's, and each expert's, in any layout.
 
 No FP8 kernel runs on CPU ranks: Transformer Engine's own functions make the state, and numbers that follow from a

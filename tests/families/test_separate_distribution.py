@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The example of docs/families.md, installed as a distribution of its own: found, used, and missed where it is not."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """A checkpoint as one small file: records of tiny tensors are nearly all frame, and shrink to a twentieth."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Which golden checkpoints there are, and what their ranks do."""
 
 from __future__ import annotations

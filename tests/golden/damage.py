@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What is done to copies of good golden checkpoints, and the error that names it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Makes the golden checkpoints of the versions that are installed:  [STACK=NAME] python -m tests.golden.make
 
 Those of other versions are left as they are: nothing can write them any more.  See README.md.

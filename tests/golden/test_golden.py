@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Every golden checkpoint is read, tensor by tensor, and every damaged one refused by its error."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What CPU ranks cannot show: NCCL, CUDA's kernels, pinned memory, streams, FP8, by the check of docs/gpu.md."""
 
 from __future__ import annotations

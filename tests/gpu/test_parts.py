@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The parts of the check: it sees what differs, and says so on all ranks."""
 
 from __future__ import annotations

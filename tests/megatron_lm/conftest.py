@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Ranks that have imported Transformer Engine and what Megatron-LM's training loop imports."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """All that `megatron.training` imports, but not itself: each case imports that afresh, as a script does."""
 
 from __future__ import annotations

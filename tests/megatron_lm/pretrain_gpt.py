@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """A script in the shape of Megatron-LM's pretrain_gpt.py, which no package ships.  It knows nothing of this package."""
 
 from __future__ import annotations

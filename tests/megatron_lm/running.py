@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """`mbridge_fsdp_ckpt run pretrain_gpt.py ...` on ranks that live on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """`--async-save`: `megatron.training`'s own loop goes on while a checkpoint is written, and hears when it is there."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """`megatron.training`'s own loop saves and resumes in `fsdp_dtensor_safe`; the script knows nothing of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What `megatron.training`'s own loop saved in `torch_dist`, which has no run configuration, goes on under FSDP."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Tiny Hugging Face checkpoints, written offline: a config object, every tensor random.
 
 Every element of a checkpoint is drawn for itself, norms and biases too, so that a row in the wrong place shows.  Layers

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Models that Bridge imports from Hugging Face, with Transformer Engine's own modules, under Megatron-FSDP.
 
 Each function runs on every rank.  What a load must give is not read from the checkpoint's writer: Bridge imports the

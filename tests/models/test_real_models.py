@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Models of many families, imported from Hugging Face by Bridge: saved in one layout, loaded in others, bit for bit.
 
 Qwen3.5-MoE, 4 ranks, TP 2, EP 2  -> save ->  1 rank; TP 4; EP 4; no_shard; ...: each must be Bridge's own import there

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """A tiny configuration of any architecture in `transformers`, by rule: what its class calls a size is made small.
 
 The layers are as many as it takes until each kind of layer that the class's own default has is there.

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The wheel that `pip wheel` builds."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """A fresh environment: a stack as its own packages declare it, then our wheel by pip; and what the extras ask for.
 
 Nothing is overridden here, as it is in the environments of the other tests, so that pip's judgement counts.

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The package as a user installs it: a wheel, into an environment that is there already."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Ranks of every framework whose checkpoints the others read."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The same small model, trained by each framework's own loop: what it says of its progress, and where generators stand.
 
     Megatron-LM    batches of 4, 4 and 8 samples, of which the second is skipped

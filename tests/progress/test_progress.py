@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Who reads whose checkpoint: progress is what the writer's loop says that it was, or the load says what to set.
 
 What a run goes on from are literals, known from its batches, and numbers that stock's own writer left for torch's own

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Data and a tokenizer for fine-tuning, written offline."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Forward passes in torch for Transformer Engine's modules, Mamba's scan and FLA's delta rule: none runs without CUDA.
 
 The modules stay the real ones, with their parameters, names and process groups, so that a checkpoint of them is the

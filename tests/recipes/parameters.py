@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """How many parameters a model has, counted on paper from Bridge's description of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Decoupled gradients, as in issue 4910, train the same weights as others: norms have copies on tensor-parallel ranks.
 
 megatron-core 0.19 does not sum the copies' gradients where they are decoupled.  The copies then drift apart, and no

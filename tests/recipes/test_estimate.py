@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Recipes and Hugging Face configurations estimated: at full size on paper, and in small on real ranks."""
 
 from __future__ import annotations

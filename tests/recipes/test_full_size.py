@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The full-size recipes on paper: the published models, for their number of GPUs, in configurations Bridge accepts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The torch functions in place of CUDA kernels compute what those are documented to compute."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """`python -m recipes`: what it says of a wrong command line, and how it ends."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Overrides by dotted name: what they may set, and what is said of those that are wrong."""
 
 from __future__ import annotations

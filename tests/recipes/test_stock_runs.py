@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Runs that stock saved go on here: with multi-token prediction, whose keys stock 0.19 names otherwise."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The tiny variant of every recipe trains, saves, is killed, resumes in new processes, and repeats the whole run.
 
 `make test` draws one, `make test-all` runs all.

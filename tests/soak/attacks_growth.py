@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Attacks on the reader of stock checkpoints by size: small pickles that grow; and tracker files."""
 
 from __future__ import annotations

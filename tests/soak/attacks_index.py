@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Attacks on index files by someone who can sign: every number of every array another, and arrays that contradict.
 
 Each is done to three files: `own`, what rank 0 of two wrote, which its load in the same layout reads; `group`, the

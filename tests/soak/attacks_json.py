@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Attacks in JSON by someone who can sign: texts that are more than they seem, and typed values that lie."""
 
 from __future__ import annotations

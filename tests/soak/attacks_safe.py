@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Attacks on this format by someone who can sign: names, files, numbers, shapes, dtypes, code."""
 
 from __future__ import annotations

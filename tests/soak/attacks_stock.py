@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Attacks on the reader of stock checkpoints: pickles that run code, and metadata that lies."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Every field of the manifest, and of an index file's header, with a value of every wrong type: found in the models."""
 
 from __future__ import annotations

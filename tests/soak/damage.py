@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Damages to the files of a checkpoint, one at a time, and what a load makes of each.
 
 A damage is a kind, a file and a seed.  What it does to the files' bytes is a pure function of these and of the files

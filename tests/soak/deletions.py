@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Roots of runs side by side, described first and then made; what is doomed in them follows from the description.
 
 Nothing here asks the package what may go, and nothing is looked up on disk: `left` computes it from the case.

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What ranks do in the disk matrix: a save on storage that fails, then one on storage that works again.
 
 Of an asynchronous save it is the writer whose storage fails; that is told of it as it starts (`in_writer`).

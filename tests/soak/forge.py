@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """An attacker who can sign: takes a checkpoint apart, and puts it together with every checksum right.
 
 The checksums are computed here, by the rules of docs/format.md, not by the code under test.

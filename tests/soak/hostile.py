@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Runs attacks on the readers, each in a process of its own, and measures what they achieve.
 
     parent: imports once --fork--> builds the attack, ends

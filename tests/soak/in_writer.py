@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What a test does in a writer: a process that the package starts, and that learns of it by its environment.
 
 `writer/sitecustomize.py`, which Python runs first in every process, calls `begin` there.

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What ranks do in the kill matrix: a save during which one of them is killed, and the resume after it."""
 
 from __future__ import annotations

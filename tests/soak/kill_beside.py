@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Deaths in the middle of an asynchronous save: of the writer, of its trainer, or of both.
 
 A writer is told of its death as it starts (`in_writer`).

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Background saves by the thousand in one job: what a rank and its checkpoint process hold after some and after all."""
 
 from __future__ import annotations

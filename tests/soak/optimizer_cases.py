@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The matrix of optimizers: what each keeps, and what may be otherwise when its checkpoint is loaded.  Pure data."""
 
 from __future__ import annotations

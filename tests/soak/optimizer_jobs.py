@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Jobs of the matrix of optimizers: tiny real models under Megatron-FSDP, each with an optimizer of the list."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What a load must leave, written apart from the package: whole tensors, whatever the layout.
 
 Tensors are assembled from all ranks' shards at the offsets that Megatron-FSDP gathers, and the fused parameter is taken

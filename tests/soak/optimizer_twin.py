@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """A job that is set by hand to what an oracle says, without the package: it must train as one that was loaded."""
 
 from __future__ import annotations

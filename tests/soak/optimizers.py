@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What ranks do in the matrix of optimizers: save in one job, load into another, look at every element, train on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Random plans of random jobs, damaged at random, and by counting elements whether each is still written once."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Writes docs/soak.md from the results of the last full runs:  python -m tests.soak.report"""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """How many cases of a matrix run, and where the result of a full run is kept.
 
 `make test` runs a part of a matrix, drawn anew each time; `make test-all` (MBRIDGE_SOAK=1) runs all and writes

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """A job of plain processes that is hit by signals, stopped for a while, or forks, at each step of a background save.
 
 RANK=... WORLD_SIZE=... MASTER_ADDR=... MASTER_PORT=... python -m tests.soak.signals ROOT ROW...

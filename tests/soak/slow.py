@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What ranks do in the slow matrix: saves and loads during which one call of one rank's storage takes long.
 
 Of an asynchronous save it is a writer's storage, or its trainer's copying.  A writer is told where it finds which

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Whatever happens to a file of a checkpoint, a load says so and changes nothing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Whatever deletes: what no rule names stays byte for byte, what is to go is gone, and nothing else changes."""
 
 from __future__ import annotations

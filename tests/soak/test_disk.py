@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Storage that is full, broken, read-only or slow: one clear error on all ranks, and the last checkpoint intact."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Whatever the JSON or the pickle says, the reader works or raises a named error, and allocates little."""
 
 from __future__ import annotations

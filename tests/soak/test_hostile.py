@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """A checkpoint made to harm: no code runs, no file outside is opened, memory and time are bounded, errors named."""
 
 from __future__ import annotations

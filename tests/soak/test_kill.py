@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """A rank is killed during a save, at a random moment or at a step: what resumes is complete, the older or the newer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """A writer, its trainer or both are killed in an asynchronous save: what resumes is the older or the newer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """A job that saves in the background for days holds as much at its end as after its tenth save."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Every optimizer x what may be otherwise at a load: each element is right, or it was refused and nothing changed.
 
 Memory that nothing has written is NaN, as in all tests that run ranks.

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Plans in which replicas, owners, keys and blocks are lost, doubled or moved: none passes that loses an element."""
 
 from __future__ import annotations

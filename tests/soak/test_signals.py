@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Signals, stops and forks at each step of a background save: what is under way or comes next is whole."""
 
 from __future__ import annotations

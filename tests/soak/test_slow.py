@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Storage that is slow: a call that takes 2.5 times the time limit, anywhere on any rank, fails no save and no load."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What the matrices interfere with is there: a sample seldom comes to the step that a change has renamed."""
 
 from __future__ import annotations

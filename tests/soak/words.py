@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The matrices in words, for docs/soak.md: what is attacked, and why what may be accepted is harmless."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Counting collectives: by name, the outermost only, whoever imported the function under whatever name."""
 
 import contextlib

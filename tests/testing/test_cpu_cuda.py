@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The CPU stands in for CUDA: which tensors count as CUDA tensors, and everything restored afterwards."""
 
 import copy

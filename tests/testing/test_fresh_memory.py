@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Ranks find NaN in memory that nothing has written."""
 
 from __future__ import annotations

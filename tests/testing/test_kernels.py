@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The stand-ins compute what the CUDA kernels compute, and take their place wherever they were imported."""
 
 import importlib

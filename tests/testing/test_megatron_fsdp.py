@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Real Megatron-FSDP and Megatron's offloading optimizer run on CPU ranks."""
 
 import math

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The rank pool: worlds of every size, and an understandable end for cases that fail, hang or die."""
 
 import os

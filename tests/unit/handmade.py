@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """A checkpoint of two ranks made by hand, file by file, without the code that saves."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Index files taken apart and put together by the rules of docs/format.md, without the code under test.
 
 A file is a dict of its header's fields and lists of its arrays' fields; `encode` counts, and computes checksums.

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What `add_files` adds is committed as a part of the checkpoint, or refused by name: nothing is left out silently."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """An action follows a module's import, whoever imports it, and nothing else changes."""
 
 import importlib

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What is read ahead is what the file has, in whatever order and pieces it is asked for."""
 
 from __future__ import annotations

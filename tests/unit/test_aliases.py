@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Which destinations of a load lie on each other."""
 
 from __future__ import annotations

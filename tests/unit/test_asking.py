@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What ranks ask for, combined: exact for every key, in as many meetings as it takes to keep each message small."""
 
 from __future__ import annotations

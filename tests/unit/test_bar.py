@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The progress bar: on a real pseudo-terminal, and nowhere else."""
 
 from __future__ import annotations

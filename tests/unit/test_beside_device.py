@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Which device an asynchronous save uses: this rank's, in whatever thread."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What a trainer stages, its writer reads: the same bytes, of the same save, or an error."""
 
 from __future__ import annotations

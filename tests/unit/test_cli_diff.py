@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """`diff`: what differs is named and counted, however the two are laid out."""
 
 from __future__ import annotations

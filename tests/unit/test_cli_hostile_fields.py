@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Hostile text in one field after another, in every field that has text: whatever a tool says of it, nothing obeys.
 
 The fields are not listed here: all that is text in a manifest, an index file or stock's metadata is replaced in turn.

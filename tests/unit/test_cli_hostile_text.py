@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """A forged checkpoint's text in every field that a tool prints: no terminal or browser obeys it.
 
 The text would set a terminal's title, clear it, fill the clipboard, run backwards, forge a line, and open a link.

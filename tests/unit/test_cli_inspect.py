@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """`inspect`: numbers against what was written, and maps against the boxes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """`prune`: what goes, what stays whatever it is asked, and that it asks."""
 
 from __future__ import annotations

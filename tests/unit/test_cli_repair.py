@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """`repair`: what a death leaves is put right, and nothing that is complete or alive is touched."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """`repair --stock-view`: stock reads what was saved without a view."""
 
 from __future__ import annotations

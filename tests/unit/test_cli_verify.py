@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """`verify`: each damage is found, by name, and nothing else is."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """`verify`: index files that contradict their keys, each other or the manifest."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """`verify` on object stores, on stock checkpoints, in a pipe, and interrupted."""
 
 from __future__ import annotations

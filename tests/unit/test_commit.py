@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """A checkpoint appears complete or not at all, and what dead saves leave is found."""
 
 import contextlib

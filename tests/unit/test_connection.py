@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Requests to the store have a limit, whatever its host does; the name of a job is never an old one."""
 
 from __future__ import annotations

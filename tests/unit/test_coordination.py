@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Meetings over a real store, with threads as ranks: the same answer or the same error everywhere, in time."""
 
 import threading

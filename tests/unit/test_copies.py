@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Which ranks may have written what a rank holds, where more hold copies than it is worth asking."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """A stock checkpoint is data from anywhere: nothing in it runs, leaves the directory, or ends in a nameless error."""
 
 import pickle

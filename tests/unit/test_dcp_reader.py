@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Stock checkpoints, written by torch itself, are read to the bit without unpickling what could run code."""
 
 import copy

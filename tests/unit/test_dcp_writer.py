@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What stock reads: torch's own checkpoint reader finds in the added view what the index holds."""
 
 import json

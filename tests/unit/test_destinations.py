@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """A destination is a view of live memory, or it is refused."""
 
 from __future__ import annotations

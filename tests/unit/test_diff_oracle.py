@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """`diff` beside a slow comparison of its own: pairs of checkpoints that differ in one thing each, or in none."""
 
 from __future__ import annotations

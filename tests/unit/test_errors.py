@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Errors carry their fields, and cross ranks and processes without losing them."""
 
 import json

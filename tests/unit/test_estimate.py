@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The arithmetic of an estimate, and its command's answers to what cannot work."""
 
 from __future__ import annotations

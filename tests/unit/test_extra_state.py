@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """FP8 state as data: what is collected, how experts are cut, and what a load refuses before it changes anything."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What the built-in families claim, with plain objects in the place of modules."""
 
 from dataclasses import replace

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Boxes, flat ranges and their splitting: literal tables, and properties against NumPy indexing."""
 
 import math

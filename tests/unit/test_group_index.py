@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Index files of several ranks, as one: against a merge by the rules of docs/format.md; and groups' as a whole."""
 
 from __future__ import annotations

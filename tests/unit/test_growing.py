@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """A file that grows has the bytes that were written, whatever their lengths, and every refusal is heard."""
 
 from __future__ import annotations

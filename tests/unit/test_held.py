@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """A checkpoint that is overwritten while it is read: what was opened is read on, or an error says that it is gone."""
 
 from __future__ import annotations

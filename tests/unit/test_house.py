@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Rules of the house that import-linter cannot hold: sizes, and names that have one place."""
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import mbridge_fsdp_ckpt
+from tools import headers
 
 PACKAGE = Path(mbridge_fsdp_ckpt.__file__).parent
 REPOSITORY = Path(__file__).parents[2]
@@ -103,3 +105,11 @@ def test_private_words_are_gone_from_code_and_pages() -> None:
         for match in GONE.finditer(file.read_text())
     }
     assert found == set()
+
+
+def test_every_source_file_names_its_licence(tmp_path: Path) -> None:
+    assert list(headers.without()) == [], "run: python -m tools.headers"
+    script = tmp_path / "script.sh"
+    script.write_text("#!/bin/sh\ntrue\n")
+    headers.add(script)
+    assert script.read_text() == f"#!/bin/sh\n{headers.HEADER}true\n"

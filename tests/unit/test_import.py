@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Importing the package, or asking the command for help, is quick and pulls in neither torch nor a framework."""
 
 import json

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Index files against an independent reading of their bytes: what is written, and each rule that refuses another.
 
 handmade / index_bytes  ->  IndexFile     what another writer makes is read, and what breaks a rule is named

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """docs/schema has the schemas of the code, and both accept and refuse alike."""
 
 import copy

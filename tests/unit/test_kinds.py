@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What a directory holds is told by its content, and every tool says it; nothing that nobody checked is called good."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Leases are as old as the storage says, whatever the clocks of hosts say."""
 
 from __future__ import annotations

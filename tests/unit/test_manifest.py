@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The head of a checkpoint: what is written is read back, and each rule refuses what breaks it."""
 
 import json

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Which saved slots fit the slots that a live optimizer keeps: a table, without a checkpoint on disk."""
 
 from __future__ import annotations

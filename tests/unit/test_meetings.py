@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The requests of meetings, made to a real store: how many there are, and what the others hear when a rank stops."""
 
 from __future__ import annotations

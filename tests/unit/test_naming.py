@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Names on disk: literal tables, with plain objects in the place of modules."""
 
 from types import SimpleNamespace

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Tensors' bytes on the host: whatever their sizes, each one's own, in order, and few fetches of a device."""
 
 from collections.abc import Iterator

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Tables of options: whose they are, what is refused and what is said.
 
 Fields of Bridge and VeRL are read from their files: a stack that cannot install them has these, too.  That reading them

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What one rank's step came to: its value, or its error named as all ranks will raise it."""
 
 import logging

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What a framework refuses says the name of the format that the user gave."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What modules keep beside tensors: which of them, under which keys, and what a load refuses to give them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Two runs side by side whose names match each other as patterns: what is listed and deleted goes by exact name."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The payload file: raw elements at the recorded place, in records that torch itself reads."""
 
 import errno

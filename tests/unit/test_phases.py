@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The clock of a save or load, and the line that a log has of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The plan of one parameter: literal tables of pieces, layout by layout."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Any layout writes every element once, and any other layout finds its own shards in what was written.
 
 The oracle builds complete components with NumPy and forms each rank's fused parameter by stacking tensor-parallel

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What a checkpoint says, on a terminal: shown, never obeyed."""
 
 from __future__ import annotations

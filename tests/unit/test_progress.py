@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """How far a run was is read from what its loop saved, and never guessed."""
 
 from __future__ import annotations

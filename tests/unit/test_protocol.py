@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Every interleaving of small meetings: what ranks do is explored step by step, with deaths, failures and slow ranks.
 
 The model knows the requests and nothing of how `protocol` uses them: a store, whose requests are atomic; ranks, which

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Ranges of files: every block that is read is a heartbeat, however large the range."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Reading a checkpoint made by hand, whole and damaged: what is wrong is named before payload is read."""
 
 import json

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """How blocks are cut into records: literal tables, and properties against NumPy indexing."""
 
 import math

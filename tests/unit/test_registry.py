@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The registry refuses what contradicts itself, and names who did it."""
 
 from collections.abc import Iterator

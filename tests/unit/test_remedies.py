@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What errors tell users to do exists at the door by which they came in: every name of every remedy is looked up."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Deleting in the background: no save waits for it, nothing fails by it, and what stays is found later."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Copies that are alike leave nothing; copies that are not are named, with the ranks that hold them."""
 
 from __future__ import annotations

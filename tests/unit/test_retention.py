@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Old checkpoints: the newest stay, and none goes while somebody reads it."""
 
 from __future__ import annotations

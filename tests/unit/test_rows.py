@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Rows that ranks name: never more than the bound, and of each key all or none, however the ranks are grouped."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What rank 0 lets through to a commit: every tensor once, every file complete, or nothing at all."""
 
 import re

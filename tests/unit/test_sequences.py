@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Rank 0 numbers what ranks begin; a rank that missed a call, or made one too many, is named and meets again."""
 
 from __future__ import annotations

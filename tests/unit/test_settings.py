@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Choices that a user may make, and those that are refused by name."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What processes of one host share in memory: real processes, real locks, real deaths."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Ranks that hold the same write equal parts of it, and every element once."""
 
 from __future__ import annotations

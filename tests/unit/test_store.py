@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """File systems and object stores answer alike through one protocol, and differ where they must."""
 
 from __future__ import annotations

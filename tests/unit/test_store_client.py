@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What a client of a store raises is one of our errors, on every way to the store, and one line for the user."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Large records: checksums of their parts, what a load of some rows reads, and that no byte of it may change."""
 
 import io

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """A save destroys checkpoints and nothing else: what may be replaced, on a file system and in an object store."""
 
 from __future__ import annotations

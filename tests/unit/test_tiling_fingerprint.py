@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The fingerprint is zero over complete tilings, and over nothing else that ranks could come up with."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """`timeline`: who was slow, by hand-made times; the picture and the page of few ranks and of many."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Which checkpoint a root's trackers mean: all tools and conversions agree."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Values as typed JSON: what goes in comes out to the bit, and nothing else gets in."""
 
 import json

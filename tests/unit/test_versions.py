@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Whatever is touched of other packages is looked up first; an error says what is not there, and who needs it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What torch counts of changes to a tensor, and what it does not."""
 
 from __future__ import annotations

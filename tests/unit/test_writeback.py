@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """A file comes to disk while it grows, and whoever writes it says so: no long silence, whatever its size."""
 
 from __future__ import annotations

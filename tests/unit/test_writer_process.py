@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The trainer's side of its writer: whoever has something to say to it does not wait until it listens."""
 
 from __future__ import annotations

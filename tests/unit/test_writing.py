@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The checkpoint process, told what to do by a training process that loses no time."""
 
 from __future__ import annotations

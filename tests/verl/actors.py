@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """A rank of a training job as a Ray actor, on the CPU."""
 
 from __future__ import annotations

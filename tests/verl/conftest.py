@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Ranks that have imported VeRL's Megatron engine, and the model that they train."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Programs in processes that have imported what VeRL imports, but neither VeRL nor this package.
 
 `import verl` takes ten seconds of a core, of which its own modules are one.  The rest is imported here once, and a

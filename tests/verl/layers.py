@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Layers for Bridge's models that compute on CPU ranks, with the parameter names of Transformer Engine's layers.
 
 Bridge finds a Hugging Face weight's place by those names, and its slicing by the class names below.

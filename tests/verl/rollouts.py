@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """VeRL's own worker of an actor and its rollout, and a rollout engine in the place of vLLM, which needs a GPU."""
 
 from __future__ import annotations

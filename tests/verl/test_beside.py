@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """`checkpoint.async_save=True`: VeRL goes on while a checkpoint is written, and its bookkeeping follows the commit."""
 
 from __future__ import annotations

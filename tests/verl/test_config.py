@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The overrides, composed by Hydra from the configuration that VeRL ships, reach the plug-in as the user wrote them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """VeRL's own engine and checkpoint manager save and resume in `fsdp_dtensor_safe`, in the setting that hangs (4910)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """How VeRL gets the plug-in, when it acts, and what a user can get wrong."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The same through Ray: actors save, are killed, and others repeat the uninterrupted run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """VeRL's rollout finds the memory free that asynchronous saves have copied into."""
 
 from __future__ import annotations

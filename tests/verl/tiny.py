@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """VeRL's own Megatron engine on CPU ranks, over a tiny model of Qwen3.5's structure that Bridge imports.
 
 The engine, its optimizer, schedule and checkpoint manager are VeRL's; layers that exist for CUDA alone are in `layers`.

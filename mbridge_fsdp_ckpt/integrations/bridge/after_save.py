@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What Bridge does around a save besides tensors and files: its dataloader, loggers, callbacks, old checkpoints."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Where Bridge's conversion passes its checkpointing by.
 
 `plugin.register` puts these in place:

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What one release of Bridge has and another has not: each caller gets what it would do without."""
 
 from __future__ import annotations

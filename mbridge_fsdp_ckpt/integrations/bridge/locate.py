@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Which iteration directory a run resumes from.  Bridge says where checkpoints may lie, trackers which one is meant."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Bridge's checkpoints in this format: what is saved beside model and optimizer, and where it comes back.
 
 Bridge's own helpers make the state (RNG, scheduler, run config); the trackers are replaced last, in one step

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What becomes of each field of Bridge's `CheckpointConfig`, and of settings elsewhere that concern checkpoints."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """A model without data-parallel sharding, in the shape in which `live.readers.megatron_fsdp` reads Megatron-FSDP.
 
 Conversion, and Bridge's `load_megatron_model`, fill or read models that nothing wraps: each rank holds its tensor- and

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """`register()`: Megatron-Bridge learns the format name `fsdp_dtensor_safe`.
 
 The training loop's checkpoints go through Bridge's own plug-in point, `checkpoint.custom_manager_class`.  Where that

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What a load puts back besides tensors: progress, scheduler, loss scale, RNG states.  All is checked before any is."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Bridge's `run_config.yaml`, read as text: what it says of a checkpoint without trusting it."""
 
 from __future__ import annotations

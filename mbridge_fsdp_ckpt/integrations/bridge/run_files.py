@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The files that Bridge expects beside the tensors, and its trackers, which name the last checkpoint."""
 
 from __future__ import annotations

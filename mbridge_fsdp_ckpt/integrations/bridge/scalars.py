@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What a save or load took, as scalars in the loggers of a Bridge run: TensorBoard, W&B, MLflow, Comet.
 
 Bridge gives the last rank its loggers, and the others none.  A logger is no reason to end a run: where one fails, that

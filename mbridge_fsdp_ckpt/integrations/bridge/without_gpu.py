@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Building a Megatron model on a machine without a GPU, to convert weights: nothing runs forward.
 
 Megatron-Core and Transformer Engine create some tensors on "cuda" by name even with `use_cpu_initialization`, refuse

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Do something to a module right after it was imported, without importing it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What a framework refuses while it takes this format for stock's."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The save that goes on beside a host's training, and what is still to follow it.
 
 What a host tells others of a checkpoint (loggers, callbacks) and what it does with old ones is the business of the

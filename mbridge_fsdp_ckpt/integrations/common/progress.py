@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """How far a run was when it was saved, as Bridge and Megatron-LM say it: read, never computed.
 
     Bridge         train_state: step, samples, operations; of stock in a file beside the tensors

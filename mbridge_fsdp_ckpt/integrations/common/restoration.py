@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What a load brings besides tensors: each function checks it first, and returns what puts it in place."""
 
 from __future__ import annotations

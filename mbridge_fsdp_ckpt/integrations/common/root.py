@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The root of a run's checkpoints: the iteration directory that is meant, and that is there, for all ranks alike."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Fields of `megatron.training`'s checkpoint configuration, which Bridge inherits, without effect here; and why."""
 
 from __future__ import annotations

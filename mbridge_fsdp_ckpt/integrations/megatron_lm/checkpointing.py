@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Megatron-LM's `save_checkpoint` and `load_checkpoint` in this format; the same arguments.
 
 Megatron-LM's own helpers make the random-number states and tell its loggers; the tracker is replaced last.

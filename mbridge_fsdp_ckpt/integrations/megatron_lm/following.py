@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What follows a save: the tracker, on rank 0 with the commit; then, where the training loop is, what others are told.
 
 An asynchronous save (`--async-save`) ends while Megatron-LM trains.  Its loop asks before every iteration and at

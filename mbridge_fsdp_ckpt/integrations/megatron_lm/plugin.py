@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """`register()`: `megatron.training` learns `--ckpt-format fsdp_dtensor_safe`.
 
 Megatron-LM has no plug-in point for checkpoints.  These are replaced, here and nowhere else, each as soon as its

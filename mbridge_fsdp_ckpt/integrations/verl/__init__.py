@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """VeRL learns the format name `fsdp_dtensor_safe`; see docs/verl.md.
 
 VeRL imports this module on the driver and in every Ray worker, through the entry point in `verl.plugins` or by

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """VeRL's asynchronous saves (`checkpoint.async_save`): VeRL's own bookkeeping follows the commit.
 
 VeRL writes its manifest, uploads, sets the tracker and removes old checkpoints in one function.  It hands that over

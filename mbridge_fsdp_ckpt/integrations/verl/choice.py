@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Whether a checkpoint configuration of VeRL asks for this format, and with which settings."""
 
 from __future__ import annotations

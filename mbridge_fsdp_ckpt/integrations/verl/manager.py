@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What VeRL's checkpoint manager saves and loads, by its `save_contents` and `load_contents`.
 
     model       main weights and buffers

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What becomes of each field of VeRL's `McoreCheckpointConfig`, and of what a user of this package adds to it."""
 
 from __future__ import annotations

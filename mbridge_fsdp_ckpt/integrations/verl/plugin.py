@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """VeRL's checkpoints go through this package where its configuration asks for `fsdp_dtensor_safe`.
 
 These are replaced, here and nowhere else, once VeRL has imported the module; they act for our format name alone:

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What a load puts back besides tensors: schedule, loss scale, random-number states.  All is checked before any is."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """FP8 scaling state in a checkpoint: who writes which module's, and whose a rank restores."""
 
 from __future__ import annotations

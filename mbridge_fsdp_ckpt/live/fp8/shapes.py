@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The tensors of FP8 state with delayed scaling, as `state` describes them: their names, and how their shapes agree."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """FP8 state of Transformer Engine's modules, as tensors and plain values instead of the pickled `_extra_state`.
 
 Only delayed scaling has state.  It is read from and written to `fp8_meta` directly: Transformer Engine's own

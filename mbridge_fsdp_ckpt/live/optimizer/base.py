@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What save and load need of an optimizer, whatever its class.
 
 A *slot* is one entry of an optimizer's per-parameter state: `exp_avg`, `step`, or whatever an optimizer keeps.

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Transformer Engine's FusedAdam: the step counter lives in the group, states may be of lower precision.
 
 Its state is a DTensor for DTensor parameters since Transformer Engine's pull request 2795 and a plain local tensor

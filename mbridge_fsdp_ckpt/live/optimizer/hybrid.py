@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Megatron's HybridDeviceOptimizer: part of the parameters is updated on the host.
 
 It holds torch optimizers over *inner* parameters (host copies, fp32 copies, or views), whose state is the state.

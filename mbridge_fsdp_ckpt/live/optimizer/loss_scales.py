@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Loss scales of Megatron's fp16 optimizers: state of an optimizer that belongs to no parameter."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Any `torch.optim.Optimizer` that keeps its state in `state[parameter]`: Adam, AdamW, SGD, Lion, ..."""
 
 from __future__ import annotations

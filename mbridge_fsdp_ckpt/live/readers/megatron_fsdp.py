@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Megatron-FSDP parameter -> `ParameterLayout`: where this rank's shard lies in the global tensor.
 
 Nothing is asked of other ranks.  Megatron-FSDP leaves on each optimizer-named parameter what the arithmetic needs

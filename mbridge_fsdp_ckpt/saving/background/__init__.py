@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """An asynchronous save: the training process copies its state into shared memory, a checkpoint process writes it.
 
     training process    observe | plan and copy, during the next forward and backward pass | the optimizer's step waits

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What a training process stages, as its checkpoint process reads it: see `Elements`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Asynchronous saves, as the training process begins, awaits and ends them: one at a time, in order."""
 
 from __future__ import annotations

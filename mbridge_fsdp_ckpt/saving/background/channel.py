@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Messages between a training process and its checkpoint process: lines of JSON, descriptors of shared memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The checkpoint process: saves what its training process stages, one save after the other, until that has ended."""
 
 from __future__ import annotations

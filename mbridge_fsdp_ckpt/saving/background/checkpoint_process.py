@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The training process's side of its checkpoint process: starts it, talks to it, and notices its end or silence."""
 
 from __future__ import annotations

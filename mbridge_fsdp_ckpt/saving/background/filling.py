@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Copying live tensors into staging memory, while training goes on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """One asynchronous save, as the training process sees it: copying -> writing -> ended."""
 
 from __future__ import annotations

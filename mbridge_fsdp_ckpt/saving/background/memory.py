@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Memory shared with the checkpoint process: a ring of portions, each stamped with the save that it belongs to.
 
 What a rank writes is one stream of bytes, chunk after chunk.  Portion n of it lies in slot n modulo the slots: with a

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What a training process tells its checkpoint process of a save, as JSON-able data."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The command's frame: options, exit codes and printing that all its subcommands share.
 
 Exit codes: 0 done; 1 a named error of this package, printed to standard error, or damage or differences that were

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """`convert`: its frame, and `import` and `export`, from and to Hugging Face.
 
 These two take the arguments of Megatron-Bridge's `convert_checkpoints_fsdp.py`.  They do without a GPU where there is

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """`convert`, on disk: `reshard`, `to-stock`, `from-stock`, `from-torch-dist`."""
 
 from __future__ import annotations

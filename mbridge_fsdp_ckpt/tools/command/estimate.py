@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """`estimate`: what a save of a job would write, before there is a job."""
 
 from __future__ import annotations

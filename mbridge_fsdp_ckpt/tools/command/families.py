@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """`families`: the families installed here, and what they split in a checkpoint."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """`inspect`: what a checkpoint holds, who wrote it, and how its shards lie."""
 
 from __future__ import annotations

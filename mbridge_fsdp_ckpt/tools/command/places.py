@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The directories and files that a user names on the command line."""
 
 from __future__ import annotations

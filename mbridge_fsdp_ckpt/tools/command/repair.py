@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """`repair`: tidies up after saves that died, and makes DCP metadata where it is missing."""
 
 from __future__ import annotations

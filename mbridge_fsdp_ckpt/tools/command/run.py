@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """`run`: an unmodified script, with the format registered.
 
 The script runs in this process as `python SCRIPT ARGS` would run it: `sys.argv`, `sys.path[0]`, `__main__`, exit code

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """`timeline`: who took how long in the save of a checkpoint."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Both sides of a conversion by Bridge: every tensor of the Hugging Face model and of Megatron's has a counterpart.
 
 Bridge gives random numbers to what the files lack, drops what it has no place for, and lets a narrower type overflow,

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What a checkpoint says besides tensors, as a rewritten one repeats it."""
 
 from __future__ import annotations

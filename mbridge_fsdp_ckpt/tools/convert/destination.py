@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Where a converted checkpoint goes: an iteration directory that does not exist yet, and the tracker beside it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What a stock `fsdp_dtensor` checkpoint says besides tensors, in this format's terms.
 
 Nothing but data comes out of its pickles: torch's `weights_only` loader reads them, and what the format cannot hold is

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Hugging Face -> checkpoint -> Hugging Face, by Megatron-Bridge's own mappings.
 
 The model is built plain: each rank holds its tensor- and expert-parallel part whole, on the GPU, or in host memory

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What conversions on disk have in common: both ends opened, a commit, a report."""
 
 from __future__ import annotations

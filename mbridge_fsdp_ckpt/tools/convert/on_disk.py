@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Conversions from directory to directory, without a GPU or a job: stock's formats, and other numbers of files."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Files beside tensors that a rewritten checkpoint keeps: run configuration, train state, tokenizer and the like."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Writing a checkpoint of this format from another one, in one process and in bounded memory.
 
     source  chunk by chunk, each verified as it is read      one key after another, rows in order

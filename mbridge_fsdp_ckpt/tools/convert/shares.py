@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Which writer of a rewritten checkpoint gets which blocks.  Pure.
 
 An even split along dimension 0, of a tensor (5, 3) over 3 writers whose first is writer 2:

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Writing what stock Bridge reads, and nothing of this format: payload as it is, `.metadata`, the values, run files.
 
 Memory: one block of a file, and what `.metadata` says of all chunks, which is global by nature.

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What a user chooses of a job, and what its configuration says where they do not."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What counts besides payload, and seconds: estimates, each in one place."""
 
 from __future__ import annotations

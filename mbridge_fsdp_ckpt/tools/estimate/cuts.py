@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What data-parallel ranks have of a parameter: planned by `plan.slices`, once for parameters cut alike."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The job that is estimated, from a Hugging Face configuration or Bridge's: no network, no weights."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """A load in another layout: what the planned ranks of one job would read of the records that another job wrote.
 
 A load verifies, and so reads, every hashed block of a record that it uses a part of (`plan.records`).  A block that is

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """An estimate: all ranks counted, some of them planned as a save plans them, and both compared."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """All ranks that hold something of one kind, in circles that hold the very same; and which of a circle writes what.
 
 The arithmetic is that of `plan.shares`, for all circles at once.

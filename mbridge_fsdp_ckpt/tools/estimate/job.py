@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """All ranks of a job, counted from the parameters of one rank a pipeline stage.
 
 Ranks of a stage have the same parameters, cut at other places.  Where they are cut, and who of those that hold the

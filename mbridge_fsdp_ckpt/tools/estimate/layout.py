@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """How a job is laid out, and which rank sits where: integers alone.
 
 Ranks are numbered as Megatron does, tensor-parallel ones first.  Megatron-FSDP sees two meshes of a pipeline stage's

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """A model that nothing wraps and that has no memory, as Megatron-FSDP's reader would find it on one rank."""
 
 from __future__ import annotations

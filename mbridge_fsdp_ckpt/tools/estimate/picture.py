@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """An estimate as a picture: the bytes of each rank above, and who writes which part of the model below."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Seconds of a save and of loads, predicted from what ranks write and read and from what the machines can do."""
 
 from __future__ import annotations

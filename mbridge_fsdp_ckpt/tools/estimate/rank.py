@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """One rank, planned by the very functions that a save calls."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """How many bytes a block takes in a payload file: its elements, and what is written around those of each record."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Where Megatron-FSDP would cut a model's parameters, by its own arithmetic: the one file here that knows its inside.
 
 It packs parameters into buckets and cuts each over the data-parallel ranks (megatron_fsdp 0.5,

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What an optimizer keeps of each parameter, asked of the optimizer itself over a parameter of two elements."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """One process that passes for any rank of any job: torch's process group that sends nothing, and Megatron's groups."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The shard map: which rank holds which block of which key, bounded however large the checkpoint is.
 
 One bar a key.  Dimension 0 runs along it from left to right, dimension 1 from top to bottom; further dimensions are

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The shard map as one HTML file: SVG with tooltips, and tables; it links to nothing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The shard map as a picture: the bytes of each rank above, which give the colours their names; the bars below."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What the picture, the page and the table of a timeline say alike."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The timeline of a save: a lane a rank, its phases in it, and which of them took far longer than the other ranks'.
 
 Hosts' clocks may differ.  All ranks leave the first meeting at the same moment, but for milliseconds: lanes are placed

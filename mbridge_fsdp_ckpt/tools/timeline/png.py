@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The timeline as a picture: a lane a rank, time from left to right, stragglers in red."""
 
 from __future__ import annotations

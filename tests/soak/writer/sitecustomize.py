@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Python runs this first in every process that has this folder in PYTHONPATH: a writer does what a test told it."""
 
 import os

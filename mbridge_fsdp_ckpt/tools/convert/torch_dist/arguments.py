@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The model of a checkpoint that Megatron-LM saved, from its arguments: data, of which nothing is called."""
 
 from __future__ import annotations

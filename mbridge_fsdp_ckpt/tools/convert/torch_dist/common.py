@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Non-tensor state of Megatron's `torch_dist` checkpoints, read as data: no pickle of it runs code."""
 
 from __future__ import annotations

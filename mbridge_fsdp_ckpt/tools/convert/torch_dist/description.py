@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Megatron's `torch_dist` checkpoints in this format's terms: weights, and optimizer state where it goes by parameter.
 
 The model is built from the checkpoint's run configuration, or from Megatron-LM's arguments, in one process, unsharded

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Where Megatron's `torch_dist` keeps what this format calls by its own keys.
 
 Both cut a parameter into parts, by rules of their own.  Of a model that is not sharded, Megatron-Core describes the

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Reading tensors of a `torch_dist` checkpoint under this format's keys.
 
 The directory is one of torch's Distributed Checkpoint, as stock `fsdp_dtensor`'s is: metadata goes through the

@@ -1,3 +1,4 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The model of a `torch_dist` checkpoint, unsharded, and of tensors without memory.
 
 It is built from Bridge's run configuration, or from Megatron-LM's arguments where there is none.

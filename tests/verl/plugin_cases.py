@@ -72,7 +72,7 @@ def error_without_the_save(setup: Setup) -> tuple[str, str]:
     """What building an engine raises where VeRL's manager has no save that could be replaced."""
     versions.forget()
     with gone(
-        "integrations.verl.utils.checkpoint.megatron_checkpoint_manager:MegatronCheckpointManager._save_megatron_fsdp_checkpoint"
+        "verl.utils.checkpoint.megatron_checkpoint_manager:MegatronCheckpointManager._save_megatron_fsdp_checkpoint"
     ):
         return _error_of_building(setup, {})
 

@@ -149,7 +149,7 @@ def replaced_and_put_back() -> dict[str, bool]:
     ours = Worker.update_weights
     uninstall()
     stock = Worker.update_weights
-    with gone("integrations.verl.workers.engine_workers:ActorRolloutRefWorker.update_weights"):
+    with gone("verl.workers.engine_workers:ActorRolloutRefWorker.update_weights"):
         install()
         left_out = not hasattr(Worker, "update_weights")
         uninstall()

@@ -65,10 +65,13 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
     }
     before = dict(os.environ)
     os.environ.update(found)
+    file_systems: Any = importlib.import_module("s3fs").S3FileSystem
+    file_systems.clear_instance_cache()  # of an earlier server
     try:
-        UPath(f"s3://{BUCKET}").mkdir()
+        UPath(f"s3://{BUCKET}").mkdir(exist_ok=True)  # moto keeps what an earlier one had
         yield found
     finally:
+        file_systems.clear_instance_cache()
         os.environ.clear()
         os.environ.update(before)
         server.stop()

@@ -197,12 +197,13 @@ def _name_what_is_left_out(a: CheckpointSource, b: CheckpointSource, found: Diff
 def _files(source: CheckpointSource) -> dict[str, str]:
     """Files of the run beside the tensors, each with its checksum; of stock's train state the content is compared."""
     directory = source.head.directory
+
+    def counts(name: str) -> bool:
+        return not is_part(name) and name not in (TRAIN_STATE, TORCH_DIST_COMMON)
+
     if source.head.files or (directory / MANIFEST_NAME).exists():
-        found = {entry.name: entry.checksum for entry in source.head.files}
-    else:
-        plain = [path for path in entries(directory) if is_plain_file(path)]
-        found = {path.name: file_checksum(path) for path in plain if not is_part(path.name)}
-    return {name: found[name] for name in found if not is_part(name) and name not in (TRAIN_STATE, TORCH_DIST_COMMON)}
+        return {entry.name: entry.checksum for entry in source.head.files if counts(entry.name)}
+    return {path.name: file_checksum(path) for path in entries(directory) if counts(path.name) and is_plain_file(path)}
 
 
 def _by_parameter(source: CheckpointSource) -> dict[str, Any]:

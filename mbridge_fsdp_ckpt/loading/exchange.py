@@ -177,7 +177,7 @@ class _Circle:
 
     def pass_on(self, planned: list[list[list[Slice]]], read: Read, put: Put) -> None:
         """Round after round; while one is on its way, this rank reads what it passes on in the next."""
-        widths = [_HEADER + max(sum(slice.room for slice in slot) for slot in slots) for slots in planned]
+        widths = [_HEADER + max(sum(item.room for item in slot) for slot in slots) for slots in planned]
         sent = [torch.empty(max(widths), dtype=torch.uint8) for _ in range(2)]
         got = torch.empty(len(self.ranks), max(widths), dtype=torch.uint8)
         elements = _Elements(read)
@@ -199,8 +199,8 @@ class _Circle:
     def _pack(self, slot: list[Slice], own: torch.Tensor, elements: _Elements) -> None:
         try:
             with self._coordination.at_work():
-                for slice, target in _places(slot, own):
-                    target.copy_(elements.of(slice))
+                for item, target in _places(slot, own):
+                    target.copy_(elements.of(item))
                 self._coordination.heartbeat()
         except BaseException:
             self._settle()
@@ -216,8 +216,8 @@ class _Circle:
                     found=f"others, of {slot[0].chunk.key if slot else 'nothing'}",
                     remedy="They changed on their way through gloo, or in a host's memory: look at its logs.",
                 )
-            for slice, source in _places(slot, block):
-                put(slice.chunk.key, slice.box, source)
+            for item, source in _places(slot, block):
+                put(item.chunk.key, item.box, source)
 
     def _begin(self, own: torch.Tensor, everybodys: list[torch.Tensor]) -> None:
         # the last limit of all: a peer may be inside the storage for long, and gives heartbeats there
@@ -268,20 +268,20 @@ class _Elements:
         self._read = read
         self._last: tuple[StoredChunk, torch.Tensor] | None = None
 
-    def of(self, slice: Slice) -> torch.Tensor:
-        if self._last is None or self._last[0] is not slice.chunk:
-            self._last = slice.chunk, self._read(slice.chunk)
-        return self._last[1][slice.box.slices_in(slice.chunk.box)]
+    def of(self, item: Slice) -> torch.Tensor:
+        if self._last is None or self._last[0] is not item.chunk:
+            self._last = item.chunk, self._read(item.chunk)
+        return self._last[1][item.box.slices_in(item.chunk.box)]
 
 
 def _places(slot: list[Slice], memory: torch.Tensor) -> Iterator[tuple[Slice, torch.Tensor]]:
     at = _HEADER
-    for slice in slot:
-        yield slice, memory[at : at + slice.length].view(slice.dtype).view(slice.box.size)
-        at += slice.room
+    for item in slot:
+        yield item, memory[at : at + item.length].view(item.dtype).view(item.box.size)
+        at += item.room
 
 
 def _hash(slot: list[Slice], memory: torch.Tensor) -> int:
     """Of what the slot holds, as an int64."""
-    held = memory[_HEADER : _HEADER + sum(slice.room for slice in slot)]
+    held = memory[_HEADER : _HEADER + sum(item.room for item in slot)]
     return digest(held.numpy()) >> 1

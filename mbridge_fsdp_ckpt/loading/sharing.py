@@ -181,11 +181,11 @@ def rounds(shares: Collection[Iterable[Slice]], limit: int) -> list[list[list[Sl
 def _slots(share: Iterable[Slice], limit: int) -> Iterator[list[Slice]]:
     slot: list[Slice] = []
     used = 0
-    for slice in share:
-        if slot and used + slice.room > limit:
+    for item in share:
+        if slot and used + item.room > limit:
             yield slot
             slot, used = [], 0
-        slot.append(slice)
-        used += slice.room
+        slot.append(item)
+        used += item.room
     if slot:
         yield slot

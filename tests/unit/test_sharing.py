@@ -55,7 +55,7 @@ def checkpoint(shape: tuple[int, ...], chunk: Box, *needed: Box) -> tuple[Any, S
 
 def test_slices_are_whole_rows_of_what_is_needed() -> None:
     opened, chunk = checkpoint((8, 4), Box((2, 0), (6, 4)), Box((0, 0), (7, 3)))
-    found = [slice.box for slice in slices(opened, [chunk], 4 * 7)]
+    found = [item.box for item in slices(opened, [chunk], 4 * 7)]
     assert found == [Box((2, 0), (2, 3)), Box((4, 0), (2, 3)), Box((6, 0), (1, 3))]
 
 
@@ -65,15 +65,15 @@ def test_slices_tile_what_is_needed_and_none_is_larger_than_allowed(box: Box, li
     shape = tuple(offset + size + 1 for offset, size in zip(box.offset, box.size, strict=True))
     opened, chunk = checkpoint(shape, whole(shape), box)
     found = list(slices(opened, [chunk], limit))
-    assert tiling_defect(box, (slice.box for slice in found)) == ""
-    assert max(slice.length for slice in found) <= limit
+    assert tiling_defect(box, (item.box for item in found)) == ""
+    assert max(item.length for item in found) <= limit
 
 
 def test_rounds_keep_the_order_and_the_limit() -> None:
-    def slice(elements: int) -> Slice:
+    def item(elements: int) -> Slice:
         return Slice(StoredChunk("k", Box((0,), (99,)), as_path("/c/a")), Box((0,), (elements,)), torch.uint8)
 
-    a, b, c, d = map(slice, (16, 17, 5, 64))
+    a, b, c, d = map(item, (16, 17, 5, 64))
     assert [p.room for p in (a, b, c, d)] == [16, 32, 16, 64]
     assert rounds([[a, b, c], [d], []], 64) == [[[a, b, c], [d], []]]
     assert rounds([[a, b, c], [d, a], []], 48) == [[[a, b], [d], []], [[c], [a], []]]

@@ -26,7 +26,7 @@ class TorchCheckpointing:
     """Its manager on this rank.
 
     Args:
-        background: Whether a process asynchronously writes.
+        background: Whether a process of its own writes.
         reshards: Whether it says where its DTensors lie, so that they can be loaded in another layout.
     """
 

@@ -16,7 +16,7 @@ from testing.process import WorkerProcess
 GRACE_S = 5.0
 """How long the other ranks may go on after the first one failed."""
 
-_CLEAN_UP_S = 20.0  # a writer asynchronously has ten seconds to end
+_CLEAN_UP_S = 20.0  # a checkpoint process has ten seconds to end
 
 _POLL_S = 0.1
 

@@ -1,5 +1,5 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""The end of writing a checkpoint: its head, DCP metadata of it, and the step that puts it in its place."""
+"""The end of writing a checkpoint: its head, its DCP metadata, and the step that puts it in its place."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def finish(
     Args:
         commit: Where payload and index lie.
         manifest: From `head`.
-        view_of: The values that DCP metadata is to have; None writes no view.
+        view_of: The values that DCP metadata is to have; None writes none.
         add_files: See `Content`.
         progress: See `Content`.
         last_call: See `Content`.

@@ -176,7 +176,7 @@ class Coordination:
             own.close()
 
     def fence(self) -> None:
-        """Before a coordinator does what cannot be undone: from here on the others wait for it.
+        """Before the coordinator does what cannot be undone: from here on the others wait for it.
 
         Raises:
             CheckpointError: What the others raised, if they gave up meanwhile.
@@ -211,7 +211,7 @@ class Coordination:
                     write(item)         # may block for up to the storage limit
                     coordination.heartbeat()    # a step is done: that limit, too, begins anew
 
-        A coordinator is inside one already, and blocks may be nested.  Leave out what waits for other ranks, or for
+        The coordinator is inside one already, and blocks may be nested.  Leave out what waits for other ranks, or for
         nothing of the storage's: who is stuck there is to be named within the time limit.
         """
         return self._heartbeats.at_work()

@@ -1,5 +1,5 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""What ranks tell each other about their plans, bounded, and how rank 0 decides it.
+"""What ranks tell each other about their plans, bounded, and what rank 0 makes of it.
 
 Each rank adds up fingerprints of its blocks in a fixed number of buckets, by key.  A block's fingerprint has three
 parts; added up over all ranks, each is zero if
@@ -10,7 +10,7 @@ parts; added up over all ranks, each is zero if
 
 Where every bucket is zero, each element of each tensor is written once, or by ranks that know nothing of each other
 at all: the index then has a key's first element twice, which `merged` sees when all have written.  Otherwise the ranks
-name their blocks in the bad buckets, and these are decided one by one: a tensor that only some ranks hold is in order
+name their blocks in the bad buckets, and these are compared one by one: a tensor that only some ranks hold is in order
 if its writer is one of them.
 """
 
@@ -190,7 +190,7 @@ def combine(messages: Sequence[Rows[BlockRow]]) -> Rows[BlockRow]:
 
 
 def _place(row: BlockRow) -> Place:
-    """What only some ranks hold is mostly in order, and is replicated: named first, so that all of it is decided."""
+    """What only some ranks hold is mostly in order, and is replicated: named first, so that all of it is compared."""
     block = Block.from_wire(row)
     return block.replica.count == 1 and not block.is_copy, block.key
 

@@ -117,7 +117,7 @@ def mismatch(rows: Rows[CopyRow], remainders: Mapping[int, int]) -> CheckpointEr
 
     Args:
         rows: What `copies_in` gave, combined.
-        remainders: What `fingerprints.add` found of the fingerprints.
+        remainders: What `plans.add` found of the fingerprints.
 
     Returns:
         `UnsupportedStateError` where a tensor that differs is cut by tensor parallelism, else `ReplicaMismatchError`.

@@ -1,5 +1,5 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""Whether somebody asks for every key of a checkpoint: what ranks bring to a load's meetings, and how it is decided.
+"""Whether somebody asks for every key of a checkpoint: what ranks bring to a load's meetings, and what comes of it.
 
 First sums, by buckets of keys: each rank adds the keys that it asks for, and takes off its share of those that the
 checkpoint has.  Where these do not add up, the keys themselves, a bounded number at a time.

@@ -62,7 +62,7 @@ def run(
         if shared:
             with phases("agree"):
                 read = prepared.message(lambda own: [own.opened.source.head.identity])
-                coordination.meet("coordination on what to read", read, decide_identities, combine_identities)
+                coordination.meet("comparison of what to read", read, decide_identities, combine_identities)
             stack.callback(prepared.value.staged.exchange.leave)
         stage = partial(fill.stage, budget=read_budget(settings), coordination=coordination)
         staged = prepared.then(lambda own: stage(own.staged), coordination.rank, "reading the checkpoint")

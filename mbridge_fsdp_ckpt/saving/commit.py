@@ -1,5 +1,5 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""Rank 0's side of a save: it decides what all ranks bring, and commits what they wrote."""
+"""Rank 0's side of a save: it checks what all ranks bring, and commits what they wrote."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def say_view_left_out(chunks: int) -> None:
 
 @dataclass(slots=True)
 class Job:
-    """One save, as rank 0 does it: it decides the meetings, owns the staging directory, and commits.
+    """One save, as rank 0 does it: it decides at the meetings, owns the staging directory, and commits.
 
     `working` is the directory that the training process works in, where that is another one.
     """

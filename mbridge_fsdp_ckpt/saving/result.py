@@ -14,7 +14,7 @@ class Saved:
     Args:
         bytes: Of payload that this rank wrote.
         bytes_of_all: Of payload that all ranks wrote.
-        seconds: By phase, in order: wait (for the save before; asynchronously alone), plan, agree (the first
+        seconds: By phase, in order: wait (for the save before; of asynchronous saves alone), plan, agree (the first
             meeting), write (copy to the host, hash and write), flush (what is not on disk yet), compare (hash copies
             that other ranks write), index (this rank's index file), commit (the second meeting; on rank 0 also what it
             commits).

@@ -60,7 +60,7 @@ def give_up(coordination: Coordination, error: CheckpointError) -> int:
         CheckpointError: This error, or the one that the ranks have agreed on before.
     """
     try:
-        decided: Any = coordination.meet("coordination on the plan", error, nothing, nothing)
+        decided: Any = coordination.meet("comparison of plans", error, nothing, nothing)
         if decided["place"] is None:
             coordination.meet("disagreement on the plan", error, nothing, nothing)
         decided = coordination.meet("commit", error, nothing, nothing)
@@ -75,7 +75,7 @@ def _agree_to_write(job: Job, planned: Outcome[WritePlan]) -> writer.Place:
     """The first meeting, and the one that it may call for; returns where to write."""
     coordination = job.coordination
     message = planned.message(write_plan.announce)
-    decided = coordination.meet("coordination on the plan", message, job.decide_plans, write_plan.combine)
+    decided = coordination.meet("comparison of plans", message, job.decide_plans, write_plan.combine)
     if decided["place"] is not None:
         return decided["place"]
     disputed = write_plan.disputed(coordination.rank, planned.value, decided["disputed"])

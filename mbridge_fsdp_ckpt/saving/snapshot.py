@@ -257,7 +257,7 @@ def write_plan_of(
         shape: `WritePlan.topology`.
 
     Raises:
-        PlanDisagreementError: See `fingerprints.fingerprint`.
+        PlanDisagreementError: See `plans.fingerprint`.
     """
     described = _describe(holdings, numbers, _held(holdings, numbers))
     return _write_plan(described, said, hyperparameters, sections, shape)

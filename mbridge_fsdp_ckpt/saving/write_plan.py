@@ -74,7 +74,7 @@ class Elements(Protocol):
 
 
 class Announced(TypedDict):
-    """A rank's message for the coordination on the plan; of several, all sections that they name."""
+    """A rank's message for the comparison of plans; of several, all sections that they name."""
 
     fingerprint: list[int]
     sections: list[list[Section]]

@@ -48,7 +48,7 @@ def two_jobs(directory: str, port: int) -> list[Any]:
 
 @no_process_group
 def frozen_host(directory: str, port: int, host: int) -> list[str]:
-    """The host of the store is stopped: what a save, one asynchronously and a load say, and then those after."""
+    """The host of the store is stopped: what a save, an asynchronous one and a load say, and then those after."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
@@ -84,7 +84,7 @@ def frozen_host(directory: str, port: int, host: int) -> list[str]:
 
 @no_process_group
 def refused(directory: str, kind: str) -> list[str]:
-    """A job that met in such a store: what a save, one asynchronously, and a load say."""
+    """A job that met in such a store: what a save, an asynchronous one, and a load say."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     assert kind == "FileStore"
     dist.init_process_group("gloo", store=dist.FileStore(f"{directory}.store", size), rank=rank, world_size=size)

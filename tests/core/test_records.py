@@ -49,7 +49,7 @@ def test_the_same_layout_reads_what_its_ranks_wrote(megatron_ranks: RankPool, tm
     assert loaded[0]["live"] == saved
 
 
-def test_a_estimate_counts_records(megatron_ranks: RankPool, tmp_path: Path) -> None:
+def test_an_estimate_counts_records(megatron_ranks: RankPool, tmp_path: Path) -> None:
     recipe, directory = QWEN.on(tensor=2), tmp_path / "c"
     save = (LARGEST, cases.train_and_save, str(directory), recipe)
     megatron_ranks.run(cases.with_small_records, *save, ranks=4)
@@ -62,7 +62,7 @@ def test_a_estimate_counts_records(megatron_ranks: RankPool, tmp_path: Path) -> 
     assert 0.7 < found["index"] / sum(path.stat().st_size for path in directory.glob("*.index")) < 1.4
 
 
-def test_a_estimate_knows_what_another_layout_reads(megatron_ranks: RankPool, tmp_path: Path) -> None:
+def test_an_estimate_knows_what_another_layout_reads(megatron_ranks: RankPool, tmp_path: Path) -> None:
     saved, loading = QWEN.on(tensor=2), QWEN.on(expert=2)
     save = (LARGEST, cases.train_and_save, str(tmp_path / "c"), saved)
     megatron_ranks.run(cases.with_small_records, *save, ranks=2)

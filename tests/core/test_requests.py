@@ -26,7 +26,7 @@ def test_a_save_makes_a_constant_number_of_requests(ranks: int, megatron_ranks: 
             assert 0 < sum(one.values()) < 16 + 2 * ranks
 
 
-def test_the_call_of_a_save_asynchronously_waits_for_no_store(megatron_ranks: RankPool) -> None:
+def test_the_call_of_an_asynchronous_save_waits_for_no_store(megatron_ranks: RankPool) -> None:
     """The store would answer all ranks of the job, one after the other, while they all wait to train on."""
     found = megatron_ranks.run(requests.of_calls, ranks=2)
     assert [asked for asked, _ in found] == [0, 0]
@@ -35,7 +35,7 @@ def test_the_call_of_a_save_asynchronously_waits_for_no_store(megatron_ranks: Ra
 
 
 @pytest.mark.parametrize(("error", "said"), [(dist.DistStoreError("no answer"), "c.1"), (ValueError("odd"), "odd")])
-def test_a_save_asynchronously_that_the_store_does_not_answer_fails_by_name(
+def test_an_asynchronous_save_that_the_store_does_not_answer_fails_by_name(
     error: Exception, said: str, megatron_ranks: RankPool, tmp_path: Path
 ) -> None:
     found = megatron_ranks.run(requests.without_an_answer, str(tmp_path / "c"), error, ranks=2)

@@ -51,7 +51,7 @@ CALLS: tuple[tuple[str, tuple[int, ...], int], ...] = (
     (f"{PACKAGE}.commit.rename:_exchange", (0,), 1),
 )
 HOW: tuple[ToldBy | None, ...] = (None, "end")
-"""A save that waits, or one asynchronously, of which the end tells."""
+"""A save that waits, or an asynchronous one, of which the end tells."""
 
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT)
 
@@ -132,7 +132,7 @@ def run_save(
     storage_limit: float = DEFAULT_STORAGE_LIMIT,
     told_by: ToldBy | None = None,
 ) -> Any:
-    """What the ranks say of a save, or with `told_by` of one asynchronously."""
+    """What the ranks say of a save, or with `told_by` of an asynchronous one."""
     target = root / f"iter_000000{1 if overwrites else 2}"
     if told_by is None:
         return pool.run(disk.save_on, str(target), fault, limit, storage_limit)

@@ -22,7 +22,7 @@ MATRICES = {
         "the failed one.",
     ),
     "disk_beside": (
-        "Failing storage asynchronously",
+        "Failing storage in asynchronous saves",
         "The same while the ranks train: it is the storage of one rank's writer that fails, each call with one of the "
         "errors in turn. A case passes if the next save, or the end, raises the same error on all ranks; if the ranks "
         "trained on as if nothing were saved; and if the last checkpoint is whole, as above.",
@@ -32,7 +32,7 @@ MATRICES = {
         "One call of one rank's storage takes 2.5 times the time limit. A case passes if nobody notices.",
     ),
     "slow_beside": (
-        "Slow storage asynchronously",
+        "Slow storage in asynchronous saves",
         "The same while the ranks train: one call of the storage of one rank's writer takes 2.5 times the time limit, "
         "or the copying of one block by its trainer. A case passes if nobody notices, and what was live when the save "
         "began is on disk.",
@@ -48,7 +48,7 @@ MATRICES = {
         "The same, at a random moment.",
     ),
     "kill_beside": (
-        "Killed asynchronously",
+        "Killed in asynchronous saves",
         "A save goes on in a process of its own, the *writer*, while its rank, the *trainer*, trains. The writer of "
         "one of two ranks, its trainer, or both are killed just before each step that the writer takes. A case passes "
         "if all who live see the same, a named error or a save that went well; if nobody waits without limit; and if a "
@@ -194,7 +194,7 @@ SCENARIOS = {
 STEPS = {
     "plan_save": "planning",
     "Coordination.meet": "a meeting",
-    "Job.decide_plans": "rank 0 decides the plans",
+    "Job.decide_plans": "rank 0 compares the plans",
     "condemn_leftovers": "leftovers are renamed",
     "begin": "the staging directory is made",
     "write": "writing all chunks and the index file",

@@ -1,8 +1,8 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What becomes of each option of a host: obeyed, refused before training, or without effect, which is said.
 
-Each integration has one table, in its `options.py`; docs/options.md is written from them.  Tests
-compare their names with those that the installed hosts have.
+Each integration has one table, in its `options.py`; docs/options.md is written from them.  Tests compare
+their names with those that the installed frameworks have.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ export STACK ?= current
 RUN := . tools/env.sh;
 # Linters read the types of one stack.
 IF_CURRENT := $(if $(filter current,$(STACK)),lint)
-PORTABLE := $(addprefix tests/, core/test_circles.py core/test_layouts.py core/test_offload.py core/test_vocabulary.py core/test_standalone.py examples golden unit/test_options.py unit/test_versions.py)
+PORTABLE := $(addprefix tests/, core/test_groups.py core/test_layouts.py core/test_offload.py core/test_vocabulary.py core/test_standalone.py examples golden unit/test_options.py unit/test_versions.py)
 PLUGINS := tests/bridge/test_plugin.py tests/bridge/test_restoration.py tests/verl
 
 help: ## Show this list

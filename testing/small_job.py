@@ -22,7 +22,7 @@ from mbridge_fsdp_ckpt.format.names import payload_name
 from mbridge_fsdp_ckpt.integrations.bridge.without_gpu import ExtendedRMSNorm
 from mbridge_fsdp_ckpt.io.progress import Unwatched
 from mbridge_fsdp_ckpt.io.store import as_path
-from mbridge_fsdp_ckpt.live.local_shards import model_holdings, optimizer_holdings, optimizer_parts
+from mbridge_fsdp_ckpt.live.local_shards import model_shards, optimizer_parts, optimizer_shards
 from mbridge_fsdp_ckpt.live.optimizer.adapters import grouped
 from mbridge_fsdp_ckpt.live.optimizer.base import STEP
 from mbridge_fsdp_ckpt.live.planned import plan_model
@@ -109,10 +109,10 @@ def _fill(optimizer: Any, asked: Asked) -> None:
 
 def _held(model: Any, optimizer: Any) -> dict[tuple[str, Any], torch.Tensor]:
     planned = plan_model(find_fsdp_module(model))
-    holdings = list(model_holdings(planned))
+    shards = list(model_shards(planned))
     if optimizer is not None:
-        holdings += optimizer_holdings(optimizer_parts(grouped(optimizer), planned))[0]
-    return {(item.key, item.box): item.elements().clone() for item in holdings}
+        shards += optimizer_shards(optimizer_parts(grouped(optimizer), planned))[0]
+    return {(item.key, item.box): item.elements().clone() for item in shards}
 
 
 def saved_and_loaded(asked: Asked, directory: str) -> dict[str, Any]:

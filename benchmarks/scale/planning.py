@@ -98,7 +98,7 @@ def _planned(subject: Subject, rank: int) -> Planning:
     cpu, wall, blocks = [], [], 0
     for _ in range(1 + LATER):
         start, begin = time.process_time(), time.perf_counter()
-        blocks = len(plan_save(observe(model, optimizer, None, None, None, subject.vocabulary_size)).holdings)
+        blocks = len(plan_save(observe(model, optimizer, None, None, None, subject.vocabulary_size)).shards)
         cpu.append(time.process_time() - start)
         wall.append(time.perf_counter() - begin)
     layout = subject.layout

@@ -25,7 +25,7 @@ from functools import lru_cache
 
 from mbridge_fsdp_ckpt.coverage.rows import IN_ALL, OF_ONE_RANK, Place, Rows, rows_of, together
 from mbridge_fsdp_ckpt.errors import PlanDisagreementError
-from mbridge_fsdp_ckpt.live.local_shards import Holding
+from mbridge_fsdp_ckpt.live.local_shards import LocalShard
 from mbridge_fsdp_ckpt.plan.boxes import Box, Shape, whole
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
 from mbridge_fsdp_ckpt.plan.keys import Kind
@@ -65,11 +65,11 @@ class Block:
     writes: bool
 
     @classmethod
-    def of(cls, holding: Holding) -> Block:
-        """A holding's block."""
-        entry, piece = holding.entry, holding.piece
-        is_copy = holding.plan.layout.is_copy
-        return cls(holding.key, entry.dtype, entry.kind, entry.shape, holding.box, piece.replica, is_copy, piece.writes)
+    def of(cls, shard: LocalShard) -> Block:
+        """A local shard's block."""
+        entry, slice_ = shard.entry, shard.slice_
+        is_copy = shard.plan.layout.is_copy
+        return cls(shard.key, entry.dtype, entry.kind, entry.shape, shard.box, slice_.replica, is_copy, slice_.writes)
 
     @property
     def is_scalar(self) -> bool:

@@ -13,7 +13,7 @@ from mbridge_fsdp_ckpt.errors import UnsupportedStateError
 from mbridge_fsdp_ckpt.format import columns
 from mbridge_fsdp_ckpt.format.columns import Array, Columns, key_hash
 from mbridge_fsdp_ckpt.format.names import Files
-from mbridge_fsdp_ckpt.format.rows import Chunk, Number, Row
+from mbridge_fsdp_ckpt.format.rows import Chunk, Row, Scalar
 from mbridge_fsdp_ckpt.format.schema import MAX_RECORD_BYTES, RankOwn
 from mbridge_fsdp_ckpt.io.checksums import as_number
 from mbridge_fsdp_ckpt.io.entries import FileEntry
@@ -64,7 +64,7 @@ def own_index(index: RankIndex, rows: Iterable[Row], files: Files) -> Columns:
         by_key[row.key].append(row)
     entries, entry_of = _entries(index.keys)
     chunks: list[Chunk] = []
-    numbers: list[Number] = []
+    numbers: list[Scalar] = []
     text, described = bytearray(), list[tuple[int, ...]]()
     for hashed, key in sorted((key_hash(key.encode()), key) for key in by_key):
         held = by_key[key]
@@ -72,10 +72,10 @@ def own_index(index: RankIndex, rows: Iterable[Row], files: Files) -> Columns:
             held.sort(key=lambda row: row.box.offset)
         text += key.encode()
         first = len(chunks) if index.keys[key].is_sharded else len(numbers)
-        origins = sum(row.counts if isinstance(row, Number) else not any(row.box.offset) for row in held)
+        origins = sum(row.counts if isinstance(row, Scalar) else not any(row.box.offset) for row in held)
         described.append((hashed, first, len(held), len(text), entry_of[key], origins))
         chunks += [row for row in held if isinstance(row, Chunk)]
-        numbers += [row for row in held if isinstance(row, Number)]
+        numbers += [row for row in held if isinstance(row, Scalar)]
     keys = np.array(described, dtype=columns.KEY)
     names = _names(index, text)
     payload = (index.payload.size, as_number(index.payload.checksum)) if index.payload else (0, 0)
@@ -128,7 +128,7 @@ def _names(index: RankIndex, text: bytearray) -> Array:
     return names
 
 
-def _number_array(numbers: Sequence[Number]) -> Array:
+def _number_array(numbers: Sequence[Scalar]) -> Array:
     array = np.zeros(len(numbers), dtype=columns.NUMBER)
     for place, number in enumerate(numbers):
         padded = number.data.ljust(columns.NUMBER_BYTES, b"\0")

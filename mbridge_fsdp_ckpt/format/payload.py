@@ -20,7 +20,7 @@ import torch
 from torch import serialization
 
 from mbridge_fsdp_ckpt.errors import InternalError
-from mbridge_fsdp_ckpt.format.rows import Chunk, Number
+from mbridge_fsdp_ckpt.format.rows import Chunk, Scalar
 from mbridge_fsdp_ckpt.format.sums import RecordHasher, hasher_of, sums_bytes
 from mbridge_fsdp_ckpt.io.checksums import HASHED_AT_ONCE, Hasher, Hashes
 from mbridge_fsdp_ckpt.io.entries import FileEntry
@@ -225,9 +225,9 @@ class _Around:
         """See `IO`."""
 
 
-def number_of(key: str, elements: torch.Tensor) -> Number:
+def number_of(key: str, elements: torch.Tensor) -> Scalar:
     """The row of one number, on any device: it has no record."""
-    return Number(key, host_bytes(elements).tobytes(), counts=True)
+    return Scalar(key, host_bytes(elements).tobytes(), counts=True)
 
 
 def _place(view: memoryview) -> tuple[int, int]:

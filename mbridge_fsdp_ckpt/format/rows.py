@@ -31,7 +31,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Number:
+class Scalar:
     """One number of a parameter: its bytes stand in the index, a record of its own would be a hundred times as long.
 
     Args:
@@ -50,4 +50,4 @@ class Number:
         return Box((), ())
 
 
-Row = Chunk | Number
+Row = Chunk | Scalar

@@ -13,7 +13,7 @@ from mbridge_fsdp_ckpt.format.group_index import merged
 from mbridge_fsdp_ckpt.format.index import IndexFile
 from mbridge_fsdp_ckpt.format.names import Files
 from mbridge_fsdp_ckpt.format.own_index import RankIndex, own_index
-from mbridge_fsdp_ckpt.format.rows import Number, Row
+from mbridge_fsdp_ckpt.format.rows import Row, Scalar
 from mbridge_fsdp_ckpt.format.schema import IndexEntry
 from mbridge_fsdp_ckpt.io.checksums import checksum
 from mbridge_fsdp_ckpt.io.entries import FileEntry
@@ -69,7 +69,7 @@ def write_own_index(
     return {
         "pending": [entry.model_dump()],
         "index": [],
-        "chunks": sum(not isinstance(row, Number) or row.counts for row in rows),
+        "chunks": sum(not isinstance(row, Scalar) or row.counts for row in rows),
         "bytes": said.payload.size if said.payload is not None else 0,
         "states": len(said.states),
         "families": families_of(said.keys),

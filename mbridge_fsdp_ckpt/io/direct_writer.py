@@ -44,7 +44,7 @@ class _UnderWay(NamedTuple):
 
 
 class DirectWriter:
-    """See `store.Growing`.  A file of one block needs no helpers: the caller writes it in the end.
+    """See `store.FileWriter`.  A file of one block needs no helpers: the caller writes it in the end.
 
     Args:
         path: A file that does not exist yet.
@@ -64,7 +64,7 @@ class DirectWriter:
         self._refused: OSError | None = None
 
     def write(self, block: bytes | memoryview) -> None:
-        """See `store.Growing`.  What a helper could not write is raised here or by `finish`, and from then on."""
+        """See `store.FileWriter`.  What a helper could not write is raised here or by `finish`, and from then on."""
         view = memoryview(block).cast("B")
         with self._refusal_kept():
             while view.nbytes:
@@ -77,7 +77,7 @@ class DirectWriter:
                 view = view[count:]
 
     def finish(self) -> None:
-        """See `store.Growing`."""
+        """See `store.FileWriter`."""
         in_sectors = self._filled - self._filled % ALIGNED if self._helpers is not None else 0
         rest = memoryview(self._memory)[in_sectors : self._filled]
         with self._refusal_kept():
@@ -93,7 +93,7 @@ class DirectWriter:
         self.close()
 
     def close(self) -> None:
-        """See `store.Growing`.  What no helper has begun to write is dropped."""
+        """See `store.FileWriter`.  What no helper has begun to write is dropped."""
         if self._helpers is not None:
             self._helpers.shutdown(wait=True, cancel_futures=True)  # they use the descriptor
         self._file.close()

@@ -102,22 +102,22 @@ class _Object:
 
 
 class _Upload:
-    """See `store.Growing`."""
+    """See `store.FileWriter`."""
 
     def __init__(self, path: UPath) -> None:
         self._file: Any = path.open("wb")
         self._finished = False
 
     def write(self, block: bytes | memoryview) -> None:
-        """See `store.Growing`."""
+        """See `store.FileWriter`."""
         self._file.write(block)
 
     def finish(self) -> None:
-        """See `store.Growing`."""
+        """See `store.FileWriter`."""
         self._file.close()
         self._finished = True
 
     def close(self) -> None:
-        """See `store.Growing`; what is not finished never appears."""
+        """See `store.FileWriter`; what is not finished never appears."""
         if not self._finished:
             self._file.discard()

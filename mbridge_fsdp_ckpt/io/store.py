@@ -53,7 +53,7 @@ class Reader(Protocol):
         """Nothing more is read."""
 
 
-class Growing(Protocol):
+class FileWriter(Protocol):
     """A new file that is only appended to."""
 
     def write(self, block: bytes | memoryview) -> None:
@@ -88,7 +88,7 @@ class Store(Protocol):
     def ranged(self) -> Ranges:
         """The file for reading ranges of it; a link is refused."""
 
-    def create(self) -> Growing:
+    def create(self) -> FileWriter:
         """A new file; where it can be told, one that exists already is refused."""
 
     def replace(self, data: bytes) -> None:

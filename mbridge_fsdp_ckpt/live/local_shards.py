@@ -1,7 +1,7 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What a rank holds for a checkpoint: keys, boxes and the tensors behind them.
 
-A rank holds pieces of few of a large model's parameters: the others are only named.
+A rank holds slices of few of a large model's parameters: the others are only named.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from mbridge_fsdp_ckpt.live.planned import Planned
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_name
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry, Kind
-from mbridge_fsdp_ckpt.plan.slices import Component, ParameterPlan, Piece
+from mbridge_fsdp_ckpt.plan.slices import Component, ParameterPlan, Slice
 
 KeyFilter = Callable[[str], bool]
 
 
-class Holding(NamedTuple):
+class LocalShard(NamedTuple):
     """One tensor's block on this rank.
 
     Args:
         key: Key on disk.
         entry: The key's global description.
-        piece: The block; for a scalar, the one that declares the key, if this rank has that one.
-        flat: The flattened local shard that the piece's source indexes, or the scalar.
+        slice: The block; for a scalar, the one that declares the key, if this rank has that one.
+        flat: The flattened local shard that the slice's source indexes, or the scalar.
         plan: The parameter it belongs to.
         is_buffer: Whether it is a buffer: a forward pass may change it.
         kept: The tensor that the model or the optimizer keeps; None for a number that is none.
@@ -40,7 +40,7 @@ class Holding(NamedTuple):
 
     key: str
     entry: KeyEntry
-    piece: Piece
+    slice_: Slice
     flat: torch.Tensor
     plan: ParameterPlan
     is_buffer: bool = False
@@ -54,27 +54,27 @@ class Holding(NamedTuple):
     @property
     def declares(self) -> bool:
         """Whether it counts for the plan: every shard has the parameter's numbers, one declares them."""
-        return self.piece.is_origin or not self.is_scalar
+        return self.slice_.is_origin or not self.is_scalar
 
     @property
     def box(self) -> Box:
         """The block, in the global tensor."""
-        return Box((), ()) if self.is_scalar else self.piece.box
+        return Box((), ()) if self.is_scalar else self.slice_.box
 
     def elements(self) -> torch.Tensor:
         """The block's elements, flat: a view where they lie in a row."""
-        piece = self.piece
+        slice_ = self.slice_
         if self.is_scalar:
             return self.flat.reshape(-1)
-        if piece.is_row:
-            return self.flat[piece.source.start : piece.source.stop]
-        block: torch.Tensor = piece.block(self.flat)
+        if slice_.is_row:
+            return self.flat[slice_.source.start : slice_.source.stop]
+        block: torch.Tensor = slice_.block(self.flat)
         return block.reshape(-1)
 
 
-def model_holdings(
+def model_shards(
     planned: list[Planned], include: KeyFilter | None = None, vocabulary_size: int | None = None
-) -> Iterator[Holding]:
+) -> Iterator[LocalShard]:
     """The weights and buffers.
 
     Args:
@@ -83,11 +83,11 @@ def model_holdings(
         vocabulary_size: Rows of the vocabulary without its padding, where known.
     """
     for item in planned:
-        if item.plan.pieces and (include is None or include(item.plan.layout.key)):
+        if item.plan.slices and (include is None or include(item.plan.layout.key)):
             named = _blocks(item.plan, None, _Kept(dtype_name(item.tensor.dtype)), vocabulary_size)
             flat, kept = item.elements(), item.tensor
-            for key, entry, piece in named:
-                yield Holding(key, entry, piece, flat, item.plan, item.is_buffer, kept)
+            for key, entry, slice_ in named:
+                yield LocalShard(key, entry, slice_, flat, item.plan, item.is_buffer, kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class OptimizerPart:
 
 def holds_some(plans: Iterable[ParameterPlan]) -> bool:
     """Whether this rank holds something of a param group."""
-    return any(plan.pieces for plan in plans)
+    return any(plan.slices for plan in plans)
 
 
 def optimizer_parts(optimizers: Iterable[Grouped], planned: list[Planned]) -> list[OptimizerPart]:
@@ -142,23 +142,23 @@ def optimizer_parts(optimizers: Iterable[Grouped], planned: list[Planned]) -> li
     return parts
 
 
-def optimizer_holdings(
+def optimizer_shards(
     parts: list[OptimizerPart], vocabulary_size: int | None = None
-) -> tuple[list[Holding], list[str]]:
+) -> tuple[list[LocalShard], list[str]]:
     """Blocks of every slot, and the names of parameters that have elements here but no state."""
-    holdings: list[Holding] = []
+    shards: list[LocalShard] = []
     stateless: list[str] = []
     for part in parts:
         for parameter, plan in part.parameters():
-            slots = part.adapter.slots(parameter) if plan.pieces else {}
-            if not slots and plan.pieces:
+            slots = part.adapter.slots(parameter) if plan.slices else {}
+            if not slots and plan.slices:
                 stateless.append(plan.layout.optimizer_name)
             kept_by = part.adapter.class_name(parameter) if slots else ""
             for name, slot in slots.items():
                 flat = slot.tensor
-                for key, entry, piece in _blocks(plan, name, _Kept.of(slot, kept_by), vocabulary_size):
-                    holdings.append(Holding(key, entry, piece, flat, plan, kept=slot.kept))
-    return holdings, stateless
+                for key, entry, slice_ in _blocks(plan, name, _Kept.of(slot, kept_by), vocabulary_size):
+                    shards.append(LocalShard(key, entry, slice_, flat, plan, kept=slot.kept))
+    return shards, stateless
 
 
 class _Kept(NamedTuple):
@@ -179,7 +179,7 @@ class _Kept(NamedTuple):
 @lru_cache(maxsize=1 << 16)
 def _blocks(
     plan: ParameterPlan, slot: str | None, kept: _Kept, vocabulary_size: int | None
-) -> tuple[tuple[str, KeyEntry, Piece], ...]:
+) -> tuple[tuple[str, KeyEntry, Slice], ...]:
     """What a rank holds of a parameter's weight, or of a slot: keys, their descriptions, and blocks.
 
     Kept, so that a later save makes nothing of it anew.
@@ -190,12 +190,12 @@ def _blocks(
 
     if kept.kind != "sharded":
         number = KeyEntry(shape=(), family=_family(plan), **kept._asdict())
-        by_component = {piece.component: piece for piece in sorted(plan.pieces, key=lambda piece: piece.is_origin)}
-        return tuple((key_of(component), number, piece) for component, piece in by_component.items())
+        by_component = {slice_.component: slice_ for slice_ in sorted(plan.slices, key=lambda slice_: slice_.is_origin)}
+        return tuple((key_of(component), number, slice_) for component, slice_ in by_component.items())
     tokens = vocabulary_size if plan.layout.is_vocabulary else None
     entries = {component: _entry(kept, component, _family(plan), tokens) for component in plan.components}
     keys = {component: key_of(component) for component in plan.components}
-    return tuple((keys[piece.component], entries[piece.component], piece) for piece in plan.pieces)
+    return tuple((keys[slice_.component], entries[slice_.component], slice_) for slice_ in plan.slices)
 
 
 @lru_cache(maxsize=1 << 16)

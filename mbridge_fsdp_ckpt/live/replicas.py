@@ -32,7 +32,7 @@ class Peers:
         """Global ranks that hold the same of a component, in order, this one among them; see `peers`."""
         along, expert = plan.layout.copied_along, is_expert_name(plan.layout.key)
         # a component that tensor parallelism does not cut, of a parameter that it cuts, has more copies
-        whole = any(p.component == component and p.replica.count > plan.layout.replica.count for p in plan.pieces)
+        whole = any(p.component == component and p.replica.count > plan.layout.replica.count for p in plan.slices)
         kind = along, expert, whole
         if kind not in self._known:
             self._known[kind] = tuple(peers(self._module, along, expert=expert, whole=whole))
@@ -52,12 +52,12 @@ def ranks_with_copies(peers: Peers, plans: Iterable[ParameterPlan], rank: int) -
     Returns:
         Other global ranks, sorted, at most `MOST_NEAR`.
     """
-    circles: Counter[Ranks] = Counter()
+    groups: Counter[Ranks] = Counter()
     for plan in plans:
-        unwritten = () if plan.layout.is_copy else (p.component for p in plan.pieces if not p.writes)
-        circles.update(peers.of(plan, component) for component in dict.fromkeys(unwritten))
+        unwritten = () if plan.layout.is_copy else (p.component for p in plan.slices if not p.writes)
+        groups.update(peers.of(plan, component) for component in dict.fromkeys(unwritten))
     held: Counter[int] = Counter()
-    for circle, times in circles.items():
-        held.update({other: times for other in circle if other != rank})
+    for group, times in groups.items():
+        held.update({other: times for other in group if other != rank})
     most = sorted(held, key=lambda other: (-held[other], other))
     return sorted(most[:MOST_NEAR])

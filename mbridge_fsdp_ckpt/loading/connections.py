@@ -3,7 +3,7 @@
 
 They are made at once, not when they are used: a lazy group of gloo's that broke can't be closed.  Its end waits until
 nothing more arrives, and what a peer sent into an operation that has failed stays there, unread, for ever (seen with
-torch 2.13; `tests/core/test_circles.py`).
+torch 2.13; `tests/core/test_groups.py`).
 """
 
 from __future__ import annotations

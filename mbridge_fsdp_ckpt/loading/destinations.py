@@ -14,7 +14,7 @@ from mbridge_fsdp_ckpt.io.ranges import Place
 from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import storage_of
 from mbridge_fsdp_ckpt.live.refusals import refuse_unreadable
 from mbridge_fsdp_ckpt.plan.boxes import Box, whole
-from mbridge_fsdp_ckpt.plan.slices import Component, ParameterPlan, Piece
+from mbridge_fsdp_ckpt.plan.slices import Component, ParameterPlan, Slice
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,24 +71,24 @@ def scalar(live: torch.Tensor) -> Destination:
     return Destination(Box((), ()), live)
 
 
-def block(piece: Piece, live: torch.Tensor, key: str) -> Destination:
-    """The piece of a live local shard as a destination, whatever the shard's strides.
+def block(slice_: Slice, live: torch.Tensor, key: str) -> Destination:
+    """The slice of a live local shard as a destination, whatever the shard's strides.
 
     Raises:
         UnsupportedStateError: Elements of the shard share memory, or do not lie in memory as they are.
-        InternalError: The piece is no view of the shard.
+        InternalError: The slice is no view of the shard.
     """
     refuse_unreadable(live, key)
     _refuse_overlap(live, key)
     if live.is_contiguous():
-        memory = piece.block(live.view(-1))
-    elif piece.outer == tuple(live.shape):  # the shard is the whole tensor: a buffer
-        memory = live[piece.inner.slices_in(whole(piece.outer))]
+        memory = slice_.block(live.view(-1))
+    elif slice_.outer == tuple(live.shape):  # the shard is the whole tensor: a buffer
+        memory = live[slice_.inner.slices_in(whole(slice_.outer))]
     else:
-        raise _no_view(piece, live, key)
+        raise _no_view(slice_, live, key)
     if storage_of(memory) != storage_of(live):
-        raise _no_view(piece, live, key)
-    return Destination(piece.box, memory)
+        raise _no_view(slice_, live, key)
+    return Destination(slice_.box, memory)
 
 
 Targets = dict[str, list[Destination]]
@@ -102,7 +102,7 @@ def add_targets(
     live: torch.Tensor,
     asked: Collection[str],
 ) -> None:
-    """Add the pieces of a local shard, of those keys that the checkpoint has.
+    """Add the slices of a local shard, of those keys that the checkpoint has.
 
     Args:
         targets: Where to add them.
@@ -111,10 +111,10 @@ def add_targets(
         live: The local shard, of the weight or of a slot.
         asked: Keys that are to be filled.
     """
-    for piece in plan.pieces:
-        key = key_of(piece.component)
+    for slice_ in plan.slices:
+        key = key_of(slice_.component)
         if key in asked:
-            targets[key].append(block(piece, live, key))
+            targets[key].append(block(slice_, live, key))
 
 
 def refuse_copy(buffer: torch.Tensor, held: Collection[int], key: str) -> None:
@@ -154,9 +154,9 @@ def _refuse_overlap(live: torch.Tensor, key: str) -> None:
         reach += stride * (size - 1)
 
 
-def _no_view(piece: Piece, live: torch.Tensor, key: str) -> InternalError:
+def _no_view(slice_: Slice, live: torch.Tensor, key: str) -> InternalError:
     return InternalError(
-        expected=f"{piece.box} to be a view of this rank's shard",
+        expected=f"{slice_.box} to be a view of this rank's shard",
         found=f"a shard of shape {list(live.shape)} and strides {list(live.stride())}",
         remedy="Report it with the model's parameters. Nothing was changed.",
         key=key,

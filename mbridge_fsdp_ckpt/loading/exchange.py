@@ -50,7 +50,7 @@ Put = Callable[[str, Box, torch.Tensor], None]
 """Takes elements of a box of a key."""
 
 _AT_ONCE = 1 << 26
-"""Bytes that all ranks of a circle pass on in a round."""
+"""Bytes that all ranks of a replica group pass on in a round."""
 
 _HEADER = ALIGNED  # bytes before a slot's slices: their hash
 _LOOK = timedelta(seconds=0.2)  # how long a wait goes on before it looks whether anybody is alive
@@ -92,7 +92,7 @@ class Exchange:
 
     def __init__(self, opened: Opened, sharing: Sharing, coordination: Coordination) -> None:
         self.sharing, self._opened, self._coordination = sharing, opened, coordination
-        self._circles = [_Circle(ranks, coordination) for ranks in sorted(sharing.circles)]
+        self._groups = [_ReplicaGroup(ranks, coordination) for ranks in sorted(sharing.groups)]
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -104,19 +104,19 @@ class Exchange:
             raise
 
     def connect(self) -> None:
-        """Meet this rank's peers, circle after circle, in the order that everybody has.
+        """Meet this rank's peers, replica group after replica group, in the order that everybody has.
 
         Raises:
             RankMissingError: A peer does not answer.
             PlanDisagreementError: The ranks do not want the same.
         """
-        if not self._circles or self._coordination.store is None:
+        if not self._groups or self._coordination.store is None:
             return
         # gloo waits in it; the meetings' own has to answer meanwhile
         with self._coordination.another_connection() as store:
-            for circle in self._circles:
-                circle.join(store)
-                circle.compare(self.sharing.plan(circle.ranks))
+            for group in self._groups:
+                group.join(store)
+                group.compare(self.sharing.plan(group.ranks))
 
     def pass_on(self, keys: Collection[str], read: Read, put: Put) -> None:
         """Read this rank's part of what is shared of these keys, pass it on, and get the others' parts.
@@ -131,20 +131,20 @@ class Exchange:
             ExchangeError: What arrived is not what was sent.
             CheckpointError, OSError: This rank could not read.
         """
-        for circle in self._circles:  # by their ranks, as everybody does: there is always one that is complete
-            parts = self.sharing.parts(circle.ranks, keys)
-            limit = _AT_ONCE // len(circle.ranks)
+        for group in self._groups:  # by their ranks, as everybody does: there is always one that is complete
+            parts = self.sharing.parts(group.ranks, keys)
+            limit = _AT_ONCE // len(group.ranks)
             planned = rounds([slices(self._opened, part, limit) for part in parts], limit)
             if planned:
-                circle.pass_on(planned, read, put)
+                group.pass_on(planned, read, put)
 
     def leave(self) -> None:
         """Close all connections."""
-        for circle in self._circles:
-            circle.leave()
+        for group in self._groups:
+            group.leave()
 
 
-class _Circle:
+class _ReplicaGroup:
     """Ranks that read for each other, this one among them."""
 
     def __init__(self, ranks: Ranks, coordination: Coordination) -> None:
@@ -155,7 +155,7 @@ class _Circle:
 
     def join(self, store: Store) -> None:
         """Connect with all peers."""
-        name = f"{self._coordination.name}/circle/{'-'.join(map(str, self.ranks))}"
+        name = f"{self._coordination.name}/group/{'-'.join(map(str, self.ranks))}"
         try:
             self._group = connected(store, name, self._place, len(self.ranks), self._coordination)
         except RuntimeError as error:

@@ -17,7 +17,7 @@ from mbridge_fsdp_ckpt.loading import exchange
 from mbridge_fsdp_ckpt.loading.match import NAMED, listed
 from mbridge_fsdp_ckpt.loading.opened import Opened
 from mbridge_fsdp_ckpt.plan.keys import MODEL_PREFIX, name_and_slot
-from mbridge_fsdp_ckpt.plan.slices import ParameterPlan, Piece
+from mbridge_fsdp_ckpt.plan.slices import ParameterPlan, Slice
 from mbridge_fsdp_ckpt.plan.tiling import PRIME
 from mbridge_fsdp_ckpt.remedies import remedy
 
@@ -66,14 +66,14 @@ type AskedByName = dict[str, tuple[str, bool, bool]]
 def announce(opened: Opened, lost: ErrorData | None = None) -> Asked:
     """The bounded message for the verification."""
     declared = _declared(opened)
-    shares = [(key, plans.key_word(key) * plans.share_of_one(piece.replica)) for key, piece in declared]
+    shares = [(key, plans.key_word(key) * plans.share_of_one(slice_.replica)) for key, slice_ in declared]
     shares += [(key, -plans.key_word(key)) for key in _offered(opened)]
     unread = (key for key in opened.offered if opened.settings.may_be_unexpected(key))
     return {
         "checkpoints": [opened.source.head.identity],
         "asked": plans.in_buckets(shares),
         "slots": _slots_word(opened),
-        "replicas": max((piece.replica.count for _, piece in declared), default=1),
+        "replicas": max((slice_.replica.count for _, slice_ in declared), default=1),
         "skipped": sorted({*unread, *opened.skipped})[:NAMED],
         "lost": lost,
     }
@@ -83,14 +83,14 @@ def _slots_word(opened: Opened) -> int:
     """Each holder adds a word for a parameter's slots as often as it has elements; who has the first takes all off."""
     total = 0
     for plan in opened.updated:
-        if plan.layout.is_copy or not plan.pieces:
+        if plan.layout.is_copy or not plan.slices:
             continue
-        slots = sorted({slot for piece in plan.pieces for slot in opened.slots[plan.state_name(piece.component)]})
+        slots = sorted({slot for slice_ in plan.slices for slot in opened.slots[plan.state_name(slice_.component)]})
         word = plans.key_word(" ".join((plan.layout.optimizer_name, *slots)))
         volume = sum(math.prod(component.global_shape) for component in plan.components)
-        for piece in plan.pieces:
-            first = piece.is_origin and piece.component == plan.components[0]
-            total += word * plans.share_of_one(piece.replica) * (piece.box.volume - first * volume)
+        for slice_ in plan.slices:
+            first = slice_.is_origin and slice_.component == plan.components[0]
+            total += word * plans.share_of_one(slice_.replica) * (slice_.box.volume - first * volume)
     return total % PRIME
 
 
@@ -106,21 +106,21 @@ def combine(messages: list[Asked]) -> Asked:
     }
 
 
-def _declared(opened: Opened) -> list[tuple[str, Piece]]:
+def _declared(opened: Opened) -> list[tuple[str, Slice]]:
     """Keys whose first element this rank holds: over all ranks, each key once a replica."""
     declared = []
     for item in opened.planned:
-        declared += [(item.plan.model_key(piece.component), piece) for piece in _origins(item.plan)]
+        declared += [(item.plan.model_key(slice_.component), slice_) for slice_ in _origins(item.plan)]
     for plan in opened.updated:
-        for piece in _origins(plan):
-            slots = opened.slots.get(plan.state_name(piece.component), {})
-            declared += [(plan.slot_key(piece.component, slot), piece) for slot in slots]
-    return [(key, piece) for key, piece in declared if key in opened.asked]
+        for slice_ in _origins(plan):
+            slots = opened.slots.get(plan.state_name(slice_.component), {})
+            declared += [(plan.slot_key(slice_.component, slot), slice_) for slot in slots]
+    return [(key, slice_) for key, slice_ in declared if key in opened.asked]
 
 
-def _origins(plan: ParameterPlan) -> list[Piece]:
+def _origins(plan: ParameterPlan) -> list[Slice]:
     """A later stage's copy is no replica: the first stage asks for its key."""
-    return [] if plan.layout.is_copy else [piece for piece in plan.pieces if piece.is_origin]
+    return [] if plan.layout.is_copy else [slice_ for slice_ in plan.slices if slice_.is_origin]
 
 
 def combine_identities(messages: list[list[str]]) -> list[str]:
@@ -180,7 +180,7 @@ def _is_wanted(opened: Opened, key: str) -> bool:
 def by_name(opened: Opened, buckets: Sequence[int]) -> AskedByName:
     """Keys that this rank asked for, and its share of those that are there, in buckets that did not add up."""
     wanted = set(buckets)
-    own = [(key, 1 << piece.replica.index) for key, piece in _declared(opened) if plans.bucket_of(key) in wanted]
+    own = [(key, 1 << slice_.replica.index) for key, slice_ in _declared(opened) if plans.bucket_of(key) in wanted]
     there = [key for key in _offered(opened) if plans.bucket_of(key) in wanted]
     asked: list[AskedByName] = [{key: (f"{bit:x}", False, False)} for key, bit in own]
     return combine_named([*asked, *({key: ("0", False, True)} for key in there)])

@@ -69,7 +69,7 @@ class Match:
             self._key(item.plan.model_key(component), spec, item.plan, component)
 
     def _components(self, plan: ParameterPlan) -> Collection[Component]:
-        return plan.components if self._everything else dict.fromkeys(piece.component for piece in plan.pieces)
+        return plan.components if self._everything else dict.fromkeys(slice_.component for slice_ in plan.slices)
 
     def slots(self, plan: ParameterPlan, live_state: Callable[[str | None], LiveState]) -> MatchedSlots:
         """The slots of a parameter, those of the checkpoint and those that the live optimizer keeps.
@@ -83,7 +83,7 @@ class Match:
         saved = {slot: entry for component in found.values() for slot, entry in component.items()}
         if not saved:
             name = plan.layout.optimizer_name
-            if plan.pieces and not self._source.stateless([name]):
+            if plan.slices and not self._source.stateless([name]):
                 self._absent(f"{STATE_PREFIX}{name}.*")
             return MatchedSlots(found, {})
         live = live_state(next(iter(saved.values())).kept_by)
@@ -166,7 +166,7 @@ class Match:
         elif spec.kind != "sharded":
             self.needed[key].append(Box((), ()))
         else:
-            boxes = (covered(entry, piece.box) for piece in plan.pieces if piece.component == component)
+            boxes = (covered(entry, slice_.box) for slice_ in plan.slices if slice_.component == component)
             self.needed[key].extend(box for box in boxes if box is not None)
 
     def _is_padding(self, entry: KeyEntry, shape: Shape, plan: ParameterPlan) -> bool:

@@ -216,7 +216,7 @@ def _live_state(
     opened: Opened, part: OptimizerPart, parameter: torch.Tensor, plan: ParameterPlan, kept_by: str | None
 ) -> LiveState:
     """See `Match.slots`."""
-    counted = not plan.pieces or STEP in opened.hyperparameters.get(plan.layout.optimizer_name, {})
+    counted = not plan.slices or STEP in opened.hyperparameters.get(plan.layout.optimizer_name, {})
     return LiveState(
         slots=part.adapter.expected(parameter, kept_by),
         class_name=part.adapter.class_name(parameter),

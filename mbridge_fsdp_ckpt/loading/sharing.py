@@ -1,8 +1,8 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Which ranks read for each other, who of them reads what, and in which slices: arithmetic, the same on each of them.
 
-Ranks that hold copies of a shard want the same blocks of the same chunks.  They form a circle, and the chunks, in the
-order of the files, are cut into as many parts of about the same size:
+Ranks that hold copies of a shard want the same blocks of the same chunks.  They form a replica group, and the chunks,
+in the order of the files, are cut into as many parts of about the same size:
 
     chunks    | a 3 | b 3 |   c 6   | d 2 |   e 6   |     20 bytes, two ranks
     reader       0     0       0       1       1
@@ -29,7 +29,7 @@ from mbridge_fsdp_ckpt.plan.slices import Component, ParameterPlan
 from mbridge_fsdp_ckpt.settings import Settings
 
 LARGEST_CIRCLE = 64
-"""Of more peers so many form a circle: what a rank connects to and buffers does not grow with the job."""
+"""Of more peers so many form a replica group: what a rank connects to and buffers does not grow with the job."""
 
 ALIGNED = 16
 """Bytes, the size of an element of the widest dtype."""
@@ -87,37 +87,37 @@ class Sharing:
 
     def __init__(self, opened: Opened, rank: int, *, shared: bool) -> None:
         self._rank, self._needed = rank, opened.needed
-        by_key = _circles(opened, rank) if shared else {}
-        self.circles: dict[Ranks, list[StoredChunk]] = {}
-        """What each circle of this rank reads, in the order of the files."""
+        by_key = _groups(opened, rank) if shared else {}
+        self.groups: dict[Ranks, list[StoredChunk]] = {}
+        """What each replica group of this rank reads, in the order of the files."""
         for chunk in in_file_order(opened.chunks, {key: opened.needed[key] for key in by_key}):
             if chunk.record.length:  # the index has the others: everybody has them
-                self.circles.setdefault(by_key[chunk.key], []).append(chunk)
-        self._shared = {chunk for chunks in self.circles.values() for chunk in chunks}
+                self.groups.setdefault(by_key[chunk.key], []).append(chunk)
+        self._shared = {chunk for chunks in self.groups.values() for chunk in chunks}
 
     def is_shared(self, chunk: StoredChunk) -> bool:
-        """Whether a circle reads it."""
+        """Whether a replica group reads it."""
         return chunk in self._shared
 
     def plan(self, ranks: Ranks) -> str:
-        """What a circle reads, and needs of it, in words that are the same on all its ranks."""
-        chunks = self.circles[ranks]
+        """What a replica group reads, and needs of it, in words that are the same on all its ranks."""
+        chunks = self.groups[ranks]
         return "\n".join(f"{c.path.name} {c.record} {c.key} {c.box} {self._needed[c.key]}" for c in chunks)
 
     def parts(self, ranks: Ranks, keys: Collection[str]) -> list[list[StoredChunk]]:
-        """What each rank of a circle reads of these keys."""
-        chunks = [chunk for chunk in self.circles[ranks] if chunk.key in keys]
+        """What each rank of a replica group reads of these keys."""
+        chunks = [chunk for chunk in self.groups[ranks] if chunk.key in keys]
         found: list[list[StoredChunk]] = [[] for _ in ranks]
         for chunk, reader in zip(chunks, readers([c.record.length for c in chunks], len(ranks)), strict=True):
             found[reader].append(chunk)
         return found
 
     def own(self, keys: Collection[str]) -> list[StoredChunk]:
-        """What this rank reads for its circles, of these keys: circle after circle, in the order of their ranks."""
-        return [chunk for ranks in sorted(self.circles) for chunk in self.parts(ranks, keys)[ranks.index(self._rank)]]
+        """What this rank reads for its replica groups, of these keys: one group after the other, by their ranks."""
+        return [chunk for ranks in sorted(self.groups) for chunk in self.parts(ranks, keys)[ranks.index(self._rank)]]
 
 
-def _circles(opened: Opened, rank: int) -> dict[str, Ranks]:
+def _groups(opened: Opened, rank: int) -> dict[str, Ranks]:
     """The ranks that want the same of a key as this one, for each needed key that others want, too."""
     peers, found = Peers(opened.module), {}
     for key, plan, component in _keys(opened):
@@ -140,7 +140,7 @@ def _keys(opened: Opened) -> Iterator[tuple[str, ParameterPlan, Component]]:
 
 
 def _held(plan: ParameterPlan) -> Iterable[Component]:
-    return dict.fromkeys(piece.component for piece in plan.pieces)
+    return dict.fromkeys(slice_.component for slice_ in plan.slices)
 
 
 def readers(lengths: Sequence[int], count: int) -> list[int]:

@@ -64,9 +64,9 @@ def _allocate(
     opened: Opened, part: OptimizerPart, parameter: torch.Tensor, plan: ParameterPlan, targets: Targets
 ) -> Allocated:
     specs = opened.specs.get(plan, {})
-    if not plan.pieces or not specs:
+    if not plan.slices or not specs:
         return Allocated(part, parameter, plan, {}, None)
-    held = plan.pieces[0].component
+    held = plan.slices[0].component
     slots = part.adapter.allocate(parameter, specs)
     for name, slot in slots.items():
         if slot.kind == "sharded":
@@ -85,7 +85,7 @@ def _allocate(
 
 def _covered_elements(opened: Opened, plan: ParameterPlan, slot: str) -> int:
     """How many elements of a slot's local shard the checkpoint has."""
-    boxes = (opened.covered(plan.slot_key(piece.component, slot), piece.box) for piece in plan.pieces)
+    boxes = (opened.covered(plan.slot_key(slice_.component, slot), slice_.box) for slice_ in plan.slices)
     return sum(box.volume for box in boxes if box is not None)
 
 
@@ -105,13 +105,13 @@ def check_counters(opened: Opened, allocated: list[Allocated]) -> None:
         if known != step:
             raise _differing_steps(f"{known:g} of {first} and {step:g} of {name} in the checkpoint", name)
     for item in allocated:
-        counter = item.part.adapter.counter(item.parameter) if item.plan.pieces else None
+        counter = item.part.adapter.counter(item.parameter) if item.plan.slices else None
         if counter is not None:  # of which nothing was counted: it begins again
             steps.setdefault(id(counter), (item.plan.layout.optimizer_name, item.counted(opened) or 0.0))
     loaded = {id(item.parameter) for item in allocated}
     for part in opened.all_parts:
         for parameter, plan in part.parameters():
-            counter = part.adapter.counter(parameter) if id(parameter) not in loaded and plan.pieces else None
+            counter = part.adapter.counter(parameter) if id(parameter) not in loaded and plan.slices else None
             if counter is None or id(counter) not in steps or not part.adapter.slots(parameter):
                 continue
             first, step = steps[id(counter)]
@@ -157,7 +157,7 @@ def _saved_group(opened: Opened, names: list[str]) -> Hyperparameters:
 
 
 type _Region = tuple[int, Box]
-"""The number of a piece, and a block of it."""
+"""The number of a slice, and a block of it."""
 
 
 def _to_refresh(opened: Opened, plan: ParameterPlan, *, has_new_state: bool) -> Iterator[_Region]:
@@ -166,20 +166,20 @@ def _to_refresh(opened: Opened, plan: ParameterPlan, *, has_new_state: bool) -> 
     Of a new state all that was not read; otherwise components whose weight was filled: of others, a copy may know the
     weight more precisely than the weight itself.
     """
-    for number, piece in enumerate(plan.pieces):
+    for number, slice_ in enumerate(plan.slices):
         if has_new_state:
-            read = opened.covered(plan.slot_key(piece.component, MASTER), piece.box)
-            yield from ((number, box) for box in piece.box.without(read))
-        elif plan.model_key(piece.component) in opened.asked:
-            yield number, piece.box
+            read = opened.covered(plan.slot_key(slice_.component, MASTER), slice_.box)
+            yield from ((number, box) for box in slice_.box.without(read))
+        elif plan.model_key(slice_.component) in opened.asked:
+            yield number, slice_.box
 
 
 def _copy(plan: ParameterPlan, regions: list[_Region], destination: torch.Tensor, source: torch.Tensor) -> None:
     """See `live.optimizer.base.Copy`."""
     for number, box in regions:
-        piece = plan.pieces[number]
-        index = box.slices_in(piece.box)
-        piece.block(destination)[index].copy_(piece.block(source)[index])
+        slice_ = plan.slices[number]
+        index = box.slices_in(slice_.box)
+        slice_.block(destination)[index].copy_(slice_.block(source)[index])
 
 
 def unknown_slots(opened: Opened, allocated: list[Allocated]) -> list[str]:
@@ -190,7 +190,7 @@ def unknown_slots(opened: Opened, allocated: list[Allocated]) -> list[str]:
     found, known = set[str](), STATISTICS | {MASTER}
     for part in opened.parts if opened.with_weights and not opened.with_state else ():
         for parameter, plan in part.parameters():
-            if any(opened.covered(plan.model_key(piece.component), piece.box) for piece in plan.pieces):
+            if any(opened.covered(plan.model_key(slice_.component), slice_.box) for slice_ in plan.slices):
                 found |= _sharded_slots(part, parameter)
     for item in allocated:
         for name, slot in item.slots.items():

@@ -1,2 +1,2 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""Where every piece of every tensor belongs: integers and names, no process group, no Megatron."""
+"""Where every slice of every tensor belongs: integers and names, no process group, no Megatron."""

@@ -18,7 +18,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from mbridge_fsdp_ckpt.families.naming import is_expert_name
-from mbridge_fsdp_ckpt.plan.slices import ParameterPlan, Piece
+from mbridge_fsdp_ckpt.plan.slices import ParameterPlan, Slice
 
 SLIVER = 1 << 14
 """Bytes: less of a block than this is not cut off it, and a line is not cut into parts of less than twice this."""
@@ -94,37 +94,37 @@ def shared_out(plans: Sequence[ParameterPlan], bytes_per_element: Sequence[int])
     """
     lengths: dict[_Holders, int] = defaultdict(int)
     for plan, size in zip(plans, bytes_per_element, strict=True):
-        for piece in filter(partial(_is_shared, plan), plan.pieces):
-            lengths[_holders(plan, piece)] += size * piece.box.volume
+        for slice_ in filter(partial(_is_shared, plan), plan.slices):
+            lengths[_holders(plan, slice_)] += size * slice_.box.volume
     lines = {holders: Line(length, holders[-1]) for holders, length in lengths.items()}
     filled: dict[_Holders, int] = defaultdict(int)
     found = []
     for plan, size in zip(plans, bytes_per_element, strict=True):
-        pieces: list[Piece] = []
-        for piece in plan.pieces:
-            if not _is_shared(plan, piece):
-                pieces.append(piece)
+        slices: list[Slice] = []
+        for slice_ in plan.slices:
+            if not _is_shared(plan, slice_):
+                slices.append(slice_)
                 continue
-            holders, length = _holders(plan, piece), size * piece.box.volume
-            pieces += _cut(piece, lines[holders].parts(filled[holders], length, piece.rows))
+            holders, length = _holders(plan, slice_), size * slice_.box.volume
+            slices += _cut(slice_, lines[holders].parts(filled[holders], length, slice_.rows))
             filled[holders] += length
-        found.append(replace(plan, pieces=tuple(pieces)))
+        found.append(replace(plan, slices=tuple(slices)))
     return found
 
 
-def _is_shared(plan: ParameterPlan, piece: Piece) -> bool:
-    return piece.replica.count > 1 and not plan.layout.is_copy
+def _is_shared(plan: ParameterPlan, slice_: Slice) -> bool:
+    return slice_.replica.count > 1 and not plan.layout.is_copy
 
 
-def _holders(plan: ParameterPlan, piece: Piece) -> _Holders:
+def _holders(plan: ParameterPlan, slice_: Slice) -> _Holders:
     """Ranks that hold the same as this one: the dimensions of which mesh they fill, and how many they are.
 
     The numbers tell apart what is copied over tensor-parallel or expert-parallel ranks besides, which no mesh names.
     """
     layout = plan.layout
-    return is_expert_name(layout.key), layout.copied_along, layout.replica.count, piece.replica.count
+    return is_expert_name(layout.key), layout.copied_along, layout.replica.count, slice_.replica.count
 
 
-def _cut(piece: Piece, parts: Iterable[Part]) -> Iterator[Piece]:
+def _cut(slice_: Slice, parts: Iterable[Part]) -> Iterator[Slice]:
     for part in parts:
-        yield replace(piece.part(part.begin, part.end), writes=part.writer == piece.replica.index)
+        yield replace(slice_.part(part.begin, part.end), writes=part.writer == slice_.replica.index)

@@ -2,7 +2,7 @@
 """Parameters x families -> this rank's plan: which rows of which component it holds, and who writes them.
 
 A plan is integers and names; it knows nothing of values and may be cached as long as the model's structure stands.
-Each parameter has one set of pieces; the model weight and every sharded optimizer slot follow it.
+Each parameter has one set of slices; the model weight and every sharded optimizer slot follow it.
 
     fused parameter (8, 3) on TP rank 1 of 2, components _w (4 rows here) and _v (4 rows here), shard = rows 2..5
 
@@ -50,7 +50,7 @@ class Component:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Slice:
     """A block of a component that this rank holds.
 
     Args:
@@ -73,7 +73,7 @@ class Piece:
 
     @property
     def is_origin(self) -> bool:
-        """Whether it holds the component's first element, or would: exactly one writer's piece does."""
+        """Whether it holds the component's first element, or would: exactly one writer's slice does."""
         return not any(self.box.offset) and (self.box.volume > 0 or not math.prod(self.component.global_shape))
 
     @property
@@ -85,7 +85,7 @@ class Piece:
     def _cut_along(self) -> int:
         return next((dim for dim, size in enumerate(self.box.size) if size > 1), 0)
 
-    def part(self, begin: int, end: int) -> Piece:
+    def part(self, begin: int, end: int) -> Slice:
         """Rows [begin, end) of it."""
         if (begin, end) == (0, self.rows):
             return self
@@ -106,24 +106,26 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class ParameterPlan:
-    """The pieces of one parameter on this rank.  Kept from save to save: one is the same as another if it is that one.
+    """The slices of one parameter on this rank.  Kept from save to save: one is the same as another if it is that one.
 
     Args:
         layout: Where the shard lies.
         claim: The family that split it, if any.
         components: All components, whether this rank holds some of them or not.
-        pieces: What this rank holds, in source order.
+        slices: What this rank holds, in source order.
     """
 
     layout: ParameterLayout
     claim: Claim | None
     components: tuple[Component, ...]
-    pieces: tuple[Piece, ...]
+    slices: tuple[Slice, ...]
 
     @cached_property
     def writes_first(self) -> bool:
         """Whether this rank writes the parameter's first element: over all ranks, one does."""
-        return any(piece.writes and piece.is_origin and piece.component == self.components[0] for piece in self.pieces)
+        return any(
+            slice_.writes and slice_.is_origin and slice_.component == self.components[0] for slice_ in self.slices
+        )
 
     def model_key(self, component: Component) -> str:
         """Key on disk of the weight."""
@@ -147,7 +149,7 @@ def plan_parameter(layout: ParameterLayout, claim: Claim | None) -> ParameterPla
     """
     strands = tuple(_strands(layout, claim))
     components = dict.fromkeys(strand.component for strand in strands)
-    return ParameterPlan(layout, claim, tuple(components), tuple(_pieces(layout, strands)))
+    return ParameterPlan(layout, claim, tuple(components), tuple(_slices(layout, strands)))
 
 
 def owner(key: str, replicas: int) -> int:
@@ -199,9 +201,9 @@ def _at(shape: Shape, dim: int, offset: int) -> Shape:
     return _with_size((0,) * len(shape), dim, offset)
 
 
-def _pieces(layout: ParameterLayout, strands: tuple[_Strand, ...]) -> Iterator[Piece]:
+def _slices(layout: ParameterLayout, strands: tuple[_Strand, ...]) -> Iterator[Slice]:
     if not math.prod(layout.local_shape):
-        yield from _empty_pieces(layout, strands)
+        yield from _empty_slices(layout, strands)
     for outer, part in boxes_of(layout.flat, layout.local_shape):
         held = part.shift(-layout.flat.start)
         for strand in strands:
@@ -212,15 +214,15 @@ def _pieces(layout: ParameterLayout, strands: tuple[_Strand, ...]) -> Iterator[P
             replica = _replica(layout, strand.replicated)
             writes = _writes(layout, strand.component, replica)
             box = _to_global(_moved(common, strand), strand, layout)
-            yield Piece(strand.component, box, source, shape, inner, replica, writes)
+            yield Slice(strand.component, box, source, shape, inner, replica, writes)
 
 
-def _empty_pieces(layout: ParameterLayout, strands: tuple[_Strand, ...]) -> Iterator[Piece]:
+def _empty_slices(layout: ParameterLayout, strands: tuple[_Strand, ...]) -> Iterator[Slice]:
     """A tensor without elements has a key all the same, and is whole on every rank: nothing of it can be cut."""
     replica = _replica(layout, replicated=True)
     for component in dict.fromkeys(strand.component for strand in strands):
         box, writes = whole(component.global_shape), _writes(layout, component, replica)
-        yield Piece(component, box, FlatRange(0, 0), box.size, box, replica, writes)
+        yield Slice(component, box, FlatRange(0, 0), box.size, box, replica, writes)
 
 
 def _writes(layout: ParameterLayout, component: Component, replica: Axis) -> bool:

@@ -13,7 +13,7 @@ from mbridge_fsdp_ckpt.coverage import plans as fingerprints
 from mbridge_fsdp_ckpt.coverage.plans import Block
 from mbridge_fsdp_ckpt.format.columns import param_group_name
 from mbridge_fsdp_ckpt.format.own_index import RankIndex
-from mbridge_fsdp_ckpt.format.rows import Number
+from mbridge_fsdp_ckpt.format.rows import Scalar
 from mbridge_fsdp_ckpt.format.schema import RankOwn
 from mbridge_fsdp_ckpt.format.values import encode, encode_mapping, hash_of
 from mbridge_fsdp_ckpt.io.checksums import Hasher
@@ -21,13 +21,13 @@ from mbridge_fsdp_ckpt.io.files import Json
 from mbridge_fsdp_ckpt.io.host_bytes import fetched, pieces_of
 from mbridge_fsdp_ckpt.live.fp8.owners import own_states
 from mbridge_fsdp_ckpt.live.local_shards import (
-    Holding,
     KeyFilter,
+    LocalShard,
     OptimizerPart,
     holds_some,
-    model_holdings,
-    optimizer_holdings,
+    model_shards,
     optimizer_parts,
+    optimizer_shards,
 )
 from mbridge_fsdp_ckpt.live.optimizer import loss_scales
 from mbridge_fsdp_ckpt.live.optimizer.adapters import grouped, kept_tensors, may_be_replayed, refuse_global_state
@@ -38,7 +38,7 @@ from mbridge_fsdp_ckpt.live.structure import marks_of_job
 from mbridge_fsdp_ckpt.live.topology import sharding_strategy
 from mbridge_fsdp_ckpt.live.watched import Watched
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry, Section
-from mbridge_fsdp_ckpt.plan.slices import ParameterPlan, Piece
+from mbridge_fsdp_ckpt.plan.slices import ParameterPlan, Slice
 from mbridge_fsdp_ckpt.saving.own_state import own_state
 from mbridge_fsdp_ckpt.saving.write_plan import Elements, WritePlan
 from mbridge_fsdp_ckpt.versions import require
@@ -50,14 +50,14 @@ class Prepared:
 
     Args:
         write_plan: What it writes, without its numbers.
-        holdings: The blocks with what is behind them, one for each of `WritePlan.blocks`.
+        shards: The blocks with what is behind them, one for each of `WritePlan.blocks`.
         numbers: See `WritePlan`, with what is behind them.
         watched: All of these tensors, where training goes on.
     """
 
     write_plan: WritePlan
-    holdings: list[Holding]
-    numbers: list[Holding]
+    shards: list[LocalShard]
+    numbers: list[LocalShard]
     watched: Watched | None = None
 
     def read(self) -> WritePlan:
@@ -66,9 +66,9 @@ class Prepared:
         Raises:
             ChangedTensorError: See `Watched`.
         """
-        counts = [item.declares and item.piece.writes for item in self.numbers]
+        counts = [item.declares and item.slice_.writes for item in self.numbers]
         read = zip(self.numbers, fetched([item.flat for item in self.numbers]), counts, strict=True)
-        rows = [Number(item.key, data.tobytes(), own) for item, data, own in read]
+        rows = [Scalar(item.key, data.tobytes(), own) for item, data, own in read]
         for item in self.numbers:
             _check(item, self.watched)
         return replace(self.write_plan, numbers=rows)
@@ -76,40 +76,40 @@ class Prepared:
     @property
     def elements(self) -> Elements:
         """The tensors as they are now."""
-        return _Live(self.holdings, self.watched)
+        return _Live(self.shards, self.watched)
 
     def check(self, number: int) -> None:
-        """Of one of the holdings, once it is copied.
+        """Of one of the local shards, once it is copied.
 
         Raises:
             ChangedTensorError: See `Watched`.
         """
-        _check(self.holdings[number], self.watched)
+        _check(self.shards[number], self.watched)
 
 
-def _check(holding: Holding, watched: Watched | None) -> None:
-    if watched is not None and holding.kept is not None:
-        watched.check(holding.kept, holding.key)
+def _check(shard: LocalShard, watched: Watched | None) -> None:
+    if watched is not None and shard.kept is not None:
+        watched.check(shard.kept, shard.key)
 
 
 @dataclass(frozen=True, slots=True)
 class _Live:
     """See `Elements`: read from live tensors."""
 
-    holdings: list[Holding]
+    shards: list[LocalShard]
     watched: Watched | None
 
     def each(self, numbers: Sequence[int]) -> Iterator[Iterable[Buffer]]:
         """See `Elements`."""
-        return pieces_of(self.holdings[number].elements() for number in numbers)
+        return pieces_of(self.shards[number].elements() for number in numbers)
 
     def digests(self, numbers: Sequence[int]) -> Iterator[int]:
         """See `Elements`."""
-        for number, pieces in zip(numbers, self.each(numbers), strict=True):
+        for number, slices in zip(numbers, self.each(numbers), strict=True):
             hasher = Hasher()
-            for piece in pieces:
-                hasher.update(piece)
-            _check(self.holdings[number], self.watched)
+            for slice_ in slices:
+                hasher.update(slice_)
+            _check(self.shards[number], self.watched)
             yield hasher.number()
 
 
@@ -214,14 +214,14 @@ def plan_save(observed: Observed) -> Prepared:
     """
     planned = observed.tensors.each() + observed.own
     parts = optimizer_parts(observed.optimizers, planned)
-    holdings = list(model_holdings(planned, observed.include, observed.vocabulary_size))
-    slots, stateless = optimizer_holdings(parts, observed.vocabulary_size)
+    shards = list(model_shards(planned, observed.include, observed.vocabulary_size))
+    slots, stateless = optimizer_shards(parts, observed.vocabulary_size)
     sections: tuple[Section, ...] = ("model", "optimizer") if parts else ("model",)
-    numbers = [holding for holding in slots if holding.is_scalar]
-    holdings += [holding for holding in slots if holding.declares]
-    held, known = _held(holdings, numbers), _described.get(observed.module)
+    numbers = [shard for shard in slots if shard.is_scalar]
+    shards += [shard for shard in slots if shard.declares]
+    held, known = _held(shards, numbers), _described.get(observed.module)
     if known is None or known.held != held:
-        known = _described[observed.module] = _describe(holdings, numbers, held)
+        known = _described[observed.module] = _describe(shards, numbers, held)
     of_parameters, of_groups, encoded = _hyperparameters(parts, observed.hyperparameters)
     extra_state, names = observed.states
     said = RankIndex(
@@ -235,12 +235,12 @@ def plan_save(observed: Observed) -> Prepared:
         own=RankOwn(values=observed.values, extra_state=extra_state),
         param_groups=of_groups,
     )
-    return Prepared(_write_plan(known, said, encoded, sections, observed.shape), holdings, numbers, observed.watched)
+    return Prepared(_write_plan(known, said, encoded, sections, observed.shape), shards, numbers, observed.watched)
 
 
 def write_plan_of(
-    holdings: Sequence[Holding],
-    numbers: Sequence[Holding],
+    shards: Sequence[LocalShard],
+    numbers: Sequence[LocalShard],
     said: RankIndex,
     hyperparameters: Mapping[int, dict[str, Json]],
     sections: tuple[Section, ...],
@@ -249,7 +249,7 @@ def write_plan_of(
     """What a rank writes of what it holds, without the values of numbers.
 
     Args:
-        holdings: Its blocks that count for the plan.
+        shards: Its blocks that count for the plan.
         numbers: See `WritePlan`.
         said: See `WritePlan`.
         hyperparameters: See `WritePlan`.
@@ -259,16 +259,16 @@ def write_plan_of(
     Raises:
         PlanDisagreementError: See `plans.fingerprint`.
     """
-    described = _describe(holdings, numbers, _held(holdings, numbers))
+    described = _describe(shards, numbers, _held(shards, numbers))
     return _write_plan(described, said, hyperparameters, sections, shape)
 
 
-type _Held = list[tuple[str, KeyEntry, Piece, ParameterPlan]]
+type _Held = list[tuple[str, KeyEntry, Slice, ParameterPlan]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Description:
-    """What is said of holdings, whatever their tensors are."""
+    """What is said of local shards, whatever their tensors are."""
 
     held: _Held
     blocks: list[Block]
@@ -280,13 +280,13 @@ _described: WeakKeyDictionary[object, _Description] = WeakKeyDictionary()
 """By model: a later save says the same of what it still holds."""
 
 
-def _held(holdings: Sequence[Holding], numbers: Sequence[Holding]) -> _Held:
-    return [(item.key, item.entry, item.piece, item.plan) for part in (holdings, numbers) for item in part]
+def _held(shards: Sequence[LocalShard], numbers: Sequence[LocalShard]) -> _Held:
+    return [(item.key, item.entry, item.slice_, item.plan) for part in (shards, numbers) for item in part]
 
 
-def _describe(holdings: Sequence[Holding], numbers: Sequence[Holding], held: _Held) -> _Description:
-    blocks = list(map(Block.of, holdings))
-    keys = {item.key: item.entry for item in holdings if item.piece.writes}
+def _describe(shards: Sequence[LocalShard], numbers: Sequence[LocalShard], held: _Held) -> _Description:
+    blocks = list(map(Block.of, shards))
+    keys = {item.key: item.entry for item in shards if item.slice_.writes}
     keys |= {item.key: item.entry for item in numbers}
     return _Description(held, blocks, keys, fingerprints.fingerprint(blocks))
 

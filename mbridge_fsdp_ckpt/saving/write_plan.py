@@ -12,7 +12,7 @@ from mbridge_fsdp_ckpt.coverage.plans import Block, BlockRow
 from mbridge_fsdp_ckpt.coverage.replicas import Copy, CopyRow
 from mbridge_fsdp_ckpt.coverage.rows import Rows
 from mbridge_fsdp_ckpt.format.own_index import RankIndex
-from mbridge_fsdp_ckpt.format.rows import Number
+from mbridge_fsdp_ckpt.format.rows import Scalar
 from mbridge_fsdp_ckpt.io.files import Json
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry, Section
 
@@ -35,7 +35,7 @@ class WritePlan:
 
     blocks: list[Block]
     keys: dict[str, KeyEntry]
-    numbers: list[Number]
+    numbers: list[Scalar]
     fingerprint: list[int]
     said: RankIndex
     hyperparameters: Mapping[int, dict[str, Json]]

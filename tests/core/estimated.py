@@ -90,7 +90,7 @@ def elsewhere(saved: Recipe, ranks: int, loading: Recipe, other_ranks: int) -> t
     held = [
         (item.key, item.box, records_in(item.box.size, item.flat.dtype).bytes)
         for plan in jobs[1].plans.values()
-        for item in plan.holdings
+        for item in plan.shards
         if not item.is_scalar
     ]
     return read_over_held(*jobs), held
@@ -108,12 +108,12 @@ def really_read(directory: Path, held: list[tuple[str, Box, int]]) -> float:
 
 
 def _rows(plan: Any) -> Rows:
-    own = [item for item in plan.holdings if item.piece.writes]
+    own = [item for item in plan.shards if item.piece.writes]
     return sorted((item.key, item.box.offset, item.box.size) for item in own)
 
 
 def _keys(plan: Any) -> list[str]:
-    return sorted({item.key for item in plan.holdings if item.piece.writes and item.piece.is_origin})
+    return sorted({item.key for item in plan.shards if item.piece.writes and item.piece.is_origin})
 
 
 def written(directory: Path) -> dict[str, Any]:

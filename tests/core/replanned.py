@@ -79,7 +79,7 @@ def again() -> dict[str, Any]:
     saves.module.counter = torch.ones(2, dtype=torch.float64)
     group = saves.trainable.optimizer.param_groups[0]
     group["lr"] = 0.125
-    held = {item.key: item for item in saves.save().holdings}
+    held = {item.key: item for item in saves.save().shards}
     counter = next(item for key, item in held.items() if key.endswith("counter"))
     group["params"] = group["params"][1:]
     return {
@@ -87,7 +87,7 @@ def again() -> dict[str, Any]:
         "later": (saves.plannings - first[0], saves.parameters - first[1]),
         "state dicts": saves.state_dicts,
         "tensors": len(tensors_of(saves.module)),
-        "same": held.keys() == {item.key for item in before.holdings},
+        "same": held.keys() == {item.key for item in before.shards},
         "counter": (counter.entry.dtype, counter.elements().tolist()),
         "rates": [values["lr"] for values in saves.save().write_plan.hyperparameters.values()],
         "parameters": (len(before.write_plan.said.parameters), len(saves.save().write_plan.said.parameters)),
@@ -117,7 +117,7 @@ def found_again() -> dict[str, bool]:
 
     def are_found() -> bool:
         saves.state_dicts = 0
-        held = saves.save().holdings
+        held = saves.save().shards
         names = {id(tensor) for tensor in tensors_of(module).values()}
         return saves.state_dicts == 0 and names >= {id(item.kept) for item in held if item.is_buffer}
 

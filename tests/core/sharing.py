@@ -78,9 +78,9 @@ def holds(trainable: Trainable) -> tuple[set[tuple[Any, ...]], set[tuple[Any, ..
     """This rank's blocks, those of them that it does not write, and ranks that are said to hold copies of those."""
     module = find_fsdp_module(trainable.model)
     plans = [item.plan for item in plan_model(module)]
-    pieces = {(plan.model_key(p.component), p.box.offset, p.box.size): p.writes for plan in plans for p in plan.pieces}
-    unwritten = {block for block, writes in pieces.items() if not writes}
-    return set(pieces), unwritten, ranks_with_copies(Peers(module), plans, dist.get_rank())
+    slices = {(plan.model_key(p.component), p.box.offset, p.box.size): p.writes for plan in plans for p in plan.slices}
+    unwritten = {block for block, writes in slices.items() if not writes}
+    return set(slices), unwritten, ranks_with_copies(Peers(module), plans, dist.get_rank())
 
 
 def load_of_another_layout(directory: str, recipe: Recipe, at_once: int, largest: int = 64) -> dict[str, Any]:
@@ -131,10 +131,10 @@ def broken_disk(read: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def flipped_on_the_way(pack: Callable[..., Any]) -> Callable[..., Any]:
-    """In place of `_Circle._pack`: a bit changes after the bytes were hashed."""
+    """In place of `_ReplicaGroup._pack`: a bit changes after the bytes were hashed."""
 
-    def packed(circle: Any, slot: Any, own: torch.Tensor, elements: Any) -> None:
-        pack(circle, slot, own, elements)
+    def packed(group: Any, slot: Any, own: torch.Tensor, elements: Any) -> None:
+        pack(group, slot, own, elements)
         own[exchange._HEADER] ^= 1
 
     return packed

@@ -32,10 +32,10 @@ LOAD_STEPS = {
     "filling": "loading.state:install",
 }
 SHARED_STEPS = {
-    "connecting": "loading.exchange:_Circle.join",
-    "comparing": "loading.exchange:_Circle.compare",
+    "connecting": "loading.exchange:_ReplicaGroup.join",
+    "comparing": "loading.exchange:_ReplicaGroup.compare",
     "reading for others": "loading.fill:Staged.read",
-    "passing on": "loading.exchange:_Circle._take",
+    "passing on": "loading.exchange:_ReplicaGroup._take",
     "filling": "loading.fill:Staged.take",
 }
 ENDINGS = ("raises", "dies", "stalls")

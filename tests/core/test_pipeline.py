@@ -80,7 +80,7 @@ def described(stages: int, tied: bool, uneven: bool) -> dict[str, Any]:
             on_disk, on_disk, shape, None, Axis(0, 1), FlatRange(0, parameter.numel()), Axis(0, 1), is_copy
         )
         plan = plan_parameter(layout, default_registry().claim(context_of(name, modules, parameter)))
-        keys += [(plan.model_key(p.component), p.component.global_shape, p.writes) for p in plan.pieces]
+        keys += [(plan.model_key(p.component), p.component.global_shape, p.writes) for p in plan.slices]
     return {"names": names, "keys": keys}
 
 

@@ -120,7 +120,7 @@ def test_a_flipped_bit_is_named_on_all_ranks(
     [
         ("mbridge_fsdp_ckpt.loading.fill:Staged.read", sharing.broken_disk, "StorageError", "rank 1 on "),
         (
-            "mbridge_fsdp_ckpt.loading.exchange:_Circle._pack",
+            "mbridge_fsdp_ckpt.loading.exchange:_ReplicaGroup._pack",
             sharing.flipped_on_the_way,
             "ExchangeError",
             "the bytes that rank 1 has read",

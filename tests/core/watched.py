@@ -203,11 +203,11 @@ def trains(recipes: list[Recipe]) -> dict[str, tuple[int, list[str]]]:
             for number in (2, 3):
                 trainable.step(number)
         changed = []
-        for holding in (*prepared.holdings, *prepared.numbers):
+        for shard in (*prepared.shards, *prepared.numbers):
             try:
-                _check(holding, prepared.watched)
+                _check(shard, prepared.watched)
             except ChangedTensorError as error:
                 changed.append(f"{error.key}: {error.found}")
-        watched = [holding for holding in (*prepared.holdings, *prepared.numbers) if holding.kept is not None]
+        watched = [shard for shard in (*prepared.shards, *prepared.numbers) if shard.kept is not None]
         found[str(recipe)] = len(watched), changed
     return found

@@ -96,7 +96,7 @@ def _save(directory: str, case: Case) -> Saved:
     live = oracle.seen(trainable)
     with ExitStack() as stack:
         if how.lacks:
-            stack.enter_context(patched("mbridge_fsdp_ckpt.saving.snapshot:optimizer_holdings", _leaving_out(case)))
+            stack.enter_context(patched("mbridge_fsdp_ckpt.saving.snapshot:optimizer_shards", _leaving_out(case)))
         settings = Settings(vocabulary_size=TOKENS, progress=False)
         mbridge_fsdp_ckpt.save(directory, model=trainable.model, optimizer=trainable.optimizer, settings=settings)
     without_scale(trainable)
@@ -107,9 +107,9 @@ def _save(directory: str, case: Case) -> Saved:
 def _leaving_out(case: Case) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Saves without some slots, as one by somebody else may be."""
 
-    def make(holdings: Callable[..., Any]) -> Callable[..., Any]:
+    def make(shards: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            found, stateless = holdings(*args)
+            found, stateless = shards(*args)
             return [each for each in found if not _is_left_out(case, each.key)], stateless
 
         return call

@@ -19,9 +19,9 @@ from mbridge_fsdp_ckpt.format.columns import Columns
 from mbridge_fsdp_ckpt.format.group_index import merged
 from mbridge_fsdp_ckpt.format.names import Files
 from mbridge_fsdp_ckpt.format.own_index import RankIndex, own_index
-from mbridge_fsdp_ckpt.format.rows import Chunk, Number, Row
+from mbridge_fsdp_ckpt.format.rows import Chunk, Row, Scalar
 from mbridge_fsdp_ckpt.io.ranges import ByteRange
-from mbridge_fsdp_ckpt.live.local_shards import Holding
+from mbridge_fsdp_ckpt.live.local_shards import LocalShard
 from mbridge_fsdp_ckpt.plan.boxes import Box, FlatRange, whole
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
@@ -48,12 +48,12 @@ def plans_of_a_job(rng: random.Random) -> Plans:
 def blocks_of(layout: ParameterLayout, *, with_step: bool) -> list[Block]:
     """Blocks of a weight, and of a scalar beside it."""
     plan, blocks = plan_parameter(layout, None), []
-    for piece in plan.pieces:
-        entry = KeyEntry(dtype="float32", shape=piece.component.global_shape)
-        blocks.append(Block.of(Holding(plan.model_key(piece.component), entry, piece, None, plan)))  # type: ignore[arg-type]
-        if with_step and piece.is_origin and not layout.is_copy:
+    for slice_ in plan.slices:
+        entry = KeyEntry(dtype="float32", shape=slice_.component.global_shape)
+        blocks.append(Block.of(LocalShard(plan.model_key(slice_.component), entry, slice_, None, plan)))  # type: ignore[arg-type]
+        if with_step and slice_.is_origin and not layout.is_copy:
             step = KeyEntry(dtype="float32", shape=(), kind="tensor")
-            blocks.append(Block.of(Holding(f"{layout.key}.step", step, piece, None, plan)))  # type: ignore[arg-type]
+            blocks.append(Block.of(LocalShard(f"{layout.key}.step", step, slice_, None, plan)))  # type: ignore[arg-type]
     return blocks
 
 
@@ -226,7 +226,7 @@ def _counts(blocks: list[Block]) -> bool:
 def _row(block: Block) -> Row:
     if block.kind == "sharded":
         return Chunk(block.key, block.box, ByteRange(0, 0), 0, block.nbytes, 0)
-    return Number(block.key, bytes(dtype_from_name(block.dtype).itemsize))
+    return Scalar(block.key, bytes(dtype_from_name(block.dtype).itemsize))
 
 
 def _index_of(rank: int, blocks: list[Block]) -> Columns:

@@ -48,7 +48,7 @@ IN_TRAINER = (
     "idle",
     "begun",
     "saving.background.order:plan_save",
-    "live.local_shards:Holding.elements",
+    "live.local_shards:LocalShard.elements",
     "add_files",
     "after_commit",
 )

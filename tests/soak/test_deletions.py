@@ -33,7 +33,7 @@ from tests.golden import archive
 from tests.soak import deletions, sampling
 from tests.soak.deletions import EVENTS, LINK, STORES, Case, Files, name_of
 from tests.trackers import STATE, TRACKER
-from tests.unit.holdings import holdings
+from tests.unit.shards import shards
 from tests.unit.test_saving import coordination, prepared, save, saved
 
 __all__ = ["environment"]
@@ -162,7 +162,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Files
     """Files of real checkpoints by how they were committed."""
     made = tmp_path_factory.mktemp("made")
     archive.unpack(GOLDEN, made / "stock")
-    ranks = [prepared(holdings(0, 6)), prepared(holdings(6, 12))]
+    ranks = [prepared(shards(0, 6)), prepared(shards(6, 12))]
     save(made / "rename", ranks, Settings(dcp_metadata="always"))
     save(made / "marker", ranks, Settings(dcp_metadata="always", commit="marker"))
     assert removal.wait(30.0)
@@ -187,7 +187,7 @@ def save_to(case: Case, root: Any) -> None:
     job = Job(root / case.target, settings, coordination(0), {}, add_nothing if fails else None, follow)
     may = deletions.may_be_saved(case, case.target)
     with pytest.raises(ConfigurationError) if fails or not may else contextlib.nullcontext():
-        saved(job, [prepared(holdings(0, 12))])
+        saved(job, [prepared(shards(0, 12))])
 
 
 def interrupted(target: Any) -> None:
@@ -245,7 +245,7 @@ class Running:
                     self._unlink(self.own / name)
             place.make([(f"{own}/{TRACKER}", deletions.trackers_of(then.trackers, then.named)[TRACKER], 0.0)])
         elif case.event == "saved anew" and deletions.may_be_saved(case, name_of(case.other)):
-            save(self.root / name_of(case.other), [prepared(holdings(0, 12))])
+            save(self.root / name_of(case.other), [prepared(shards(0, 12))])
         elif case.event == "a leftover is renewed":
             for name in place.seen():
                 if deletions.is_leftover(case, name):

@@ -23,7 +23,7 @@ from mbridge_fsdp_ckpt.io.progress import Unwatched
 from mbridge_fsdp_ckpt.settings import CommitMethod, Settings
 from mbridge_fsdp_ckpt.tools.convert.other_files import carry_over, other_files
 from mbridge_fsdp_ckpt.tools.verify import verify
-from tests.unit.holdings import holdings
+from tests.unit.shards import shards
 from tests.unit.test_saving import job, prepared, saved
 
 METHODS = [method for method in get_args(CommitMethod) if method != "auto"]
@@ -40,7 +40,7 @@ def save(target: Path, method: CommitMethod, add: Add) -> None:
     running = job(target, Settings(dcp_metadata="always", commit=method))
     running.add_files = add  # type: ignore[assignment]
     try:
-        saved(running, [prepared(holdings(0, 12))])
+        saved(running, [prepared(shards(0, 12))])
     finally:
         assert removal.wait(60.0)
 

@@ -26,7 +26,7 @@ from mbridge_fsdp_ckpt.saving.background.filling import Filling, OnHost
 from mbridge_fsdp_ckpt.saving.background.memory import PORTION, Staging, length_of, slots_for
 from mbridge_fsdp_ckpt.saving.snapshot import Prepared, write_plan_of
 from mbridge_fsdp_ckpt.saving.write_plan import WritePlan
-from tests.unit.holdings import holdings, scalar
+from tests.unit.shards import scalar, shards
 
 LIMIT_S = 10.0
 
@@ -124,7 +124,7 @@ def test_nothing_that_comes_and_an_error_end_the_wait() -> None:
 
 
 def test_all_that_a_writer_needs_crosses_as_json() -> None:
-    held = [*holdings(0, 6), scalar("step")]
+    held = [*shards(0, 6), scalar("step")]
     own = RankOwn(values={"seed": [1, 2.5, None]}, extra_state={"fp8": {}})
     said = RankIndex(2, {"rank": 2, "data": 1}, None, {}, {"a": 7}, ["b"], ["c"], own, {"group": 2**63})
     what = write_plan_of(held, held[-1:], said, {2**64 - 1: {"lr": 0.1}}, ("model", "optimizer"), {"world": 4})

@@ -26,7 +26,7 @@ from tests import trackers
 from tests.golden import archive
 from tests.unit import handmade
 from tests.unit.handmade import payload, write_manifest
-from tests.unit.holdings import holdings
+from tests.unit.shards import shards
 from tests.unit.test_cli import call, data, run
 from tests.unit.test_saving import prepared, save
 
@@ -371,7 +371,7 @@ def test_added_files_of_a_running_or_committed_save_are_left_alone(
 def test_what_stock_reads_without_its_manifest_is_left_alone(tmp_path: Path) -> None:
     """Its objects are called like those of a dead save; a save that fails there leaves them as well."""
     lost, old = tmp_path / "iter_0000010", f"__0_0-{TOKEN}.distcp"
-    save(lost, [prepared(holdings(0, 12))], Settings(commit="marker", dcp_metadata="always"))
+    save(lost, [prepared(shards(0, 12))], Settings(commit="marker", dcp_metadata="always"))
     assert removal.wait(30.0)
     (lost / "manifest.json").unlink()
     (lost / old).write_bytes(b"of a save that died")

@@ -24,7 +24,7 @@ class OnKnownRanks(Peers):
 def plans(key: str, replica: Axis, count: int) -> list[ParameterPlan]:
     """Those of a rank's parameters that it does not write."""
     layouts = (ParameterLayout(f"{key}{n}", "", (2,), None, Axis(0, 1), FlatRange(0, 2), replica) for n in range(999))
-    return [plan for plan in (plan_parameter(layout, None) for layout in layouts) if not plan.pieces[0].writes][:count]
+    return [plan for plan in (plan_parameter(layout, None) for layout in layouts) if not plan.slices[0].writes][:count]
 
 
 def test_ranks_with_most_copies_come_first() -> None:
@@ -34,7 +34,7 @@ def test_ranks_with_most_copies_come_first() -> None:
 
 def test_what_a_rank_writes_or_another_stage_does_leads_to_nobody() -> None:
     own = [plan for replica in (0, 1) for plan in plans("weight", Axis(replica, 2), 3)]
-    written = [replace(plan, pieces=tuple(replace(p, writes=True) for p in plan.pieces)) for plan in own]
+    written = [replace(plan, slices=tuple(replace(p, writes=True) for p in plan.slices)) for plan in own]
     later = [replace(plan, layout=replace(plan.layout, is_copy=True)) for plan in own]
     assert ranks_with_copies(OnKnownRanks(), [*written, *later], 91) == []
     assert ranks_with_copies(OnKnownRanks(), own, 91) == [90]

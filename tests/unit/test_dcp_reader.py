@@ -19,7 +19,7 @@ from mbridge_fsdp_ckpt.errors import DamagedCheckpointError, ManifestError
 from mbridge_fsdp_ckpt.io.ranges import Place, Scratch
 from mbridge_fsdp_ckpt.loading.renaming import under_new_names
 from mbridge_fsdp_ckpt.opening import open_checkpoint
-from tests.unit.holdings import holdings
+from tests.unit.shards import shards
 
 NAME, OTHER = "module.module.module.weight", "module.module.module.experts.linear_fc1.weight3_w"
 GROUP = {"lr": 1e-4, "betas": (0.9, 0.95), "adam_w_mode": 1, "eps": 1e-8, "bias_correction": True, "params": None}
@@ -208,7 +208,7 @@ def test_an_older_name_of_multi_token_prediction_is_read_as_the_newer(tmp_path: 
     tensor = torch.arange(6.0).reshape(2, 3)
     optimizer = {"state": {old: {"exp_avg": tensor + 1}}, "param_to_group_meta": {old: {"lr": 0.1}, "b": {"lr": 0.2}}}
     state = {"model": {old: tensor, "b": tensor}, "optimizer": optimizer}
-    [held] = holdings(0, 6, key=new, shape=(2, 3))
+    [held] = shards(0, 6, key=new, shape=(2, 3))
     source = under_new_names(open_checkpoint(write(tmp_path / "iter_0000010", state)), [held.plan])
     assert set(source.head.keys) == {f"model.{new}", "model.b", f"optimizer.state.{new}.exp_avg"}
     [chunk] = source.chunks([f"optimizer.state.{new}.exp_avg"])[f"optimizer.state.{new}.exp_avg"]

@@ -11,14 +11,14 @@ from mbridge_fsdp_ckpt.families import Claim, Segment
 from mbridge_fsdp_ckpt.loading.destinations import block, scalar
 from mbridge_fsdp_ckpt.plan.boxes import Box, FlatRange, Shape, whole
 from mbridge_fsdp_ckpt.plan.layout import Axis, ParameterLayout
-from mbridge_fsdp_ckpt.plan.slices import Piece, plan_parameter
+from mbridge_fsdp_ckpt.plan.slices import Slice, plan_parameter
 
 FUSED = Claim("family", 1, (Segment("_w", 2), Segment("_v", 2)))
 
 
-def pieces(shape: Shape, start: int, stop: int, claim: Claim | None = None) -> tuple[Piece, ...]:
+def slices(shape: Shape, start: int, stop: int, claim: Claim | None = None) -> tuple[Slice, ...]:
     layout = ParameterLayout("weight", "weight", shape, None, Axis(0, 1), FlatRange(start, stop), Axis(0, 1))
-    return plan_parameter(layout, claim).pieces
+    return plan_parameter(layout, claim).slices
 
 
 def numbered(shape: Shape) -> torch.Tensor:
@@ -28,8 +28,8 @@ def numbered(shape: Shape) -> torch.Tensor:
 @pytest.mark.parametrize("strides", ["contiguous", "transposed"])
 def test_chunks_reach_the_live_tensor_and_are_counted_there(strides: str) -> None:
     live = torch.zeros(4, 3) if strides == "contiguous" else torch.zeros(3, 4).t()
-    (piece,), values = pieces((4, 3), 0, 12), numbered((4, 3))
-    destination = block(piece, live, "k")
+    (slice_,), values = slices((4, 3), 0, 12), numbered((4, 3))
+    destination = block(slice_, live, "k")
     assert destination.take(Box((1, 0), (3, 2)), values[1:, :2]) == 6
     assert torch.equal(live[1:, :2], values[1:, :2])
     assert live.count_nonzero() == 6
@@ -52,8 +52,8 @@ def test_chunks_reach_the_live_tensor_and_are_counted_there(strides: str) -> Non
 def test_where_a_chunk_goes_as_it_is(chunk: Box, start: int | None) -> None:
     """What the chunk has of rows 1 and 2 is one run of both, or it has to be copied element by element."""
     live, values = torch.zeros(2, 3), numbered((4, 3))
-    (piece,) = pieces((4, 3), 3, 9)
-    destination = block(piece, live, "k")
+    (slice_,) = slices((4, 3), 3, 9)
+    destination = block(slice_, live, "k")
     place = destination.place_in(chunk, torch.float32)
     if start is None:
         assert place is None
@@ -63,21 +63,21 @@ def test_where_a_chunk_goes_as_it_is(chunk: Box, start: int | None) -> None:
     data = values[chunk.slices_in(whole((4, 3)))].contiguous()
     place.memory[:] = data.view(-1).view(torch.uint8).numpy()[start : start + place.memory.size]
     by_copy = torch.zeros(2, 3)
-    block(piece, by_copy, "k").take(chunk, data)
+    block(slice_, by_copy, "k").take(chunk, data)
     assert torch.equal(live, by_copy)
     assert live.any()
 
 
 def test_what_has_to_be_converted_or_scattered_goes_nowhere_as_it_is() -> None:
-    (piece,), chunk = pieces((4, 3), 0, 12), Box((0, 0), (4, 3))
-    assert block(piece, torch.zeros(4, 3), "k").place_in(chunk, torch.bfloat16) is None
-    assert block(piece, torch.zeros(3, 4).t(), "k").place_in(chunk, torch.float32) is None
-    assert block(piece, torch.zeros(4, 3, device="meta"), "k").place_in(chunk, torch.float32) is None
+    (slice_,), chunk = slices((4, 3), 0, 12), Box((0, 0), (4, 3))
+    assert block(slice_, torch.zeros(4, 3), "k").place_in(chunk, torch.bfloat16) is None
+    assert block(slice_, torch.zeros(3, 4).t(), "k").place_in(chunk, torch.float32) is None
+    assert block(slice_, torch.zeros(4, 3, device="meta"), "k").place_in(chunk, torch.float32) is None
 
 
 def test_one_element_is_one_run_whatever_its_stride() -> None:
-    (piece,), base = pieces((1,), 0, 1), torch.zeros(8)
-    place = block(piece, base[3::8], "k").place_in(Box((0,), (1,)), torch.float32)
+    (slice_,), base = slices((1,), 0, 1), torch.zeros(8)
+    place = block(slice_, base[3::8], "k").place_in(Box((0,), (1,)), torch.float32)
     assert place is not None
     place.memory[:] = torch.ones(1).view(torch.uint8).numpy()
     assert base.tolist() == [0, 0, 0, 1, 0, 0, 0, 0]
@@ -85,7 +85,7 @@ def test_one_element_is_one_run_whatever_its_stride() -> None:
 
 def test_both_halves_of_a_fused_shard_lie_in_it() -> None:
     shard = torch.zeros(2, 3)
-    gate, up = (block(piece, shard, "k") for piece in pieces((4, 3), 3, 9, FUSED))
+    gate, up = (block(slice_, shard, "k") for slice_ in slices((4, 3), 3, 9, FUSED))
     assert gate.take(Box((0, 0), (2, 3)), numbered((2, 3))) == 3
     assert up.take(Box((0, 0), (2, 3)), numbered((2, 3)) + 10) == 3
     assert shard.tolist() == [[3, 4, 5], [10, 11, 12]]
@@ -113,15 +113,15 @@ def test_a_scalar() -> None:
 )
 def test_elements_that_share_memory_are_refused(shape: Shape, strides: Shape, is_refused: bool) -> None:
     live = torch.zeros(600).as_strided(shape, strides)
-    (piece,) = pieces(shape, 0, whole(shape).volume)
+    (slice_,) = slices(shape, 0, whole(shape).volume)
     if is_refused:
         with pytest.raises(UnsupportedStateError, match="elements that share memory"):
-            block(piece, live, "k")
+            block(slice_, live, "k")
     else:
-        assert block(piece, live, "k").take(whole(shape), torch.ones(shape)) == live.sum() == live.numel()
+        assert block(slice_, live, "k").take(whole(shape), torch.ones(shape)) == live.sum() == live.numel()
 
 
 def test_a_piece_that_is_no_view_of_its_shard_is_refused() -> None:
-    piece, _ = pieces((4, 3), 0, 12, FUSED)
+    slice_, _ = slices((4, 3), 0, 12, FUSED)
     with pytest.raises(InternalError, match="to be a view"):
-        block(piece, torch.zeros(3, 4).t(), "k")
+        block(slice_, torch.zeros(3, 4).t(), "k")

@@ -9,17 +9,17 @@ import pytest
 from mbridge_fsdp_ckpt.coverage import plans
 from mbridge_fsdp_ckpt.coverage.plans import Block, BlockRow
 from mbridge_fsdp_ckpt.errors import PlanDisagreementError
-from mbridge_fsdp_ckpt.live.local_shards import Holding
+from mbridge_fsdp_ckpt.live.local_shards import LocalShard
 from mbridge_fsdp_ckpt.plan.boxes import Shape
 from mbridge_fsdp_ckpt.plan.slices import owner
-from tests.unit.holdings import holdings, scalar
+from tests.unit.shards import scalar, shards
 
 
-def remainders(ranks: Sequence[Sequence[Holding]]) -> dict[int, int]:
+def remainders(ranks: Sequence[Sequence[LocalShard]]) -> dict[int, int]:
     return plans.add(json.loads(json.dumps([plans.fingerprint(map(Block.of, rank)) for rank in ranks])))
 
 
-def decide(ranks: Sequence[Sequence[Holding]]) -> None:
+def decide(ranks: Sequence[Sequence[LocalShard]]) -> None:
     """Both meetings about a plan."""
     bad = remainders(ranks)
     if bad:
@@ -27,7 +27,7 @@ def decide(ranks: Sequence[Sequence[Holding]]) -> None:
         plans.decide(plans.combine(json.loads(json.dumps(rows))), bad)
 
 
-def named(ranks: Sequence[Sequence[Holding]]) -> str:
+def named(ranks: Sequence[Sequence[LocalShard]]) -> str:
     with pytest.raises(PlanDisagreementError) as caught:
         decide(ranks)
     return caught.value.found
@@ -49,18 +49,18 @@ def test_words_of_keys_differ_and_repeat() -> None:
 @pytest.mark.parametrize(
     "ranks",
     [
-        pytest.param([holdings(0, 12)], id="one rank has all"),
-        pytest.param([holdings(0, 6), holdings(6, 12)], id="whole rows"),
-        pytest.param([holdings(0, 4), holdings(4, 11), holdings(11, 12)], id="cuts inside rows"),
-        pytest.param([holdings(0, 0), holdings(0, 12), []], id="ranks with nothing"),
-        pytest.param([holdings(0, 7, gated=True), holdings(7, 12, gated=True)], id="two components"),
-        pytest.param([holdings(0, 12, replica=(r, 3)) for r in range(3)], id="replicas tile each for itself"),
-        pytest.param([[*holdings(0, 6), scalar()], holdings(6, 12)], id="a scalar beside them"),
-        pytest.param([holdings(0, 12) + holdings(0, 6, key="b"), holdings(6, 12, key="b")], id="several keys"),
+        pytest.param([shards(0, 12)], id="one rank has all"),
+        pytest.param([shards(0, 6), shards(6, 12)], id="whole rows"),
+        pytest.param([shards(0, 4), shards(4, 11), shards(11, 12)], id="cuts inside rows"),
+        pytest.param([shards(0, 0), shards(0, 12), []], id="ranks with nothing"),
+        pytest.param([shards(0, 7, gated=True), shards(7, 12, gated=True)], id="two components"),
+        pytest.param([shards(0, 12, replica=(r, 3)) for r in range(3)], id="replicas tile each for itself"),
+        pytest.param([[*shards(0, 6), scalar()], shards(6, 12)], id="a scalar beside them"),
+        pytest.param([shards(0, 12) + shards(0, 6, key="b"), shards(6, 12, key="b")], id="several keys"),
         pytest.param([[], []], id="nobody holds anything"),
     ],
 )
-def test_plans_that_tile_leave_no_bucket(ranks: list[list[Holding]]) -> None:
+def test_plans_that_tile_leave_no_bucket(ranks: list[list[LocalShard]]) -> None:
     assert remainders(ranks) == {}
     decide(ranks)
 
@@ -68,30 +68,30 @@ def test_plans_that_tile_leave_no_bucket(ranks: list[list[Holding]]) -> None:
 @pytest.mark.parametrize(
     "ranks",
     [
-        pytest.param([holdings(0, 6), holdings(9, 12)], id="a hole"),
-        pytest.param([holdings(3, 12)], id="nobody has the first row"),
-        pytest.param([holdings(0, 9)], id="nobody has the last row"),
-        pytest.param([holdings(0, 9), holdings(6, 12)], id="an overlap"),
-        pytest.param([holdings(0, 12), holdings(6, 12)], id="the last rows twice"),
-        pytest.param([holdings(0, 3), holdings(3, 6), holdings(3, 6), holdings(9, 12)], id="hole and overlap alike"),
-        pytest.param([holdings(0, 6), holdings(6, 12, dtype="bfloat16")], id="two dtypes"),
-        pytest.param([holdings(0, 6), holdings(6, 12, shape=(5, 3))], id="two shapes"),
-        pytest.param([holdings(0, 6, shape=(4, 3)), holdings(6, 12, shape=(3, 4))], id="swapped dimensions"),
-        pytest.param([holdings(0, 12, replica=(0, 2)), holdings(0, 6, replica=(1, 2))], id="an incomplete replica"),
+        pytest.param([shards(0, 6), shards(9, 12)], id="a hole"),
+        pytest.param([shards(3, 12)], id="nobody has the first row"),
+        pytest.param([shards(0, 9)], id="nobody has the last row"),
+        pytest.param([shards(0, 9), shards(6, 12)], id="an overlap"),
+        pytest.param([shards(0, 12), shards(6, 12)], id="the last rows twice"),
+        pytest.param([shards(0, 3), shards(3, 6), shards(3, 6), shards(9, 12)], id="hole and overlap alike"),
+        pytest.param([shards(0, 6), shards(6, 12, dtype="bfloat16")], id="two dtypes"),
+        pytest.param([shards(0, 6), shards(6, 12, shape=(5, 3))], id="two shapes"),
+        pytest.param([shards(0, 6, shape=(4, 3)), shards(6, 12, shape=(3, 4))], id="swapped dimensions"),
+        pytest.param([shards(0, 12, replica=(0, 2)), shards(0, 6, replica=(1, 2))], id="an incomplete replica"),
     ],
 )
-def test_plans_that_do_not_tile_leave_the_bucket_of_their_key(ranks: list[list[Holding]]) -> None:
+def test_plans_that_do_not_tile_leave_the_bucket_of_their_key(ranks: list[list[LocalShard]]) -> None:
     assert list(remainders(ranks)) == [BUCKET]
     named(ranks)
 
 
 def test_a_bad_component_is_told_from_a_good_one() -> None:
-    ranks = [holdings(0, 6, gated=True), holdings(9, 12, gated=True)]
+    ranks = [shards(0, 6, gated=True), shards(9, 12, gated=True)]
     assert list(remainders(ranks)) == [plans.bucket_of("model.weight_v")]
 
 
 def test_blocks_are_those_in_the_wanted_buckets() -> None:
-    mine = holdings(2, 8) + holdings(0, 12, key="other") + [scalar("model.weight")]
+    mine = shards(2, 8) + shards(0, 12, key="other") + [scalar("model.weight")]
     assert plans.bucket_of("model.other") != BUCKET
     weight = "model.weight", "float32", "sharded", [4, 3]
     [(rank, rows)] = plans.blocks_in(7, map(Block.of, mine), [BUCKET])["by_rank"]
@@ -105,8 +105,8 @@ def test_blocks_are_those_in_the_wanted_buckets() -> None:
 
 
 def test_a_rank_names_a_bounded_number_of_blocks_the_replicated_first() -> None:
-    many = [block for n in range(1000) for block in map(Block.of, holdings(0, 12, key=f"weight{n:04d}"))]
-    many += map(Block.of, holdings(0, 12, replica=(1, 2)))
+    many = [block for n in range(1000) for block in map(Block.of, shards(0, 12, key=f"weight{n:04d}"))]
+    many += map(Block.of, shards(0, 12, replica=(1, 2)))
     named = plans.blocks_in(0, many, range(plans.BUCKETS))
     [(_, rows)] = named["by_rank"]
     assert len(rows) == 500
@@ -117,21 +117,21 @@ def test_a_rank_names_a_bounded_number_of_blocks_the_replicated_first() -> None:
 @pytest.mark.parametrize(
     ("ranks", "words"),
     [
-        ([holdings(0, 6), holdings(9, 12)], ["model.weight", "no rank holds 3 of 12", "0, 1"]),
-        ([holdings(0, 6), [], holdings(3, 12)], ["model.weight", "ranks 0 and 2", "same rows"]),
-        ([holdings(0, 3), holdings(3, 6), holdings(3, 6), holdings(9, 12)], ["ranks 1 and 2", "same rows"]),
+        ([shards(0, 6), shards(9, 12)], ["model.weight", "no rank holds 3 of 12", "0, 1"]),
+        ([shards(0, 6), [], shards(3, 12)], ["model.weight", "ranks 0 and 2", "same rows"]),
+        ([shards(0, 3), shards(3, 6), shards(3, 6), shards(9, 12)], ["ranks 1 and 2", "same rows"]),
         (
-            [holdings(0, 6), holdings(6, 12, dtype="bfloat16")],
+            [shards(0, 6), shards(6, 12, dtype="bfloat16")],
             ["rank 0 says float32 [4, 3]", "rank 1 says bfloat16 [4, 3]"],
         ),
         (
-            [holdings(0, 3), holdings(3, 6), holdings(6, 12, shape=(3, 4))],
+            [shards(0, 3), shards(3, 6), shards(6, 12, shape=(3, 4))],
             ["rank 0, 1 says float32 [4, 3]", "rank 2 says float32 [3, 4]"],
         ),
-        ([holdings(0, 12, replica=(0, 2)), holdings(0, 6, replica=(1, 2))], ["no rank holds 6 of 12", "rank 1 hold"]),
+        ([shards(0, 12, replica=(0, 2)), shards(0, 6, replica=(1, 2))], ["no rank holds 6 of 12", "rank 1 hold"]),
     ],
 )
-def test_the_error_names_key_and_ranks(ranks: list[list[Holding]], words: list[str]) -> None:
+def test_the_error_names_key_and_ranks(ranks: list[list[LocalShard]], words: list[str]) -> None:
     found = named(ranks)
     assert [word for word in words if word not in found] == []
 
@@ -175,12 +175,12 @@ WRITER = owner("weight", 2)
 
 def test_a_tensor_whose_writer_is_missing_is_refused() -> None:
     """All that exists tiles, and nobody writes."""
-    found = named([holdings(0, 12, replica=(1 - WRITER, 2)), holdings(0, 12, key="other")])
+    found = named([shards(0, 12, replica=(1 - WRITER, 2)), shards(0, 12, key="other")])
     assert found == "model.weight: no rank writes it: rank 0 hold it, but not the one of 2 that is to"
 
 
 def test_a_tensor_that_only_its_writer_holds_is_in_order() -> None:
-    ranks = [holdings(0, 12, replica=(WRITER, 2)), holdings(0, 12, key="other")]
+    ranks = [shards(0, 12, replica=(WRITER, 2)), shards(0, 12, key="other")]
     assert list(remainders(ranks)) == [BUCKET]
     decide(ranks)
 
@@ -191,9 +191,9 @@ def test_a_scalar_whose_writer_is_missing_is_refused() -> None:
 
 @pytest.mark.parametrize("shape", [(0,), (0, 4), (3, 0)])
 def test_a_tensor_without_elements_is_written_once(shape: Shape) -> None:
-    assert remainders([holdings(0, 0, shape=shape, replica=(r, 3)) for r in range(3)]) == {}
+    assert remainders([shards(0, 0, shape=shape, replica=(r, 3)) for r in range(3)]) == {}
     writer = owner("weight", 3)
-    lost = [holdings(0, 0, shape=shape, replica=(r, 3)) for r in range(3) if r != writer]
+    lost = [shards(0, 0, shape=shape, replica=(r, 3)) for r in range(3) if r != writer]
     assert "no rank writes it" in named(lost)
 
 
@@ -204,16 +204,16 @@ def test_an_empty_block_beside_the_origin_says_its_shape_all_the_same() -> None:
 
 
 def test_ranks_that_count_replicas_otherwise_are_named() -> None:
-    ranks = [holdings(0, 12, replica=(0, 2)), holdings(0, 12, replica=(1, 3))]
+    ranks = [shards(0, 12, replica=(0, 2)), shards(0, 12, replica=(1, 3))]
     assert "rank 0 says 2 ranks hold each block, rank 1 says 3" in named(ranks)
 
 
 def test_a_later_stages_copies_are_in_order_where_the_first_stage_writes() -> None:
-    copies = [holdings(0, 12, is_copy=True), holdings(0, 6, is_copy=True), holdings(6, 12, is_copy=True)]
-    decide([holdings(0, 12), *copies])
+    copies = [shards(0, 12, is_copy=True), shards(0, 6, is_copy=True), shards(6, 12, is_copy=True)]
+    decide([shards(0, 12), *copies])
     assert "no rank writes it: rank 0, 1, 2 hold it" in named(copies)
 
 
 def test_two_that_do_not_know_of_each_other_leave_nothing_in_the_fingerprint() -> None:
     """See test_group_index.py: their first elements are counted when the index is merged."""
-    assert remainders([holdings(0, 12), holdings(0, 12)]) == {}
+    assert remainders([shards(0, 12), shards(0, 12)]) == {}

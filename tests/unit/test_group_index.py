@@ -20,7 +20,7 @@ from mbridge_fsdp_ckpt.format.group_index import merged
 from mbridge_fsdp_ckpt.format.index import IndexFile
 from mbridge_fsdp_ckpt.format.names import Files
 from mbridge_fsdp_ckpt.format.own_index import RankIndex, own_index
-from mbridge_fsdp_ckpt.format.rows import Chunk, Number, Row
+from mbridge_fsdp_ckpt.format.rows import Chunk, Row, Scalar
 from mbridge_fsdp_ckpt.format.schema import RankOwn
 from mbridge_fsdp_ckpt.format.write_results import (
     MAX_SETS,
@@ -60,7 +60,7 @@ def drawn(random: Random, ranks: int, copies: int = 0) -> tuple[list[RankIndex],
             counts = random.randrange(ranks)
             holders = {counts, *random.choices(range(ranks), k=copies)}
             for rank in holders:
-                rows[rank].append(Number(key, random.randbytes(4), counts=rank == counts))
+                rows[rank].append(Scalar(key, random.randbytes(4), counts=rank == counts))
             continue
         cuts = sorted({0, 12, *random.choices(range(1, 12), k=random.randrange(6))}) if entry.shape else [0, 1]
         for low, high in pairwise(cuts):

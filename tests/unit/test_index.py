@@ -23,7 +23,7 @@ from mbridge_fsdp_ckpt.format.directory import Directory
 from mbridge_fsdp_ckpt.format.index import IndexFile
 from mbridge_fsdp_ckpt.format.names import Files
 from mbridge_fsdp_ckpt.format.own_index import RankIndex, own_index
-from mbridge_fsdp_ckpt.format.rows import Chunk, Number, Row
+from mbridge_fsdp_ckpt.format.rows import Chunk, Row, Scalar
 from mbridge_fsdp_ckpt.format.schema import RankOwn
 from mbridge_fsdp_ckpt.io.entries import FileEntry
 from mbridge_fsdp_ckpt.io.ranges import ByteRange, OpenFiles
@@ -471,7 +471,7 @@ def test_what_is_written_is_what_the_format_says() -> None:
     )
     rows: list[Row] = [
         chunk("model.ü", Box((1, 0), (1, 3)), 4096),
-        Number(STEP, struct.pack("<f", 7.0)),
+        Scalar(STEP, struct.pack("<f", 7.0)),
         chunk("model.ü", Box((0, 0), (1, 3))),
     ]
     found = index_bytes.decode(own_index(said, rows, Files(SAVE, f"-{SAVE}")).to_bytes())

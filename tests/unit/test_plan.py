@@ -1,5 +1,5 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""The plan of one parameter: literal tables of pieces, layout by layout."""
+"""The plan of one parameter: literal tables of slices, layout by layout."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from mbridge_fsdp_ckpt.errors import LayoutError
 from mbridge_fsdp_ckpt.families import Claim, Segment
 from mbridge_fsdp_ckpt.plan.boxes import Box, FlatRange, Shape, whole
 from mbridge_fsdp_ckpt.plan.layout import Axis, ParameterLayout
-from mbridge_fsdp_ckpt.plan.slices import Component, Piece, owner, plan_parameter
+from mbridge_fsdp_ckpt.plan.slices import Component, Slice, owner, plan_parameter
 
 KEY = "module.decoder.weight"
 GATED = (("_w", 4), ("_v", 4))
@@ -37,7 +37,7 @@ def claim(rows: Rows) -> Claim | None:
 
 
 @pytest.mark.parametrize(
-    ("of", "rows", "components", "pieces"),
+    ("of", "rows", "components", "slices"),
     [
         pytest.param(layout((6,), (2, 5)), (), {"": (6,)}, [("", (2,), (3,), 0, 3)], id="a bias, not fused"),
         pytest.param(layout((), (0, 1)), (), {"": ()}, [("", (), (), 0, 1)], id="a scalar"),
@@ -144,21 +144,21 @@ def claim(rows: Rows) -> Claim | None:
     ],
 )
 def test_components_and_pieces(
-    of: ParameterLayout, rows: Rows, components: dict[str, Shape], pieces: list[PieceRow]
+    of: ParameterLayout, rows: Rows, components: dict[str, Shape], slices: list[PieceRow]
 ) -> None:
     plan = plan_parameter(of, claim(rows))
     assert plan.components == tuple(Component(*item) for item in components.items())
     assert [
-        (p.component.suffix, p.box.offset, p.box.size, p.source.start, p.source.stop) for p in plan.pieces
-    ] == pieces
+        (p.component.suffix, p.box.offset, p.box.size, p.source.start, p.source.stop) for p in plan.slices
+    ] == slices
     assert plan.layout is of
 
 
 def test_a_replica_holds_the_same_pieces_and_one_of_them_writes() -> None:
     plans = [plan_parameter(layout((8, 3), (6, 18), replica=(r, 4)), claim(GATED)) for r in range(4)]
-    assert len({tuple((p.component, p.box, p.source) for p in plan.pieces) for plan in plans}) == 1
+    assert len({tuple((p.component, p.box, p.source) for p in plan.slices) for plan in plans}) == 1
     for number in range(2):
-        assert sum(plan.pieces[number].writes for plan in plans) == 1
+        assert sum(plan.slices[number].writes for plan in plans) == 1
 
 
 @pytest.mark.parametrize(("replicas", "writer"), [(1, 0), (3, 2), (7, 5)])
@@ -201,14 +201,14 @@ def test_keys_are_those_of_the_stock_format() -> None:
 )
 def test_the_origin_is_the_piece_with_the_first_element(box: Box, is_origin: bool) -> None:
     component = Component("", (4, 4))
-    piece = Piece(component, box, FlatRange(0, box.volume), box.size, whole(box.size), Axis(0, 1), True)
-    assert piece.is_origin is is_origin
+    slice_ = Slice(component, box, FlatRange(0, box.volume), box.size, whole(box.size), Axis(0, 1), True)
+    assert slice_.is_origin is is_origin
 
 
 def test_a_parameter_fused_along_its_second_dimension() -> None:
     fused = Claim("family", 1, (Segment("_a", 1, dimension=1), Segment("_b", 2, dimension=1)))
     plan = plan_parameter(layout((4, 3), (3, 9), 1, (1, 2)), fused)
-    first, second = plan.pieces
+    first, second = plan.slices
     assert [component.global_shape for component in plan.components] == [(4, 2), (4, 4)]
     assert (first.box, second.box) == (Box((1, 1), (2, 1)), Box((1, 2), (2, 2)))
     shard = np.arange(3, 9)
@@ -220,10 +220,10 @@ def test_rows_that_all_tensor_parallel_ranks_hold_are_written_once() -> None:
     shared = Claim("family", 1, (Segment(".q", 2), Segment(".kv", 1, replicated=True)))
     plans = [plan_parameter(layout((3, 2), (0, 6), 0, (rank, 4)), shared) for rank in range(4)]
     assert [component.global_shape for component in plans[0].components] == [(8, 2), (1, 2)]
-    assert [plan.pieces[0].box.offset for plan in plans] == [(0, 0), (2, 0), (4, 0), (6, 0)]
-    assert all(plan.pieces[0].writes for plan in plans)
-    assert {plan.pieces[1].box for plan in plans} == {Box((0, 0), (1, 2))}
-    assert sum(plan.pieces[1].writes for plan in plans) == 1
+    assert [plan.slices[0].box.offset for plan in plans] == [(0, 0), (2, 0), (4, 0), (6, 0)]
+    assert all(plan.slices[0].writes for plan in plans)
+    assert {plan.slices[1].box for plan in plans} == {Box((0, 0), (1, 2))}
+    assert sum(plan.slices[1].writes for plan in plans) == 1
 
 
 def test_a_component_may_go_by_another_modules_name() -> None:
@@ -238,9 +238,9 @@ def test_a_component_may_go_by_another_modules_name() -> None:
 
 def test_a_later_stages_copy_is_not_written() -> None:
     of = ParameterLayout(KEY, KEY, (4, 3), None, Axis(0, 1), FlatRange(0, 12), Axis(0, 1), is_copy=True)
-    (piece,) = plan_parameter(of, None).pieces
-    assert piece.is_origin
-    assert not piece.writes
+    (slice_,) = plan_parameter(of, None).slices
+    assert slice_.is_origin
+    assert not slice_.writes
 
 
 @pytest.mark.parametrize(

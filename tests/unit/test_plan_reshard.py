@@ -2,7 +2,7 @@
 """Any layout writes every element once, and any other layout finds its own shards in what was written.
 
 The oracle builds complete components with NumPy and forms each rank's fused parameter by stacking tensor-parallel
-slices of them; it knows nothing of boxes or pieces.
+slices of them; it knows nothing of boxes or slices.
 """
 
 import math
@@ -151,20 +151,20 @@ def test_what_one_layout_writes_any_other_reads(case: tuple[Components, Job, Job
     times = {suffix: np.zeros_like(array) for suffix, array in components.items()}
     for plan, shard in saving.shards(components):
         assert {c.suffix: c.global_shape for c in plan.components} == {s: a.shape for s, a in components.items()}
-        for piece in plan.pieces:
-            place = piece.box.slices_in(whole(piece.component.global_shape))
-            if piece.writes:
-                written[piece.component.suffix][place] = piece.block(shard)
-                times[piece.component.suffix][place] += 1
+        for slice_ in plan.slices:
+            place = slice_.box.slices_in(whole(slice_.component.global_shape))
+            if slice_.writes:
+                written[slice_.component.suffix][place] = slice_.block(shard)
+                times[slice_.component.suffix][place] += 1
     for suffix, array in components.items():
         assert (times[suffix] == 1).all()
         assert np.array_equal(written[suffix], array)
 
     for plan, shard in loading.shards(components):
         found = np.full_like(shard, -1)
-        for piece in plan.pieces:
-            place = piece.box.slices_in(whole(piece.component.global_shape))
-            piece.block(found)[...] = written[piece.component.suffix][place]
+        for slice_ in plan.slices:
+            place = slice_.box.slices_in(whole(slice_.component.global_shape))
+            slice_.block(found)[...] = written[slice_.component.suffix][place]
         assert np.array_equal(found, shard)
 
 
@@ -172,8 +172,8 @@ def test_what_one_layout_writes_any_other_reads(case: tuple[Components, Job, Job
 @given(parameters())
 def test_one_writer_holds_the_origin_of_each_component(case: tuple[Components, Job, Job]) -> None:
     components, saving, _ = case
-    pieces = [piece for plan, _ in saving.shards(components) for piece in plan.pieces]
-    origins = [piece.component.suffix for piece in pieces if piece.writes and piece.is_origin]
+    slices = [slice_ for plan, _ in saving.shards(components) for slice_ in plan.slices]
+    origins = [slice_.component.suffix for slice_ in slices if slice_.writes and slice_.is_origin]
     assert sorted(origins) == sorted(components)
 
 
@@ -183,9 +183,9 @@ def test_the_fingerprint_of_all_writers_adds_up(case: tuple[Components, Job, Job
     components, saving, _ = case
     totals = dict.fromkeys(components, 0)
     for plan, _ in saving.shards(components):
-        for piece in plan.pieces:
-            if piece.writes:
-                tiling = TilingFingerprint.of(piece.component.suffix, piece.component.global_shape)
-                totals[piece.component.suffix] += tiling.of_box(piece.box)
+        for slice_ in plan.slices:
+            if slice_.writes:
+                tiling = TilingFingerprint.of(slice_.component.suffix, slice_.component.global_shape)
+                totals[slice_.component.suffix] += tiling.of_box(slice_.box)
     for suffix, array in components.items():
         assert totals[suffix] % PRIME == TilingFingerprint.of(suffix, array.shape).of_whole() % PRIME

@@ -16,7 +16,7 @@ import pytest
 
 from mbridge_fsdp_ckpt.commit import removal
 from tests.unit import handmade
-from tests.unit.holdings import holdings
+from tests.unit.shards import shards
 from tests.unit.test_cli import call
 from tests.unit.test_saving import prepared, save
 
@@ -45,7 +45,7 @@ def deleted_by(target: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_no_save_waits_until_the_older_checkpoint_is_deleted(target: Path, deleted_by: list[str]) -> None:
     for _ in range(2):
-        save(target, [prepared(holdings(0, 12))])
+        save(target, [prepared(shards(0, 12))])
     assert removal.wait(30.0)
     assert deleted_by == ["mbridge_fsdp_ckpt.removal"]
     assert [path.name for path in target.parent.iterdir()] == ["iter_0000010"]
@@ -53,7 +53,7 @@ def test_no_save_waits_until_the_older_checkpoint_is_deleted(target: Path, delet
 
 def test_no_save_waits_until_a_dead_ones_staging_is_deleted(target: Path, deleted_by: list[str]) -> None:
     (target.parent / f".staging-iter_0000010-{TOKEN}" / "sub").mkdir(parents=True)
-    save(target, [prepared(holdings(0, 12))])
+    save(target, [prepared(shards(0, 12))])
     assert removal.wait(30.0)
     assert deleted_by == ["mbridge_fsdp_ckpt.removal"]
     assert [path.name for path in target.parent.iterdir()] == ["iter_0000010"]
@@ -63,7 +63,7 @@ def test_another_jobs_staging_stays(target: Path) -> None:
     """save("ckpts/a") in one job and save("ckpts/b") in another."""
     others = target.parent / f".staging-iter_0000020-{TOKEN}"
     others.mkdir()
-    save(target, [prepared(holdings(0, 12))])
+    save(target, [prepared(shards(0, 12))])
     assert removal.wait(30.0)
     assert others.is_dir()
 
@@ -79,7 +79,7 @@ def test_a_save_renews_the_lease_of_its_staging(target: Path, monkeypatch: pytes
         original(path, *arguments)
 
     monkeypatch.setattr(os, "utime", utime)
-    save(target, [prepared(holdings(0, 12))])
+    save(target, [prepared(shards(0, 12))])
     assert renewed
     assert all(name.startswith(".staging-iter_0000010-") for name in renewed)
 

@@ -16,33 +16,33 @@ from mbridge_fsdp_ckpt.coverage.replicas import Copy
 from mbridge_fsdp_ckpt.errors import CheckpointError, ReplicaMismatchError, UnsupportedStateError
 from mbridge_fsdp_ckpt.io.checksums import digest
 from mbridge_fsdp_ckpt.io.host_bytes import host_bytes
-from mbridge_fsdp_ckpt.live.local_shards import Holding
+from mbridge_fsdp_ckpt.live.local_shards import LocalShard
 from mbridge_fsdp_ckpt.opening import open_checkpoint
 from mbridge_fsdp_ckpt.plan.slices import owner
 from mbridge_fsdp_ckpt.settings import Settings
 from tests.unit import test_saving as saves
-from tests.unit.holdings import holdings, scalar
+from tests.unit.shards import scalar, shards
 
 WRITER, OTHER, THIRD = owner("weight", 3), (owner("weight", 3) + 1) % 3, (owner("weight", 3) + 2) % 3
 
 
-def filled(value: float, key: str = "weight", replica: tuple[int, int] = (0, 3)) -> list[Holding]:
+def filled(value: float, key: str = "weight", replica: tuple[int, int] = (0, 3)) -> list[LocalShard]:
     """A replica in two blocks, of one value."""
-    held = holdings(2, 12, key=key, replica=replica)
-    for holding in held:
-        holding.flat.fill_(value)
+    held = shards(2, 12, key=key, replica=replica)
+    for shard in held:
+        shard.flat.fill_(value)
     return held
 
 
-def copies_of(ranks: list[list[Holding]], choice: str = "warn") -> list[list[Copy]]:
+def copies_of(ranks: list[list[LocalShard]], choice: str = "warn") -> list[list[Copy]]:
     return [[copy_of(h) for h in held if replicas.is_compared(Block.of(h), choice)] for held in ranks]
 
 
-def copy_of(holding: Holding) -> Copy:
-    return replicas.copy_of(Block.of(holding), digest(host_bytes(holding.elements())))
+def copy_of(shard: LocalShard) -> Copy:
+    return replicas.copy_of(Block.of(shard), digest(host_bytes(shard.elements())))
 
 
-def found(ranks: list[list[Holding]], choice: str = "warn") -> CheckpointError | None:
+def found(ranks: list[list[LocalShard]], choice: str = "warn") -> CheckpointError | None:
     """Both meetings about copies."""
     seen = copies_of(ranks, choice)
     bad = plans.add(json.loads(json.dumps([replicas.fingerprint(rank) for rank in seen])))
@@ -53,7 +53,7 @@ def found(ranks: list[list[Holding]], choice: str = "warn") -> CheckpointError |
     )
 
 
-def three(values: tuple[float, float, float], key: str = "weight") -> list[list[Holding]]:
+def three(values: tuple[float, float, float], key: str = "weight") -> list[list[LocalShard]]:
     return [filled(value, key, (rank, 3)) for rank, value in enumerate(values)]
 
 
@@ -99,7 +99,7 @@ def test_a_difference_beyond_the_named_copies_is_one() -> None:
 
 
 def test_many_keys_are_counted_not_listed() -> None:
-    ranks: list[list[Holding]] = [[], []]
+    ranks: list[list[LocalShard]] = [[], []]
     for number in range(25):
         for rank in range(2):
             ranks[rank] += filled(float(rank), f"key{number:02d}", (rank, 2))
@@ -130,7 +130,7 @@ def test_a_save_warns_or_fails_as_the_setting_says(
     target, settings = tmp_path / "c", Settings(dcp_metadata="never", replicas=choice)  # type: ignore[arg-type]
     ranks = []
     for rank in range(2):
-        held = holdings(0, 12, replica=(rank, 2))
+        held = shards(0, 12, replica=(rank, 2))
         held[0].flat.fill_(float(rank))
         ranks.append(saves.prepared(held))
     with caplog.at_level(logging.WARNING):

@@ -36,7 +36,7 @@ from mbridge_fsdp_ckpt.opening import open_checkpoint
 from mbridge_fsdp_ckpt.settings import CommitMethod, Settings
 from mbridge_fsdp_ckpt.tools.prune import plan_pruning
 from tests.unit import handmade
-from tests.unit.holdings import holdings
+from tests.unit.shards import shards
 from tests.unit.test_saving import prepared, save
 
 
@@ -323,7 +323,7 @@ def test_what_a_save_has_committed_and_not_published_yet_stays(root: Path, metho
     past = time.time() - 60.0
     for path in root.rglob("*"):
         os.utime(path, (past, past))
-    save_anew = partial(save, ranks=[prepared(holdings(0, 12))], settings=Settings(commit=method))
+    save_anew = partial(save, ranks=[prepared(shards(0, 12))], settings=Settings(commit=method))
     save_anew(root / "iter_0000020", after_commit=lambda: found.extend(numbers(prune(root, 1))))
     assert removal.wait(30.0)
     assert found == [10, 40], "iteration 20 is older than 50, and no tracker names it"

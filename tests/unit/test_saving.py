@@ -15,7 +15,7 @@ from mbridge_fsdp_ckpt.coverage import plans, replicas
 from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError, DamagedCheckpointError, PlanDisagreementError
 from mbridge_fsdp_ckpt.format.head import has_head
 from mbridge_fsdp_ckpt.format.own_index import RankIndex
-from mbridge_fsdp_ckpt.live.local_shards import Holding
+from mbridge_fsdp_ckpt.live.local_shards import LocalShard
 from mbridge_fsdp_ckpt.opening import open_checkpoint
 from mbridge_fsdp_ckpt.plan.keys import Section
 from mbridge_fsdp_ckpt.plan.slices import owner
@@ -23,15 +23,15 @@ from mbridge_fsdp_ckpt.saving import write_plan, writer
 from mbridge_fsdp_ckpt.saving.commit import Job, say_view_left_out
 from mbridge_fsdp_ckpt.saving.snapshot import Prepared, write_plan_of
 from mbridge_fsdp_ckpt.settings import Settings
-from tests.unit.holdings import holdings, scalar
+from tests.unit.shards import scalar, shards
 
 
 def coordination(rank: int) -> Coordination:
     return Coordination("save", rank, 2, 60.0)
 
 
-def prepared(held: list[Holding], sections: tuple[Section, ...] = ("model",)) -> Prepared:
-    numbers = [holding for holding in held if holding.is_scalar]
+def prepared(held: list[LocalShard], sections: tuple[Section, ...] = ("model",)) -> Prepared:
+    numbers = [shard for shard in held if shard.is_scalar]
     return Prepared(
         write_plan_of(held, numbers, RankIndex(0, {}, None, {}), {}, sections, {"strategy": "x"}), held, numbers
     )
@@ -88,9 +88,9 @@ def nothing_was_left(target: Path) -> bool:
 
 
 def test_ranks_that_tile_make_a_checkpoint(target: Path) -> None:
-    halves = [holdings(0, 6), holdings(6, 12)]
-    for number, [holding] in enumerate(halves):
-        holding.flat.copy_(torch.arange(6.0) + 6 * number)
+    halves = [shards(0, 6), shards(6, 12)]
+    for number, [shard] in enumerate(halves):
+        shard.flat.copy_(torch.arange(6.0) + 6 * number)
     save(target, [prepared(half) for half in halves])
     source = open_checkpoint(target)
     chunks = source.chunks(["model.weight"])["model.weight"]
@@ -100,7 +100,7 @@ def test_ranks_that_tile_make_a_checkpoint(target: Path) -> None:
 
 
 def test_a_number_has_no_record_of_its_own(target: Path) -> None:
-    weights, steps = holdings(0, 12), [scalar("optimizer.state.weight.step"), scalar("optimizer.state.bias.step")]
+    weights, steps = shards(0, 12), [scalar("optimizer.state.weight.step"), scalar("optimizer.state.bias.step")]
     save(target, [prepared(weights)])
     alone = (target / "__0_0.distcp").stat().st_size
     for step in steps:
@@ -126,7 +126,7 @@ def test_by_default_stocks_view_goes_by_the_number_of_chunks_and_its_absence_is_
         ("asked", 4, "always"),
     ]
     for name, rows, choice in cases:
-        halves = [prepared(holdings(0, rows)), prepared(holdings(rows, 12))]
+        halves = [prepared(shards(0, rows)), prepared(shards(rows, 12))]
         save(tmp_path / name / "iter_0000010", halves, Settings(dcp_metadata=choice))
         view[name] = (tmp_path / name / "iter_0000010" / ".metadata").exists()
     assert view == {"two": True, "four": False, "again": False, "asked": True}
@@ -137,13 +137,13 @@ def test_by_default_stocks_view_goes_by_the_number_of_chunks_and_its_absence_is_
 
 def test_what_is_overwritten_in_place_while_it_is_read_is_a_named_error_and_no_mix(target: Path) -> None:
     """The marker method: each save's files have names of their own, and the older save's are deleted."""
-    halves, in_place = [holdings(0, 6), holdings(6, 12)], Settings(dcp_metadata="never", commit="marker")
+    halves, in_place = [shards(0, 6), shards(6, 12)], Settings(dcp_metadata="never", commit="marker")
     save(target, [prepared(half) for half in halves], in_place)
     source = open_checkpoint(target)
     first, second = source.chunks(["model.weight"])["model.weight"]
     assert source.read(first, verify=False).eq(0).all()
-    for [holding] in halves:
-        holding.flat.fill_(1.0)
+    for [shard] in halves:
+        shard.flat.fill_(1.0)
     save(target, [prepared(half) for half in halves], in_place)
     assert removal.wait(30.0)
     assert source.read(first, verify=False).eq(0).all()
@@ -155,18 +155,18 @@ def test_what_is_overwritten_in_place_while_it_is_read_is_a_named_error_and_no_m
 @pytest.mark.parametrize(
     ("ranks", "found"),
     [
-        pytest.param([holdings(0, 6), holdings(9, 12)], "no rank holds 3 of 12", id="a hole"),
-        pytest.param([holdings(0, 9), holdings(6, 12)], "ranks 0 and 1", id="an overlap"),
-        pytest.param([holdings(0, 12), holdings(0, 12)], "ranks 0, 1", id="two that hold all of it"),
+        pytest.param([shards(0, 6), shards(9, 12)], "no rank holds 3 of 12", id="a hole"),
+        pytest.param([shards(0, 9), shards(6, 12)], "ranks 0 and 1", id="an overlap"),
+        pytest.param([shards(0, 12), shards(0, 12)], "ranks 0, 1", id="two that hold all of it"),
         pytest.param(
-            [holdings(0, 6) + holdings(6, 12), holdings(0, 12)],
+            [shards(0, 6) + shards(6, 12), shards(0, 12)],
             "ranks 0, 1",
             id="two that hold all of it, cut differently",
         ),
     ],
 )
 def test_a_tensor_that_is_not_held_once_is_named_and_not_committed(
-    target: Path, ranks: list[list[Holding]], found: str
+    target: Path, ranks: list[list[LocalShard]], found: str
 ) -> None:
     with pytest.raises(PlanDisagreementError, match=f"model.weight.*{found}"):
         save(target, [prepared(rank) for rank in ranks])
@@ -175,13 +175,13 @@ def test_a_tensor_that_is_not_held_once_is_named_and_not_committed(
 
 def test_a_rank_that_has_a_key_twice_is_refused() -> None:
     with pytest.raises(PlanDisagreementError, match=r"model\.weight.*several on one rank"):
-        prepared(holdings(0, 12) + holdings(0, 12))
+        prepared(shards(0, 12) + shards(0, 12))
 
 
 @pytest.mark.parametrize("on_writer", [True, False])
 def test_a_tensor_that_one_rank_holds_is_saved_if_it_is_to_write_it(target: Path, on_writer: bool) -> None:
     holder = owner("weight", 2) if on_writer else 1 - owner("weight", 2)
-    ranks = [prepared(holdings(0, 12, replica=(r, 2)) if r == holder else []) for r in range(2)]
+    ranks = [prepared(shards(0, 12, replica=(r, 2)) if r == holder else []) for r in range(2)]
     if on_writer:
         save(target, ranks)
         assert list(open_checkpoint(target).head.keys) == ["model.weight"]
@@ -192,7 +192,7 @@ def test_a_tensor_that_one_rank_holds_is_saved_if_it_is_to_write_it(target: Path
 
 
 def test_ranks_that_save_other_sections_are_refused(target: Path) -> None:
-    ranks = [prepared(holdings(0, 6)), prepared(holdings(6, 12), ("model", "optimizer"))]
+    ranks = [prepared(shards(0, 6)), prepared(shards(6, 12), ("model", "optimizer"))]
     with pytest.raises(ConfigurationError, match="sections"):
         save(target, ranks)
     assert nothing_was_left(target)
@@ -213,7 +213,7 @@ def test_what_fails_after_the_commit_says_that_the_checkpoint_stands(target: Pat
         with pytest.raises(
             CheckpointError, match=f"{re.escape(str(error))}.*The checkpoint is complete and in its place"
         ) as caught:
-            save(target, [prepared(holdings(0, 12))], after_commit=fail)
+            save(target, [prepared(shards(0, 12))], after_commit=fail)
         assert type(caught.value).__name__ == name
         assert (caught.value.rank, str(target) in str(caught.value)) == (0, True)
         assert open_checkpoint(target).head.values == {"iteration": 10}
@@ -224,7 +224,7 @@ def test_what_fails_after_the_commit_says_that_the_checkpoint_stands(target: Pat
 
 @pytest.mark.parametrize("name", ["__1_0.distcp", "rank_00001.index"])
 def test_a_file_that_was_not_written_completely_is_named_and_not_committed(target: Path, name: str) -> None:
-    ranks, running = [prepared(holdings(0, 6)), prepared(holdings(6, 12))], job(target)
+    ranks, running = [prepared(shards(0, 6)), prepared(shards(6, 12))], job(target)
     place = running.decide_plans(write_plan.combine([write_plan.announce(rank.write_plan) for rank in ranks]))["place"]
     assert place is not None
     staging = Path(place["directory"])

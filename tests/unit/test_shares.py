@@ -70,8 +70,8 @@ def test_each_element_is_written_once_and_nobody_writes_more(
 
 def blocks_of(plans: list[ParameterPlan], *, written: bool = False) -> list[tuple[int, Shape, Shape]]:
     """The parameters' blocks: number, offset and size; only those that are written."""
-    numbered = ((number, piece) for number, plan in enumerate(plans) for piece in plan.pieces)
-    return [(number, piece.box.offset, piece.box.size) for number, piece in numbered if piece.writes or not written]
+    numbered = ((number, slice_) for number, plan in enumerate(plans) for slice_ in plan.slices)
+    return [(number, slice_.box.offset, slice_.box.size) for number, slice_ in numbered if slice_.writes or not written]
 
 
 def test_what_other_ranks_hold_has_a_line_of_its_own() -> None:
@@ -83,10 +83,10 @@ def test_what_other_ranks_hold_has_a_line_of_its_own() -> None:
             "key", "", (8, 2), 0, Axis(place, 2), FlatRange(0, 16), Axis(instance, 2), copied_along=("outer",)
         )
         (plan,) = shared_out([plan_parameter(layout, shared)], [2 * SLIVER])
-        for piece in plan.pieces:
-            if piece.writes:
-                begin, rows = piece.box.offset[0], piece.box.size[0]
-                found[piece.component.suffix, begin, begin + rows] = (place, instance)
+        for slice_ in plan.slices:
+            if slice_.writes:
+                begin, rows = slice_.box.offset[0], slice_.box.size[0]
+                found[slice_.component.suffix, begin, begin + rows] = (place, instance)
     assert found == {
         (".q", 0, 2): (0, 0),
         (".q", 2, 4): (0, 1),
@@ -108,4 +108,4 @@ def test_little_is_written_by_few_that_lie_apart() -> None:
 def test_a_later_stages_copy_is_shared_out_to_nobody() -> None:
     of = ParameterLayout("key", "", (8, 2), None, Axis(0, 1), FlatRange(0, 16), Axis(0, 2), is_copy=True)
     (plan,) = shared_out([plan_parameter(of, None)], [4 * SLIVER])
-    assert [piece.writes for piece in plan.pieces] == [False]
+    assert [slice_.writes for slice_ in plan.slices] == [False]

@@ -24,7 +24,7 @@ from mbridge_fsdp_ckpt.tools.audit import Audit
 from mbridge_fsdp_ckpt.tools.command.app import application
 from mbridge_fsdp_ckpt.tools.repair import plan_repair
 from tests.golden import archive
-from tests.unit.holdings import holdings
+from tests.unit.shards import shards
 from tests.unit.test_saving import prepared, save
 
 
@@ -57,7 +57,7 @@ def test_a_lost_connection_after_the_commit_fails_no_save(monkeypatch: pytest.Mo
     followed = []
     cut(monkeypatch, "rm_file", "find", "ls")
     target: Any = as_path("memory://bucket/run/iter_0000020")
-    save(target, [prepared(holdings(0, 12))], Settings(), lambda: followed.append("tracker"))
+    save(target, [prepared(shards(0, 12))], Settings(), lambda: followed.append("tracker"))
     assert followed == ["tracker"]
 
 
@@ -77,7 +77,7 @@ def test_a_lost_connection_fails_no_reader_and_is_named(monkeypatch: pytest.Monk
 def test_no_answer_is_never_taken_for_damage(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever looks at a head and takes a bad one for damaged, or for none, must not take silence for that."""
     target: Any = as_path("memory://bucket/silent/iter_0000020")
-    save(target, [prepared(holdings(0, 12))])
+    save(target, [prepared(shards(0, 12))])
     stock = as_path("memory://bucket/stock")
     store_of(stock / ".metadata").replace(b"a pickle of somebody's")
     audit = Audit(target, workers=1)
@@ -147,7 +147,7 @@ def test_a_head_that_is_not_told_is_no_damaged_head_of_a_removal(
 ) -> None:
     """Of one that is damaged nobody knows which objects are its own."""
     target: Any = as_path("memory://bucket/run/iter_0000010")
-    save(target, [prepared(holdings(0, 12))], Settings())
+    save(target, [prepared(shards(0, 12))], Settings())
     store_of(target / "__0_0-0123456789ab.distcp").replace(b"of a save that goes on")
     before = objects()
     refuse(monkeypatch, "/manifest.json")
@@ -164,14 +164,14 @@ def test_a_head_that_is_not_told_is_no_damaged_head_of_a_save(tmp_path: Path, mo
         store_of(target / path.name).replace(path.read_bytes())
     assert obstacle(target) is not None
     ours: Any = as_path("memory://bucket/run/iter_0000020")
-    save(ours, [prepared(holdings(0, 12))], Settings())
+    save(ours, [prepared(shards(0, 12))], Settings())
     before = objects()
     refuse(monkeypatch, "/.metadata")
     with pytest.raises(StoreClientError):
         check_replaceable(target)
     refuse(monkeypatch, "/manifest.json")
     with pytest.raises(StoreClientError):
-        save(ours, [prepared(holdings(0, 12))], Settings())
+        save(ours, [prepared(shards(0, 12))], Settings())
     assert removal.wait(30.0)
     assert objects() == before
 
@@ -183,7 +183,7 @@ def test_a_checkpoint_that_is_not_told_is_no_damaged_one_of_a_repair(
     """Else it would let the trackers name an older one."""
     root: Any = as_path("memory://bucket/run")
     for number in (10, 20):
-        save(root / f"iter_{number:07d}", [prepared(holdings(0, 12))], Settings(dcp_metadata="always"))
+        save(root / f"iter_{number:07d}", [prepared(shards(0, 12))], Settings(dcp_metadata="always"))
     if name == "/.metadata":
         archive.unpack(Path(archive.__file__).parent / "stock-0.19" / "torch_adam_1_rank.tar.xz", tmp_path / "stock")
         for path in (tmp_path / "stock").iterdir():

@@ -64,7 +64,7 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """What a tensor and its views have in common; nothing but itself, where it has no memory of one piece."""
+    """What a tensor and its views have in common; nothing but itself, where it has no memory of one slice."""
     return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else -id(tensor)
 
 

@@ -274,7 +274,7 @@ class AsyncSaves:
         filling = Filling(staging, saving.number, saving, copies)
         with torch.no_grad():
             for number in own.write_plan.chunks:
-                filling.add(own.holdings[number].elements().detach(), partial(own.check, number))
+                filling.add(own.shards[number].elements().detach(), partial(own.check, number))
             filling.end()
         with torch.no_grad(), copies.reading():
             compared = own.write_plan.compared(choice)

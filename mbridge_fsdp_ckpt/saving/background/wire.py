@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from mbridge_fsdp_ckpt.coverage.plans import Block
 from mbridge_fsdp_ckpt.format.own_index import RankIndex
-from mbridge_fsdp_ckpt.format.rows import Number
+from mbridge_fsdp_ckpt.format.rows import Scalar
 from mbridge_fsdp_ckpt.format.schema import RankOwn
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.saving.write_plan import WritePlan
@@ -59,7 +59,7 @@ def from_wire(data: dict[str, Any], layout: Layout, rank: int) -> WritePlan:
     return WritePlan(
         blocks=blocks,
         keys=keys,
-        numbers=[Number(key, bytes.fromhex(value), counts) for key, value, counts in data["numbers"]],
+        numbers=[Scalar(key, bytes.fromhex(value), counts) for key, value, counts in data["numbers"]],
         fingerprint=data["fingerprint"],
         said=said,
         hyperparameters={int(hashed): values for hashed, values in data["hyperparameters"].items()},

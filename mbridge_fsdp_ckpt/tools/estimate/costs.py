@@ -62,7 +62,7 @@ def index_bytes(tally: Tally, slots: Slots) -> IndexBytes:
         slots: What the optimizer keeps of a parameter.
     """
     numbers = sum(spec.kind != "sharded" for spec in slots.values())
-    held = int(tally.held_blocks.sum()) * numbers // (1 + len(slots) - numbers)  # a number by each that has a piece
+    held = int(tally.held_blocks.sum()) * numbers // (1 + len(slots) - numbers)  # a number by each that has a slice
     chunks, blocks, keys = (int(column.sum()) for column in (tally.chunks, tally.blocks, tally.keys))
     all_names = keys // (1 + len(slots)) if slots else 0
     files, rows = groups_of(tally.world), chunks * _ROW_BYTES

@@ -16,7 +16,7 @@ import torch
 from mbridge_fsdp_ckpt.families.declaration import Claim
 from mbridge_fsdp_ckpt.plan.boxes import FlatRange
 from mbridge_fsdp_ckpt.plan.layout import ParameterLayout
-from mbridge_fsdp_ckpt.plan.slices import Component, Piece, plan_parameter
+from mbridge_fsdp_ckpt.plan.slices import Component, Slice, plan_parameter
 from mbridge_fsdp_ckpt.tools.estimate.records import Records, records_in
 from mbridge_fsdp_ckpt.tools.estimate.shards import Item
 
@@ -29,7 +29,7 @@ class Blocks:
 
     Args:
         ranks: These ranks, by their number.
-        pieces: The blocks.
+        slices: The blocks.
         volumes: Elements of each.
         bytes: Of each one's records, with the weight and the slots that are cut like it.
         records: How many these are.
@@ -37,7 +37,7 @@ class Blocks:
     """
 
     ranks: Counts
-    pieces: tuple[Piece, ...]
+    slices: tuple[Slice, ...]
     volumes: Counts
     bytes: Counts
     records: Counts
@@ -83,9 +83,9 @@ class Cutter:
         return self._known[kind]
 
 
-def piece_records(piece: Piece, dtypes: tuple[torch.dtype, ...]) -> Records:
+def slice_records(slice_: Slice, dtypes: tuple[torch.dtype, ...]) -> Records:
     """Those of a block, in each dtype."""
-    found = [records_in(piece.box.size, dtype) for dtype in dtypes]
+    found = [records_in(slice_.box.size, dtype) for dtype in dtypes]
     return Records(sum(some.bytes for some in found), sum(some.chunks for some in found))
 
 
@@ -93,28 +93,28 @@ def _cuts(
     layout: ParameterLayout, claim: Claim | None, item: Item | None, dtypes: tuple[torch.dtype, ...]
 ) -> Iterator[Cuts]:
     held = [(0, FlatRange(0, math.prod(layout.local_shape)))] if item is None else item.parts()
-    found: dict[tuple[Component, bool], dict[int, list[Piece]]] = {}
+    found: dict[tuple[Component, bool], dict[int, list[Slice]]] = {}
     for rank, flat in held:
-        for piece in plan_parameter(replace(layout, flat=flat), claim).pieces:
-            # pieces of a parameter that is cut have more replicas than it where tensor-parallel ranks are such
-            name = piece.component, piece.replica.count != layout.replica.count
-            found.setdefault(name, {}).setdefault(rank, []).append(piece)
-    for name, pieces in found.items():
-        yield Cuts(*name, tuple(_blocks(pieces, dtypes)))
+        for slice_ in plan_parameter(replace(layout, flat=flat), claim).slices:
+            # slices of a parameter that is cut have more replicas than it where tensor-parallel ranks are such
+            name = slice_.component, slice_.replica.count != layout.replica.count
+            found.setdefault(name, {}).setdefault(rank, []).append(slice_)
+    for name, slices in found.items():
+        yield Cuts(*name, tuple(_blocks(slices, dtypes)))
 
 
-def _blocks(pieces: Mapping[int, list[Piece]], dtypes: tuple[torch.dtype, ...]) -> Iterator[Blocks]:
+def _blocks(slices: Mapping[int, list[Slice]], dtypes: tuple[torch.dtype, ...]) -> Iterator[Blocks]:
     for number in count():
-        there = {rank: held[number] for rank, held in pieces.items() if len(held) > number}
+        there = {rank: held[number] for rank, held in slices.items() if len(held) > number}
         if not there:
             return
-        records = [piece_records(piece, dtypes) for piece in there.values()]
+        records = [slice_records(slice_, dtypes) for slice_ in there.values()]
         columns = (
             there.keys(),
-            (piece.box.volume for piece in there.values()),
+            (slice_.box.volume for slice_ in there.values()),
             (some.bytes for some in records),
             (some.chunks for some in records),
-            (piece.is_origin for piece in there.values()),
+            (slice_.is_origin for slice_ in there.values()),
         )
         ranks, *numbers = (np.fromiter(column, dtype=np.int64, count=len(there)) for column in columns)
         yield Blocks(ranks, tuple(there.values()), *numbers)

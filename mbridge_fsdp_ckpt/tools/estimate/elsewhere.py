@@ -2,8 +2,8 @@
 """A load in another layout: what the planned ranks of one job would read of the records that another job wrote.
 
 A load verifies, and so reads, every hashed block of a record that it uses a part of (`plan.records`).  A block that is
-cut between two writers (`plan.shares`) counts as if one had written it: of each circle that holds the same, that is one
-less than it has ranks.
+cut between two writers (`plan.shares`) counts as if one had written it: of each replica group that holds the same, that
+is one less than it has ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from mbridge_fsdp_ckpt.families.declaration import Claim
 from mbridge_fsdp_ckpt.families.registry import default_registry
 from mbridge_fsdp_ckpt.format.sums import sums_bytes
-from mbridge_fsdp_ckpt.live.local_shards import Holding
+from mbridge_fsdp_ckpt.live.local_shards import LocalShard
 from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import ModelParameter, model_parameters
 from mbridge_fsdp_ckpt.plan.boxes import Box, FlatRange
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
@@ -39,14 +39,14 @@ def read_over_held(saved: Estimate, loading: Estimate) -> float:
         saved: The job that saved.
         loading: A job of the same model in another layout.
     """
-    holdings = [item for plan in loading.plans.values() for item in plan.holdings if not item.is_scalar]
-    wanted = {item.plan.layout.key for item in holdings}
+    shards = [item for plan in loading.plans.values() for item in plan.shards if not item.is_scalar]
+    wanted = {item.plan.layout.key for item in shards}
     written: dict[str, _Boxes] = {}
     for key, parameter, subject in _parameters(saved, wanted):
         written[key] = _written(parameter, subject)
     met: dict[_Place, int] = {}
-    read = sum(_read_bytes(item, written, met) for item in holdings)
-    return read / sum(records_in(item.box.size, dtype_from_name(item.entry.dtype)).bytes for item in holdings)
+    read = sum(_read_bytes(item, written, met) for item in shards)
+    return read / sum(records_in(item.box.size, dtype_from_name(item.entry.dtype)).bytes for item in shards)
 
 
 def _parameters(saved: Estimate, wanted: set[str]) -> Iterator[tuple[str, ModelParameter, Subject]]:
@@ -81,12 +81,12 @@ def _blocks(layout: ParameterLayout, claim: Claim | None, flat: FlatRange) -> It
     count = layout.tensor_parallel.count if layout.tensor_parallel_dim is not None else 1
     for index in range(count):
         cut = replace(layout, flat=flat, tensor_parallel=Axis(index, layout.tensor_parallel.count))
-        for piece in plan_parameter(cut, claim).pieces:
-            yield piece.component, piece.box
+        for slice_ in plan_parameter(cut, claim).slices:
+            yield slice_.component, slice_.box
 
 
-def _read_bytes(item: Holding, written: dict[str, _Boxes], met: dict[_Place, int]) -> int:
-    key, component, dtype = item.plan.layout.key, item.piece.component, dtype_from_name(item.entry.dtype)
+def _read_bytes(item: LocalShard, written: dict[str, _Boxes], met: dict[_Place, int]) -> int:
+    key, component, dtype = item.plan.layout.key, item.slice_.component, dtype_from_name(item.entry.dtype)
     place = key, component, item.box, dtype
     if place not in met:
         boxes = (box for box in written[key].get(component, ()) if box.intersect(item.box) is not None)

@@ -1,7 +1,7 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""All ranks that hold something of one kind, in circles that hold the very same; and which of a circle writes what.
+"""All ranks that hold something of one kind, in replica groups that hold the same; and which rank writes what.
 
-The arithmetic is that of `plan.shares`, for all circles at once.
+The arithmetic is that of `plan.shares`, for all replica groups at once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from mbridge_fsdp_ckpt.plan.shares import SLIVER, Line
-from mbridge_fsdp_ckpt.tools.estimate.cuts import Blocks, Counts, Cuts, piece_records
+from mbridge_fsdp_ckpt.tools.estimate.cuts import Blocks, Counts, Cuts, slice_records
 from mbridge_fsdp_ckpt.tools.estimate.layout import DENSE, EXPERT, Ranks
 
 
@@ -58,8 +58,8 @@ class Work(NamedTuple):
     origins: Counts
 
 
-def circles(mesh: Ranks, along: Sequence[str], *, shards_outer: bool) -> Ranks:
-    """Ranks by their place in their circle, data-parallel rank, expert-parallel rank and tensor-parallel rank.
+def groups(mesh: Ranks, along: Sequence[str], *, shards_outer: bool) -> Ranks:
+    """Ranks by their place in their replica group, data-parallel rank, expert-parallel rank and tensor-parallel rank.
 
     Args:
         mesh: See `JobLayout.mesh`.
@@ -78,10 +78,10 @@ def circles(mesh: Ranks, along: Sequence[str], *, shards_outer: bool) -> Ranks:
 
 
 def shared_out(ranks: Ranks, helds: Sequence[Held]) -> Iterator[Work]:
-    """What each circle holds, and which of its ranks writes it: `plan.shares.shared_out` for all circles.
+    """What each replica group holds, and which of its ranks writes it: `plan.shares.shared_out` for all replica groups.
 
     Args:
-        ranks: See `circles`.
+        ranks: See `replica groups`.
         helds: All that they hold, in the order of the model.
     """
     lengths, filled = (np.zeros(ranks.shape[1], dtype=np.int64) for _ in range(2))
@@ -98,46 +98,46 @@ def shared_out(ranks: Ranks, helds: Sequence[Held]) -> Iterator[Work]:
 
 @dataclass(frozen=True, slots=True)
 class _Lines:
-    """`plan.shares.Line`, one for each circle.
+    """`plan.shares.Line`, one for each replica group.
 
     Args:
         lengths: Bytes of all blocks.
-        ranks: Of one circle.
+        ranks: Of one replica group.
     """
 
     lengths: Counts
     ranks: int
 
-    def part_at(self, circles: Counts, places: Counts) -> Counts:
+    def part_at(self, groups: Counts, places: Counts) -> Counts:
         """See `Line.part_at`."""
-        writers = self._writers(circles)
-        parts: Counts = np.minimum(places * writers // np.maximum(1, self.lengths[circles]), writers - 1)
+        writers = self._writers(groups)
+        parts: Counts = np.minimum(places * writers // np.maximum(1, self.lengths[groups]), writers - 1)
         return parts
 
-    def writer_of(self, circles: Counts, parts: Counts) -> Counts:
+    def writer_of(self, groups: Counts, parts: Counts) -> Counts:
         """See `Line.writer_of`."""
-        writers: Counts = parts * self.ranks // self._writers(circles)
+        writers: Counts = parts * self.ranks // self._writers(groups)
         return writers
 
-    def _writers(self, circles: Counts) -> Counts:
-        writers: Counts = np.clip(self.lengths[circles] // (2 * SLIVER), 1, self.ranks)
+    def _writers(self, groups: Counts) -> Counts:
+        writers: Counts = np.clip(self.lengths[groups] // (2 * SLIVER), 1, self.ranks)
         return writers
 
 
 def _of_blocks(
     ranks: Ranks, lines: _Lines, held: Held, blocks: Blocks, begins: Counts, sizes: Counts
 ) -> Iterator[Work]:
-    circles = blocks.ranks
-    first = lines.part_at(circles, begins)
-    is_whole = first == lines.part_at(circles, begins + np.maximum(0, sizes - 1))
-    whole = circles[is_whole]
+    groups = blocks.ranks
+    first = lines.part_at(groups, begins)
+    is_whole = first == lines.part_at(groups, begins + np.maximum(0, sizes - 1))
+    whole = groups[is_whole]
     writers = ranks[lines.writer_of(whole, first[is_whole]), whole]
     numbers = (column[is_whole] for column in (blocks.bytes, blocks.records, blocks.origins))
     yield Work(held, ranks[:, whole], writers[None], *numbers)
     for number in np.flatnonzero(~is_whole):
-        circle, piece = int(circles[number]), blocks.pieces[number]
-        line = Line(int(lines.lengths[circle]), lines.ranks)
-        for part in line.parts(int(begins[number]), int(sizes[number]), piece.rows):
-            cut = piece.part(part.begin, part.end)
-            counts = np.array([*piece_records(cut, held.dtypes), cut.is_origin], dtype=np.int64)[:, None]
-            yield Work(held, ranks[:, [circle]], ranks[None, part.writer, [circle]], *counts)
+        group, slice_ = int(groups[number]), blocks.slices[number]
+        line = Line(int(lines.lengths[group]), lines.ranks)
+        for part in line.parts(int(begins[number]), int(sizes[number]), slice_.rows):
+            cut = slice_.part(part.begin, part.end)
+            counts = np.array([*slice_records(cut, held.dtypes), cut.is_origin], dtype=np.int64)[:, None]
+            yield Work(held, ranks[:, [group]], ranks[None, part.writer, [group]], *counts)

@@ -21,7 +21,7 @@ from mbridge_fsdp_ckpt.live.mesh import replicated_along
 from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import ModelParameter, model_parameters
 from mbridge_fsdp_ckpt.plan.slices import owner
 from mbridge_fsdp_ckpt.tools.estimate.cuts import Counts, Cutter
-from mbridge_fsdp_ckpt.tools.estimate.holders import Held, Work, circles, shared_out
+from mbridge_fsdp_ckpt.tools.estimate.holders import Held, Work, groups, shared_out
 from mbridge_fsdp_ckpt.tools.estimate.layout import DENSE, Ranks
 from mbridge_fsdp_ckpt.tools.estimate.model import EstimatedModel, Subject
 from mbridge_fsdp_ckpt.tools.estimate.rank import RankWork
@@ -98,12 +98,12 @@ class _Counter:
             expert, along = is_expert_name(parameter.context.name), self._along(parameter, parameter.context)
             for held in self._held(parameter):
                 if parameter.layout.is_copy:
-                    self._add_copy(circles(self._meshes[expert], along, shards_outer=self._shards_outer), held)
+                    self._add_copy(groups(self._meshes[expert], along, shards_outer=self._shards_outer), held)
                 else:
                     shared.setdefault((expert, along, held.cuts.is_replicated), []).append(held)
         for (expert, along, is_replicated), helds in shared.items():
             everywhere = (*along, "tensor") if is_replicated else along
-            ranks = circles(self._meshes[expert], everywhere, shards_outer=self._shards_outer)
+            ranks = groups(self._meshes[expert], everywhere, shards_outer=self._shards_outer)
             for work in shared_out(ranks, helds):
                 self._add(work)
 
@@ -137,7 +137,7 @@ class _Counter:
     def _count_buffer(self, number: int, parameter: ModelParameter) -> None:
         """A buffer is whole on every rank of its mesh."""
         mesh = self._meshes[is_expert_name(parameter.layout.key)]
-        ranks = circles(mesh, DENSE, shards_outer=self._shards_outer)
+        ranks = groups(mesh, DENSE, shards_outer=self._shards_outer)
         for held in self._held(parameter):
             for expert in range(ranks.shape[2]):
                 key = held.cuts.component.name_of(self._name(number, expert))

@@ -7,7 +7,7 @@ import gc
 import time
 from dataclasses import dataclass
 
-from mbridge_fsdp_ckpt.live.local_shards import Holding
+from mbridge_fsdp_ckpt.live.local_shards import LocalShard
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
 from mbridge_fsdp_ckpt.saving.snapshot import observe, plan_save
 from mbridge_fsdp_ckpt.tools.estimate.model import EstimatedModel, Subject, optimizer_over
@@ -39,29 +39,29 @@ class RankWork:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """A rank's holdings.
+    """A rank's local shards.
 
     Args:
-        holdings: All, those that other ranks write among them.
+        shards: All, those that other ranks write among them.
         seconds: Of CPU, that planning them took the first time, and again.
     """
 
-    holdings: list[Holding]
+    shards: list[LocalShard]
     seconds: tuple[float, float]
 
     @property
     def work(self) -> RankWork:
-        """The holdings, counted."""
-        own = [item for item in self.holdings if item.piece.writes]
+        """The local shards, counted."""
+        own = [item for item in self.shards if item.slice_.writes]
         blocks = [item for item in own if not item.is_scalar]
-        held = [item for item in self.holdings if not item.is_scalar]
+        held = [item for item in self.shards if not item.is_scalar]
         records = [_records(item) for item in blocks]
         return RankWork(
             bytes=sum(some.bytes for some in records),
             chunks=sum(some.chunks for some in records),
             blocks=len(blocks),
             numbers=len(own) - len(blocks),
-            keys=len({item.key for item in own if item.piece.is_origin}),
+            keys=len({item.key for item in own if item.slice_.is_origin}),
             held_bytes=sum(_records(item).bytes for item in held),
             held_blocks=len(held),
         )
@@ -76,14 +76,14 @@ def plan_rank(subject: Subject, rank: int) -> RankPlan:
     model = EstimatedModel(subject, rank)
     optimizer = optimizer_over(subject, model)
     seconds = []
-    holdings: list[Holding] = []
+    shards: list[LocalShard] = []
     gc.collect()  # what building the model has left behind is none of planning's cost
     for _ in range(2):  # the plan is kept for the next save
         start = time.process_time()
-        holdings = plan_save(observe(model, optimizer, None, None, None, subject.vocabulary_size)).holdings
+        shards = plan_save(observe(model, optimizer, None, None, None, subject.vocabulary_size)).shards
         seconds.append(time.process_time() - start)
-    return RankPlan(holdings, (seconds[0], seconds[1]))
+    return RankPlan(shards, (seconds[0], seconds[1]))
 
 
-def _records(holding: Holding) -> Records:
-    return records_in(holding.box.size, dtype_from_name(holding.entry.dtype))
+def _records(shard: LocalShard) -> Records:
+    return records_in(shard.box.size, dtype_from_name(shard.entry.dtype))

@@ -26,7 +26,7 @@ from mbridge_fsdp_ckpt.format.values import encode_mapping
 from mbridge_fsdp_ckpt.integrations.bridge.names import RUN_CONFIG
 from mbridge_fsdp_ckpt.integrations.bridge.plain_model import PlainModel
 from mbridge_fsdp_ckpt.integrations.bridge.process_group import job
-from mbridge_fsdp_ckpt.live.local_shards import Holding, model_holdings
+from mbridge_fsdp_ckpt.live.local_shards import LocalShard, model_shards
 from mbridge_fsdp_ckpt.live.planned import Planned, plan_model
 from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import local_shard, storage_of
 from mbridge_fsdp_ckpt.loading.match import listed
@@ -70,8 +70,8 @@ def describe_torch_dist(
         if not trouble:
             parameters, trouble = hyperparameters_of(model, planned, common)
         mapping = _Mapping(source, {} if trouble else slots)
-        for holding in model_holdings(planned, vocabulary_size=model.vocabulary_size):
-            mapping.add(holding, tensors[id(holding.plan)], parts[id(holding.plan)])
+        for shard in model_shards(planned, vocabulary_size=model.vocabulary_size):
+            mapping.add(shard, tensors[id(shard.plan)], parts[id(shard.plan)])
     records, notes = read_random_states(source)
     if common.left_out:
         notes.append(f"left out, being no plain data: {', '.join(common.left_out)}")
@@ -225,18 +225,18 @@ class _Mapping:
         self.keys: dict[str, KeyEntry] = {}
         self.links: dict[str, list[Link]] = defaultdict(list)
 
-    def add(self, holding: Holding, parameter: torch.Tensor, parts: Sequence[Part]) -> None:
+    def add(self, shard: LocalShard, parameter: torch.Tensor, parts: Sequence[Part]) -> None:
         """Add a block of a parameter: the weight, and its optimizer state."""
-        main, trained = holding.key, bool(holding.plan.layout.optimizer_name)
-        piece = holding.piece
-        block = block_of(piece.block(parameter.reshape(-1)), parameter, main)
-        for link in links(block, piece.box, parts):
+        main, trained = shard.key, bool(shard.plan.layout.optimizer_name)
+        slice_ = shard.slice_
+        block = block_of(slice_.block(parameter.reshape(-1)), parameter, main)
+        for link in links(block, slice_.box, parts):
             slots = self._slots.get(link.key, {}) if trained else {}
             weights = next((slots[name] for name in _MAIN_WEIGHTS if name in slots), link.key)
-            self._add(main, holding.entry, link, weights)
+            self._add(main, shard.entry, link, weights)
             for slot, key in slots.items():
                 if slot not in _MAIN_WEIGHTS:
-                    self._add(holding.plan.slot_key(piece.component, slot), holding.entry, link, key)
+                    self._add(shard.plan.slot_key(slice_.component, slot), shard.entry, link, key)
 
     def _add(self, key: str, entry: KeyEntry, link: Link, stored: str) -> None:
         self.keys[key] = entry.model_copy(update={"dtype": self._stored[stored].dtype})

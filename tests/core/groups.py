@@ -1,5 +1,5 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""What ranks do in the tests of circles: of the connections alone, without a checkpoint."""
+"""What ranks do in the tests of replica groups: of the connections alone, without a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from mbridge_fsdp_ckpt.coordination.coordination import Coordination, next_coordination
 from mbridge_fsdp_ckpt.errors import RankMissingError
-from mbridge_fsdp_ckpt.loading.exchange import _Circle
+from mbridge_fsdp_ckpt.loading.exchange import _ReplicaGroup
 
 ON_ITS_WAY = 1 << 20
 """Bytes of each rank: more than a socket takes at once."""
@@ -25,36 +25,36 @@ def whose_operation_broke() -> dict[str, Any]:
     """Rank 1 leaves while rank 0 waits for it; then ranks 2 and 3 send to rank 0, which has given up."""
     coordination = next_coordination("nothing", time_limit=ENDS_S)
     with coordination.another_connection() as store:
-        rank, circle = coordination.rank, _joined(coordination, store)
+        rank, group = coordination.rank, _joined(coordination, store)
     dist.barrier()
     if rank == 0:
-        _begin(circle)
+        _begin(group)
     dist.barrier()
     if rank == 1:
-        circle.leave()
-    found = _end(circle) if rank == 0 else None
+        group.leave()
+    found = _end(group) if rank == 0 else None
     dist.barrier()
     if rank in (2, 3):
-        _begin(circle)
+        _begin(group)
         time.sleep(ARRIVES_S)
     dist.barrier()
     begin = time.monotonic()
     if rank == 0:
-        circle.leave()
+        group.leave()
     seconds = time.monotonic() - begin
-    found = _end(circle) if rank in (2, 3) else found
-    circle.leave()
+    found = _end(group) if rank in (2, 3) else found
+    group.leave()
     return {"found": found, "seconds": seconds}
 
 
 def requests_of_joining(interfaces: str = "") -> int:
-    """Requests to the job's store that a rank makes to join a circle of all, over these interfaces."""
+    """Requests to the job's store that a rank makes to join a replica group of all, over these interfaces."""
     coordination = next_coordination("nothing", time_limit=ENDS_S)
     with coordination.another_connection() as store, patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": interfaces}):
         counting = _Counting(store)
-        circle = _joined(coordination, counting)
+        group = _joined(coordination, counting)
     dist.barrier()
-    circle.leave()
+    group.leave()
     return counting.requests
 
 
@@ -88,21 +88,21 @@ class _Counting:
         return True
 
 
-def _joined(coordination: Coordination, store: Any) -> _Circle:
-    circle = _Circle(tuple(range(coordination.world_size)), coordination)
-    circle.join(store)
-    circle.compare("a plan")
-    return circle
+def _joined(coordination: Coordination, store: Any) -> _ReplicaGroup:
+    group = _ReplicaGroup(tuple(range(coordination.world_size)), coordination)
+    group.join(store)
+    group.compare("a plan")
+    return group
 
 
-def _begin(circle: _Circle) -> None:
+def _begin(group: _ReplicaGroup) -> None:
     own = torch.zeros(ON_ITS_WAY, dtype=torch.uint8)
-    circle._begin(own, [torch.empty_like(own) for _ in circle.ranks])
+    group._begin(own, [torch.empty_like(own) for _ in group.ranks])
 
 
-def _end(circle: _Circle) -> str:
+def _end(group: _ReplicaGroup) -> str:
     try:
-        circle._finish()
+        group._finish()
     except RankMissingError as error:
         return str(error)
     raise AssertionError("a peer had left")

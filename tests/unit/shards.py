@@ -4,14 +4,14 @@
 import torch
 
 from mbridge_fsdp_ckpt.families import Claim, Segment
-from mbridge_fsdp_ckpt.live.local_shards import Holding
+from mbridge_fsdp_ckpt.live.local_shards import LocalShard
 from mbridge_fsdp_ckpt.plan.boxes import FlatRange, Shape
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.plan.layout import Axis, ParameterLayout
 from mbridge_fsdp_ckpt.plan.slices import plan_parameter
 
 
-def holdings(
+def shards(
     start: int,
     stop: int,
     *,
@@ -21,20 +21,20 @@ def holdings(
     replica: tuple[int, int] = (0, 1),
     gated: bool = False,
     is_copy: bool = False,
-) -> list[Holding]:
+) -> list[LocalShard]:
     """What a rank holds that has the elements [start, stop) of one parameter."""
     layout = ParameterLayout(key, key, shape, None, Axis(0, 1), FlatRange(start, stop), Axis(*replica), is_copy)
     claim = Claim("gated", 1, (Segment("_w", shape[0] // 2), Segment("_v", shape[0] // 2))) if gated else None
     plan = plan_parameter(layout, claim)
     flat = torch.zeros(stop - start)
     return [
-        Holding(plan.model_key(p.component), KeyEntry(dtype=dtype, shape=p.component.global_shape), p, flat, plan)
-        for p in plan.pieces
+        LocalShard(plan.model_key(p.component), KeyEntry(dtype=dtype, shape=p.component.global_shape), p, flat, plan)
+        for p in plan.slices
     ]
 
 
-def scalar(key: str = "step", replica: tuple[int, int] = (0, 1)) -> Holding:
+def scalar(key: str = "step", replica: tuple[int, int] = (0, 1)) -> LocalShard:
     """A slot of one number."""
     layout = ParameterLayout(key, key, (4, 3), None, Axis(0, 1), FlatRange(0, 12), Axis(*replica))
     plan = plan_parameter(layout, None)
-    return Holding(key, KeyEntry(dtype="float32", shape=(), kind="tensor"), plan.pieces[0], torch.zeros(()), plan)
+    return LocalShard(key, KeyEntry(dtype="float32", shape=(), kind="tensor"), plan.slices[0], torch.zeros(()), plan)

@@ -205,12 +205,12 @@ def _check_checkpoint(format_name: str, root: Path, step: int) -> int:
     if format_name == DIST:
         return len(FileSystemReader(directory).read_metadata().state_dict_metadata)
     source = open_checkpoint(directory)
-    for key, chunks in source.chunks(source.head.keys).items():
+    for key, chunks in source.chunks(source.metadata.keys).items():
         stored = sum(source.read(chunk).numel() for chunk in chunks)
-        expected = math.prod(source.head.keys[key].shape)
+        expected = math.prod(source.metadata.keys[key].shape)
         if stored != expected:
             raise RuntimeError(f"{root} holds {stored} of {expected} elements of {key}")
-    return len(source.head.keys)
+    return len(source.metadata.keys)
 
 
 def _check_losses(measured: Measured, step: int) -> None:

@@ -104,11 +104,11 @@ class Resharded:
 def _tensors_of(checkpoint: Path) -> Iterator[tuple[str, _Tensor]]:
     """The sharded keys of a checkpoint of ours."""
     source = open_checkpoint(checkpoint)
-    shapes = {key: entry.shape for key, entry in source.head.keys.items() if entry.is_sharded}
+    shapes = {key: entry.shape for key, entry in source.metadata.keys.items() if entry.is_sharded}
     for key, chunks in source.chunks(shapes).items():
         shape = shapes[key]
         across = [dim for dim in range(1, len(shape)) if any(chunk.box.size[dim] < shape[dim] for chunk in chunks)]
-        yield key, _Tensor(shape, dtype_from_name(source.head.keys[key].dtype), max(across, default=0))
+        yield key, _Tensor(shape, dtype_from_name(source.metadata.keys[key].dtype), max(across, default=0))
 
 
 def _part(whole: torch.Tensor, mesh: DeviceMesh, dimensions: Sequence[int]) -> DTensor:

@@ -78,7 +78,7 @@ def _own(folder: Path, rank: int, keys: dict[str, KeyEntry]) -> Columns:
 
 
 def _head(folder: Path, parts: list[Columns]) -> Manifest:
-    """The head over one group of all ranks."""
+    """The metadata over one group of all ranks."""
     data, name = merged(parts).to_bytes(), FILES.of_group(0)
     (folder / name).write_bytes(data)
     return Manifest(

@@ -1,7 +1,7 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """save() and load(): the whole story.
 
-    save    plan -> agree -> write own chunks to staging -> rank 0 checks, writes the head, commits
+    save    plan -> agree -> write own chunks to staging -> rank 0 checks, writes the metadata, commits
     load    open -> match keys -> verify every byte, fill new optimizer slots -> agree -> fill weights -> refresh
 
 Both meet all ranks twice, in the rendezvous store; a load in which ranks read for each other (`loading.exchange`) does

@@ -20,7 +20,7 @@ from mbridge_fsdp_ckpt.format.names import (
     suffix_of,
 )
 from mbridge_fsdp_ckpt.format.reader import SafeSource
-from mbridge_fsdp_ckpt.format.source import CheckpointSource, Head
+from mbridge_fsdp_ckpt.format.source import CheckpointSource, Metadata
 from mbridge_fsdp_ckpt.io.files import check_content, check_file, entries, hold, what_is_there
 from mbridge_fsdp_ckpt.io.store import AnyPath
 from mbridge_fsdp_ckpt.remedies import remedy
@@ -168,19 +168,19 @@ def _check_written_by_stock(directory: AnyPath) -> None:
         )
 
 
-def check_other_files(head: Head, *, content: bool, progress: Callable[[], None] = lambda: None) -> None:
+def check_other_files(metadata: Metadata, *, content: bool, progress: Callable[[], None] = lambda: None) -> None:
     """Check the files beside payload and index, as far as the format lists them.
 
     Args:
-        head: Of an opened checkpoint.
+        metadata: Of an opened checkpoint.
         content: Whether to read them, too; else their sizes alone.
         progress: Called now and then while content is read.
 
     Raises:
         DamagedCheckpointError: One is missing, or not what was written.
     """
-    for entry in head.files:
+    for entry in metadata.files:
         if content:
-            check_content(head.directory, entry, progress, MANIFEST_NAME)
+            check_content(metadata.directory, entry, progress, MANIFEST_NAME)
         else:
-            check_file(head.directory, entry, MANIFEST_NAME)
+            check_file(metadata.directory, entry, MANIFEST_NAME)

@@ -181,7 +181,7 @@ def _installed(package: str) -> str | None:
 def writer_versions(*, training: bool) -> dict[str, str]:
     """Versions of the packages that write a checkpoint, as far as they are installed: from a training job, or a file.
 
-    They stand in the head for a person to read; nothing depends on them.
+    They stand in the metadata for a person to read; nothing depends on them.
     """
     return dict(_versions_of("mbridge-fsdp-ckpt", "torch", *(_TRAINERS if training else ())))
 

@@ -45,7 +45,7 @@ def save() -> Canvas:
         canvas.box(754, top, 90, 60, "train on", ("#ffffff", GREY[1]))
     canvas.bar(216, 62, 42, 220, "meeting 1: do the plans\nwrite each element once?")
     canvas.bar(457, 62, 42, 220, "meeting 2: has every rank\nwritten? merge the index")
-    canvas.box(512, 62, 186, 60, "check, write the head\nrename, then tracker")
+    canvas.box(512, 62, 186, 60, "check, write metadata\nrename, then tracker")
     canvas.arrow((500, 92), (511, 92))
     for number, line in enumerate(
         ("the others wait for", "the decision; whoever", "stays away is named", "after a time limit")

@@ -89,7 +89,7 @@ def _run(ranks: int, layers: int, repeats: int) -> None:
         directory = Path(folder) / "iter_0000001"
         found = pool.run(module.on_rank, str(directory), layers, repeats)
         source = open_checkpoint(directory)
-        chunks = sum(map(len, source.chunks(list(source.head.keys)).values()))
+        chunks = sum(map(len, source.chunks(list(source.metadata.keys)).values()))
     slowest = {what: list(map(max, zip(*(rank[what] for rank in found), strict=True))) for what in found[0]}
     print(json.dumps({"chunks": chunks, **slowest}))
 

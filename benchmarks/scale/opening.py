@@ -1,7 +1,7 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What opening a checkpoint of many ranks costs one rank, and what committing it costs rank 0.
 
-Synthetic checkpoints (`synthetic`): index and head as so many ranks write them, payload without content.
+Synthetic checkpoints (`synthetic`): index and metadata as so many ranks write them, payload without content.
 Each figure is of a process of its own, of its one call, without imports.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from benchmarks.scale.synthetic import FILES, SLOTS, STEP, Synthetic, told_of
-from mbridge_fsdp_ckpt.commit.finishing import finish, head
+from mbridge_fsdp_ckpt.commit.finishing import finish, metadata
 from mbridge_fsdp_ckpt.commit.rename import RenameCommit
 from mbridge_fsdp_ckpt.format.write_results import count_keys
 from mbridge_fsdp_ckpt.opening import open_checkpoint
@@ -89,7 +89,7 @@ def _open(directory: Path, synthetic: Synthetic, *, same: bool) -> int:
     needed: dict[str, list[Box]] = {}
     for parameter, box in held.items():
         weight = synthetic.key(parameter, "")
-        assert source.head.keys[weight].shape
+        assert source.metadata.keys[weight].shape
         slots = source.slots(synthetic.optimizer_name(parameter))
         assert slots.keys() == {*SLOTS[1:], STEP}
         needed[weight] = [box]
@@ -103,14 +103,14 @@ def _open(directory: Path, synthetic: Synthetic, *, same: bool) -> int:
 
 
 def _commit(directory: Path, synthetic: Synthetic) -> int:
-    """What rank 0 does of a commit but its own group's index: count, head, flush, rename."""
+    """What rank 0 does of a commit but its own group's index: count, metadata, flush, rename."""
     told = told_of(directory)
     commit = RenameCommit(directory.with_name("iter_0000001"))
     (directory / "manifest.json").rename(directory.with_name("manifest.json"))
     commit.directory.rmdir()
     directory.rename(commit.directory)
     keys = count_keys(commit.directory, FILES, told)
-    manifest = head(writer={}, topology={"world": synthetic.ranks}, sections=("model", "optimizer"), files=FILES,
+    manifest = metadata(writer={}, topology={"world": synthetic.ranks}, sections=("model", "optimizer"), files=FILES,
                     told=told, keys=keys, values={})  # fmt: skip
     finish(commit, manifest, view_of=None, add_files=None)
     directory.with_name("iter_0000001").rename(directory)

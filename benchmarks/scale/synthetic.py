@@ -259,14 +259,14 @@ def _keys(
 
 def told_of(directory: Path) -> Told:
     """What the leaders of all groups have told of a checkpoint that is there."""
-    head = read_manifest(directory)
+    metadata = read_manifest(directory)
     return {
         "pending": [],
-        "index": [entry.model_dump() for entry in head.index],
-        "chunks": head.chunks,
+        "index": [entry.model_dump() for entry in metadata.index],
+        "chunks": metadata.chunks,
         "bytes": 0,
         "states": 0,
         "families": {},
-        "slots": list(head.slots),
-        "hyperparameters": dict(head.hyperparameters),
+        "slots": list(metadata.slots),
+        "hyperparameters": dict(metadata.hyperparameters),
     }

@@ -17,7 +17,7 @@ class Content:
     """What one rank adds to what all ranks wrote.
 
     Args:
-        manifest: The head's bytes, given the entries of the files beside payload and index.
+        manifest: The metadata's bytes, given the entries of the files beside payload and index.
         flushed: Tells of a name whether that file is on disk already.
         add_files: Puts more files into an empty local directory.
         write_view: Writes what stock needs into a directory; None where nobody wants it.

@@ -1,5 +1,5 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""The end of writing a checkpoint: its head, its DCP metadata, and the step that puts it in its place."""
+"""The end of writing a checkpoint: its metadata, DCP metadata of it, and the step that puts it in its place."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mbridge_fsdp_ckpt.io.store import AnyPath
 from mbridge_fsdp_ckpt.plan.keys import Section
 
 
-def head(
+def metadata(
     *,
     writer: dict[str, str],
     topology: dict[str, int | str],
@@ -30,7 +30,7 @@ def head(
     values: Json,
     time: float | None = None,
 ) -> Manifest:
-    """The head of a checkpoint of this version, but for the files that are put beside its tensors."""
+    """The metadata of a checkpoint of this version, but for the files that are put beside its tensors."""
     return Manifest(
         format=FORMAT_NAME,
         version=VERSION,
@@ -64,7 +64,7 @@ def finish(
 
     Args:
         commit: Where payload and index lie.
-        manifest: From `head`.
+        manifest: From `metadata`.
         view_of: The values that DCP metadata is to have; None writes none.
         add_files: See `Content`.
         progress: See `Content`.

@@ -26,8 +26,8 @@ from mbridge_fsdp_ckpt.commit import removal
 from mbridge_fsdp_ckpt.commit.added import added_by, check_not_elsewhere
 from mbridge_fsdp_ckpt.commit.content import Content
 from mbridge_fsdp_ckpt.errors import CheckpointError
-from mbridge_fsdp_ckpt.format.head import has_head
 from mbridge_fsdp_ckpt.format.manifest import read_manifest
+from mbridge_fsdp_ckpt.format.metadata import has_metadata
 from mbridge_fsdp_ckpt.format.names import (
     DCP_METADATA,
     MANIFEST_NAME,
@@ -118,7 +118,7 @@ class MarkerCommit:
 
 
 def _copies(directory: AnyPath) -> list[str]:
-    """The fixed names of what the save before added; none where its head does not say."""
+    """The fixed names of what the save before added; none where its metadata does not say."""
     try:
         return [entry.name for entry in read_manifest(directory).files]
     except CheckpointError:
@@ -166,9 +166,9 @@ def condemned(target: AnyPath) -> list[AnyPath]:
 
     The last one stays until that save commits, and so tells that other files there, which have no name of their own in
     each save, are nobody's: otherwise `target.check_replaceable` would refuse the target if that save died as well.
-    Where stock has a head, all stay until then: without its manifest our view reads them.
+    Where stock has metadata, all stay until then: without its manifest our view reads them.
     """
-    return [] if has_head(target) else dead_objects(target)[:-1]
+    return [] if has_metadata(target) else dead_objects(target)[:-1]
 
 
 def remove(directory: AnyPath, may_go: Callable[[AnyPath], bool]) -> bool:

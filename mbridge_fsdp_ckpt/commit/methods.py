@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from mbridge_fsdp_ckpt.commit import marker, rename
 from mbridge_fsdp_ckpt.commit.content import Commit
-from mbridge_fsdp_ckpt.format.head import head_of
+from mbridge_fsdp_ckpt.format.metadata import metadata_of
 from mbridge_fsdp_ckpt.io.store import AnyPath, store_of
 from mbridge_fsdp_ckpt.settings import CommitMethod
 
@@ -68,15 +68,15 @@ def discard(leftover: AnyPath) -> None:
 
 
 def identity(directory: AnyPath) -> object:
-    """What tells a checkpoint from another that takes its place: the identity of its head.
+    """What tells a checkpoint from another that takes its place: the identity of its metadata.
 
     Raises:
         FileNotFoundError: It is gone.
     """
-    head = head_of(directory)
-    if head is None:
+    metadata = metadata_of(directory)
+    if metadata is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(directory))
-    return store_of(head).identity()
+    return store_of(metadata).identity()
 
 
 def remove(directory: AnyPath, may_go: Callable[[AnyPath], bool] = lambda _: True) -> bool:

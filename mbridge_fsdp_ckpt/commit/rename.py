@@ -8,7 +8,7 @@
 
 The names begin with a dot: Megatron-Bridge takes every `iter_*` below the root for a checkpoint.  Where the file
 system cannot exchange, the old directory steps aside as `.replaced-iter_0000010-<token>` first; `recover` moves it
-back if the process dies between the two renames.  Whether a checkpoint is in place is a question for its head:
+back if the process dies between the two renames.  Whether a checkpoint is in place is a question for its metadata:
 anybody may make the directory.
 
 The time of a staging directory is its lease: ranks renew it while they write, and a save of another target takes it
@@ -31,7 +31,7 @@ from mbridge_fsdp_ckpt.commit.added import added_by
 from mbridge_fsdp_ckpt.commit.content import Content
 from mbridge_fsdp_ckpt.commit.target import check_replaceable
 from mbridge_fsdp_ckpt.errors import StorageError
-from mbridge_fsdp_ckpt.format.head import has_head, has_readable_head
+from mbridge_fsdp_ckpt.format.metadata import has_metadata, has_readable_metadata
 from mbridge_fsdp_ckpt.format.names import DELETED, MANIFEST_NAME, REPLACED, STAGING, beside, target_of, token
 from mbridge_fsdp_ckpt.io.entries import ExtraEntry
 from mbridge_fsdp_ckpt.io.file_system import TEMPORARY, sync_directory
@@ -132,7 +132,7 @@ def _put_in_place(staging: Path, target: Path) -> list[AnyPath]:
     if _exchange(staging, target):
         _sync_or_undo(target.parent, lambda: _exchange(staging, target))
         return [_condemned(staging)]
-    aside = _beside(target, REPLACED if has_head(target) else DELETED)
+    aside = _beside(target, REPLACED if has_metadata(target) else DELETED)
     target.rename(aside)
     try:
         staging.rename(target)
@@ -202,22 +202,22 @@ def _modified(path: Path) -> float:
 def recover(target: Path) -> bool:
     """Undo a commit that died between its two renames; True where the old checkpoint was moved back.
 
-    An empty directory that somebody made in its place is replaced.  One with files in it, but without a head, is left
+    An empty directory that somebody made in its place is replaced.  One with files in it, but without metadata, is left
     alone, and so are a link or a file; the old checkpoint stays aside then.
     """
-    if not target.parent.is_dir() or has_head(target):
+    if not target.parent.is_dir() or has_metadata(target):
         return False
     aside = put_aside(target.parent).get(target.name)
     if aside is None:
         return False
     if not _move_back(aside, target):  # another rank was first
-        return has_head(target)
+        return has_metadata(target)
     sync_directory(target.parent)
     return True
 
 
 def leftovers(root: Path) -> list[AnyPath]:
-    """What dead saves and removals left behind; replaced directories only where their target has a head."""
+    """What dead saves and removals left behind; replaced directories only where their target has metadata."""
     return [*_leftovers(root)]
 
 
@@ -231,14 +231,14 @@ def is_leftover(path: Path) -> bool:
     if not target:
         return TEMPORARY.fullmatch(path.name) is not None and path.is_file()
     is_old = path.name.startswith(REPLACED)
-    return path.is_dir() and not path.is_symlink() and (not is_old or has_readable_head(path.parent / target))
+    return path.is_dir() and not path.is_symlink() and (not is_old or has_readable_metadata(path.parent / target))
 
 
 def discard(leftover: Path) -> None:
     """Delete the directory of a leftover, renamed first: no half of an old checkpoint can be moved back."""
     condemned = _condemned(leftover)
     is_old = leftover.name.startswith(REPLACED) and condemned != leftover
-    if is_old and not has_head(leftover.parent / target_of(leftover.name)):
+    if is_old and not has_metadata(leftover.parent / target_of(leftover.name)):
         condemned.rename(leftover)
         return
     shutil.rmtree(condemned)
@@ -273,7 +273,7 @@ def remove(directory: Path, may_go: Callable[[Path], bool]) -> bool:
     finally:
         if not goes and _move_back(aside, directory):
             sync_directory(directory.parent)
-    if not goes and not (aside.is_dir() and has_head(directory)):  # else a save has put another one in its place
+    if not goes and not (aside.is_dir() and has_metadata(directory)):  # else a save has put another one in its place
         return False
     condemned = _condemned(aside)
     sync_directory(directory.parent)

@@ -21,7 +21,7 @@ from pathlib import Path
 from mbridge_fsdp_ckpt.commit import marker, methods, removal, trackers
 from mbridge_fsdp_ckpt.commit.lease import is_fresh, is_stale, now, renewing
 from mbridge_fsdp_ckpt.commit.target import obstacle
-from mbridge_fsdp_ckpt.format.head import has_readable_head, head_of
+from mbridge_fsdp_ckpt.format.metadata import has_readable_metadata, metadata_of
 from mbridge_fsdp_ckpt.format.names import (
     READING,
     RELEASE,
@@ -58,7 +58,7 @@ def iterations(root: AnyPath) -> list[Iteration]:
     for path in root.iterdir():
         number = _number_of(path.name)
         if number is not None and path.is_dir():
-            found.append(Iteration(number, path, has_readable_head(path)))
+            found.append(Iteration(number, path, has_readable_metadata(path)))
     return sorted(found, key=lambda iteration: iteration.number)
 
 
@@ -158,11 +158,11 @@ def _link_to(directory: AnyPath, links: Mapping[str, Path]) -> str:
 
 def _is_about_to_be_named(directory: AnyPath) -> bool:
     """Whether it was committed within the hour, and after the trackers were written: a save lets them name it next."""
-    head = head_of(directory)
+    metadata = metadata_of(directory)
     published = [tracker.stat().st_mtime for tracker in trackers.present(directory.parent)]
-    if head is None or not published or head.stat().st_mtime <= max(published):
+    if metadata is None or not published or metadata.stat().st_mtime <= max(published):
         return False
-    return is_fresh(head, now(directory.parent))
+    return is_fresh(metadata, now(directory.parent))
 
 
 def _is_being_written(directory: AnyPath) -> bool:
@@ -183,7 +183,7 @@ def _among_newest(directory: AnyPath, keep: int) -> str:
     newer = sorted(n for n in others if n is not None and n > number)
     found = 0
     for n in reversed(newer):
-        found += others[n].is_dir() and has_readable_head(others[n])
+        found += others[n].is_dir() and has_readable_metadata(others[n])
         if found == keep:
             return ""
     return f"among the newest {keep}"
@@ -257,7 +257,7 @@ def remove_unless_kept(directory: AnyPath, keep: int = 0, shown: object = None) 
     def may_go(place: AnyPath) -> bool:
         return methods.identity(place) == seen and not keeps(directory, keep)
 
-    if not has_readable_head(directory):
+    if not has_readable_metadata(directory):
         return False
     try:
         seen = methods.identity(directory)
@@ -265,7 +265,7 @@ def remove_unless_kept(directory: AnyPath, keep: int = 0, shown: object = None) 
             return False
         return methods.remove(directory, may_go)
     except FileNotFoundError:  # another one was faster
-        return not has_readable_head(directory)
+        return not has_readable_metadata(directory)
 
 
 @contextmanager

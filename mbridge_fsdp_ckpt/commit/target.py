@@ -128,12 +128,12 @@ def names_in(directory: AnyPath) -> set[str]:
 
 
 def is_root(directory: AnyPath, names: set[str]) -> bool:
-    """Whether checkpoints lie in it, or did.  With a head of its own it is a root all the same."""
+    """Whether checkpoints lie in it, or did.  With metadata of its own it is a root all the same."""
     if {TRACKER, STATE_TRACKER} & names or any(iteration_of(name) is not None for name in names):
         return True
     if is_local(directory):
-        heads = [path / head for path in entries(directory) for head in (MANIFEST_NAME, DCP_METADATA)]
-        below = [path.parent for path in heads if path.exists()]
+        files = [path / metadata for path in entries(directory) for metadata in (MANIFEST_NAME, DCP_METADATA)]
+        below = [path.parent for path in files if path.exists()]
     else:  # one listing, not a request for each
         below = [path.parent for path in everything_in(directory) if path.name in (MANIFEST_NAME, DCP_METADATA)]
         below = [path for path in below if path.parent == directory]
@@ -143,7 +143,8 @@ def is_root(directory: AnyPath, names: set[str]) -> bool:
 def _is_checkpoint(directory: AnyPath, names: set[str]) -> bool:
     """Whether it is a checkpoint that this package reads, or what is left of one: payload or index files.
 
-    Others use the names of the heads, too: a manifest has to name the format, and `.metadata` has to have stock's keys.
+    Others use the names of the metadata, too: a manifest has to name the format, and `.metadata` has to have stock's
+    keys.
     """
     if is_torch_dist(names) or _is_of_another(directory, names):
         return False

@@ -22,7 +22,7 @@ import numpy as np
 
 from mbridge_fsdp_ckpt.commit.methods import put_aside
 from mbridge_fsdp_ckpt.errors import NotACheckpointError, brief
-from mbridge_fsdp_ckpt.format.head import has_head
+from mbridge_fsdp_ckpt.format.metadata import has_metadata
 from mbridge_fsdp_ckpt.format.names import RELEASE, STATE_TRACKER, TRACKER, iteration_name
 from mbridge_fsdp_ckpt.io.files import opened, replace_file, size_of
 from mbridge_fsdp_ckpt.io.store import AnyPath, store_of
@@ -85,7 +85,7 @@ def meant(root: AnyPath) -> Named | None:
 
 def _is_there(directory: AnyPath) -> bool:
     """Whether a checkpoint is there, or lies aside and will be moved back."""
-    return has_head(directory) or directory.name in put_aside(directory.parent)
+    return has_metadata(directory) or directory.name in put_aside(directory.parent)
 
 
 def present(root: AnyPath) -> list[AnyPath]:

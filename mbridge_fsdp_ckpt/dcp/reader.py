@@ -32,7 +32,7 @@ from mbridge_fsdp_ckpt.format.names import (
     TORCH_DIST_METADATA,
     TRAIN_STATE,
 )
-from mbridge_fsdp_ckpt.format.source import AT_PLACE, Head, RankRecord, StoredChunk, slots_in
+from mbridge_fsdp_ckpt.format.source import AT_PLACE, Metadata, RankRecord, StoredChunk, slots_in
 from mbridge_fsdp_ckpt.io.entries import FileEntry
 from mbridge_fsdp_ckpt.io.files import check_file, file_checksum, hold, is_plain_file, read_bounded, size_of
 from mbridge_fsdp_ckpt.io.host_bytes import host_bytes
@@ -104,7 +104,7 @@ class DcpSource:
         self._keys = {key: entry for key, entry in self.tensors.items() if key.startswith(known)}
         has_optimizer = any(key.startswith(STATE_PREFIX) for key in self._keys)
         self._slots = tuple(dict.fromkeys(named[1] for key in self._keys if (named := name_and_slot(key))))
-        self.head = Head(
+        self.metadata = Metadata(
             directory=directory,
             identity=identity,
             format=str(self.kind),
@@ -319,7 +319,7 @@ class DcpSource:
         return nested
 
     def read_rest(self, *left_out: str) -> tuple[dict[str, Any], list[str]]:
-        """All that is no key of the head, no hyperparameter and not below the given roots.
+        """All that is no key of the metadata, no hyperparameter and not below the given roots.
 
         Returns:
             It, nested again, and the names of what cannot be read without running code.
@@ -350,7 +350,7 @@ class DcpSource:
         return nested, unread
 
     def look_at(self, key: str) -> list[StoredChunk]:
-        """Where a tensor or a value lies, of those that are no keys of the head, too.
+        """Where a tensor or a value lies, of those that are no keys of the metadata, too.
 
         Raises:
             DamagedCheckpointError: A file is missing, or too short.

@@ -149,9 +149,9 @@ class Columns:
             record_checksum=f"{digest(self.record):016x}",
         )
         text = json.dumps(header.model_dump(mode="json"), separators=(",", ":"))
-        head = _padded(text.encode(), b" ")
-        preamble = PREAMBLE.pack(MAGIC, len(head), len(directory), digest(head + directory))
-        return b"".join((preamble, head, directory, rows, self.record))
+        prefix = _padded(text.encode(), b" ")
+        preamble = PREAMBLE.pack(MAGIC, len(prefix), len(directory), digest(prefix + directory))
+        return b"".join((preamble, prefix, directory, rows, self.record))
 
 
 def _block_checks(rows: bytes, width: int) -> Iterable[int]:
@@ -163,7 +163,7 @@ def _padded(data: bytes, by: bytes) -> bytes:
     return data + by * (-len(data) % 8)
 
 
-def head_bytes(preamble: Buffer) -> int:
+def prefix_bytes(preamble: Buffer) -> int:
     """Bytes of preamble, header and directory, of an index file that begins so."""
     _, header, directory, _ = PREAMBLE.unpack_from(preamble)
     return PREAMBLE.size + int(header) + int(directory)

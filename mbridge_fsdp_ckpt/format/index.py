@@ -37,17 +37,17 @@ class IndexFile:
         size: Its size, which somebody has looked at.
         files: The save that it must be of.
         opened: Reads it.
-        head: What its own `head` was when it was read and checked; more bytes may follow.
+        prefix: What its own `prefix` was when it was read and checked; more bytes may follow.
 
     Raises:
         ManifestError: It contradicts the format, itself, or is of another save.
         DamagedCheckpointError: It is shorter than its size.
     """
 
-    def __init__(self, path: AnyPath, size: int, files: Files, opened: OpenFiles, head: Bytes | None = None) -> None:
+    def __init__(self, path: AnyPath, size: int, files: Files, opened: OpenFiles, prefix: Bytes | None = None) -> None:
         self.path, self._opened = path, opened
         self._found: dict[str, int | None] = {}
-        self.head = _read_head(path, size, opened) if head is None else head[: columns.head_bytes(head)]
+        self.prefix = _read_prefix(path, size, opened) if prefix is None else prefix[: columns.prefix_bytes(prefix)]
         header, directory = self._parsed(size)
         self.header = header
         if (header.save, header.suffix) != (files.save, files.suffix):
@@ -63,14 +63,14 @@ class IndexFile:
         self.numbers = take(columns.NUMBER, header.numbers)
         self._checks = take(columns.CHECK, columns.block_count(header))
         self.texts = memoryview(directory[take.position : take.position + header.texts])
-        if head is None and (defect := directory_defect(header, self.ranks, self.keys, self.names, self.numbers)):
+        if prefix is None and (defect := directory_defect(header, self.ranks, self.keys, self.names, self.numbers)):
             raise malformed(path, defect, "others")
 
     def _parsed(self, size: int) -> tuple[IndexHeader, Bytes]:
-        header_end = len(self.head) - columns.PREAMBLE.unpack_from(self.head)[2]
-        data, directory = self.head[columns.PREAMBLE.size : header_end], self.head[header_end:]
+        header_end = len(self.prefix) - columns.PREAMBLE.unpack_from(self.prefix)[2]
+        data, directory = self.prefix[columns.PREAMBLE.size : header_end], self.prefix[header_end:]
         header = validated(IndexHeader, parse_json(self.path, data.tobytes()), self.path)
-        self._rows_at = len(self.head)
+        self._rows_at = len(self.prefix)
         implied = columns.directory_bytes(header), self._rows_at + columns.rows_bytes(header) + header.record
         if implied != (len(directory), size):
             raise malformed(self.path, "arrays as long as the header says", f"{len(directory)} and {size} bytes")
@@ -250,20 +250,20 @@ class IndexFile:
         )
 
 
-def _read_head(path: AnyPath, size: int, opened: OpenFiles) -> Bytes:
+def _read_prefix(path: AnyPath, size: int, opened: OpenFiles) -> Bytes:
     """Preamble, header and directory, as the checksum covers them."""
     start = columns.PREAMBLE.size
     if size < start:
         raise malformed(path, f"an index file of at least {start} bytes", f"{size} bytes")
     preamble = opened.read(path, 0, start)
     magic, _, _, said = columns.PREAMBLE.unpack(preamble)
-    length = columns.head_bytes(preamble)
+    length = columns.prefix_bytes(preamble)
     if magic != columns.MAGIC or length > size:
         raise malformed(path, "an index file whose header and directory lie inside it", f"{size} bytes")
-    head = opened.read(path, 0, length)
-    if not np.array_equal(head[:start], preamble) or digest(head[start:]) != said:
+    prefix = opened.read(path, 0, length)
+    if not np.array_equal(prefix[:start], preamble) or digest(prefix[start:]) != said:
         raise malformed(path, "the header and directory that their checksum covers", "others")
-    return head
+    return prefix
 
 
 class _Cutter:

@@ -23,7 +23,7 @@ class Indexes:
 
     Args:
         directory: The checkpoint, held.
-        manifest: Its head.
+        manifest: Its prefix.
         near: See `SafeSource`.
         opened: Reads files.
     """
@@ -39,16 +39,16 @@ class Indexes:
         """The directories of all groups' index files; in a load they are read once a host."""
         if self.near_ranks:
             what = f"index of {self._directory}, {self._manifest.checksum}"
-            heads = once_a_host(what, lambda: (group.head for group in self.share(0, 1)))
-            if heads is not None:
-                return Directory(list(self._read_before(heads)))
+            prefixes = once_a_host(what, lambda: (group.prefix for group in self.share(0, 1)))
+            if prefixes is not None:
+                return Directory(list(self._read_before(prefixes)))
         return Directory(list(self.share(0, 1)))
 
-    def _read_before(self, heads: Bytes) -> Iterator[IndexFile]:
-        """The groups' index files whose heads another rank of this host has read and checked."""
+    def _read_before(self, prefixes: Bytes) -> Iterator[IndexFile]:
+        """The groups' index files whose prefixes another rank of this host has read and checked."""
         for entry in self._manifest.index:
-            group = IndexFile(self._directory / entry.name, entry.size, self._files, self._opened, heads)
-            heads = heads[len(group.head) :]
+            group = IndexFile(self._directory / entry.name, entry.size, self._files, self._opened, prefixes)
+            prefixes = prefixes[len(group.prefix) :]
             yield group
 
     def share(self, index: int, count: int) -> Iterator[IndexFile]:
@@ -97,7 +97,7 @@ class Indexes:
         """All keys, sorted.
 
         Raises:
-            ManifestError: There are not as many as the head says.
+            ManifestError: There are not as many as the prefix says.
         """
         found = self.all.entries()
         if len(found) != self._manifest.keys:

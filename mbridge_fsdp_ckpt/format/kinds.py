@@ -85,7 +85,7 @@ def is_hugging_face(names: Collection[str]) -> bool:
 
 
 def kind_by_names(names: Collection[str]) -> DirectoryKind:
-    """What a directory without a head holds, by the names of its entries."""
+    """What a directory without metadata holds, by the names of its entries."""
     if is_torch_dist(names) or (TORCH_DIST_COMMON in names and DCP_METADATA not in names):
         return DirectoryKind.TORCH_DIST
     if any(map(_SHARDS.fullmatch, names)):

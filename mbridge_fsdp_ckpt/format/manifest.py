@@ -1,5 +1,5 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""`manifest.json`, the head of a checkpoint: what a save says of itself as a whole, and the index files it names."""
+"""`manifest.json`, the metadata of a checkpoint: what a save says of itself, and the index files it names."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def manifest_bytes(manifest: Manifest) -> bytes:
 
 
 def read_manifest(directory: AnyPath) -> Manifest:
-    """Read and check the head.
+    """Read and check the metadata.
 
     Raises:
         NotACheckpointError: There is none.
@@ -62,14 +62,14 @@ def added_file(directory: AnyPath, name: str) -> AnyPath:
     """
     if not (directory / MANIFEST_NAME).exists():
         return directory / name
-    head = read_manifest(directory)
-    return directory / Files(head.save, head.suffix).added(name)
+    metadata = read_manifest(directory)
+    return directory / Files(metadata.save, metadata.suffix).added(name)
 
 
-def listed_files(head: Manifest) -> tuple[ExtraEntry, ...]:
+def listed_files(metadata: Manifest) -> tuple[ExtraEntry, ...]:
     """The entries of `Manifest.files` under the names that the files have in the directory."""
-    files = Files(head.save, head.suffix)
-    return tuple(entry.model_copy(update={"name": files.added(entry.name)}) for entry in head.files)
+    files = Files(metadata.save, metadata.suffix)
+    return tuple(entry.model_copy(update={"name": files.added(entry.name)}) for entry in metadata.files)
 
 
 def validated[M: BaseModel](model: type[M], body: Json, path: AnyPath) -> M:

@@ -12,10 +12,10 @@ FORMAT_NAME: Final = "fsdp_dtensor_safe"
 STOCK_FORMAT: Final = "fsdp_dtensor"
 
 MANIFEST_NAME: Final = "manifest.json"
-"""Our head."""
+"""Our metadata."""
 
 DCP_METADATA: Final = ".metadata"
-"""Stock's head of a checkpoint; ours may have one beside its own, for stock to read."""
+"""Stock's metadata of a checkpoint; ours may have one beside its own, for stock to read."""
 
 TORCH_DIST_METADATA: Final = "metadata.json"
 """What Megatron tells a checkpoint in the format `torch_dist` by."""
@@ -90,7 +90,7 @@ class Files:
     """What the files of one save are called.
 
     Args:
-        save: What tells it from all others; its index files and its head have it.
+        save: What tells it from all others; its index files and its metadata have it.
         suffix: What the names of payload and index files end with, before their extension.
     """
 
@@ -142,12 +142,12 @@ def suffix_of(name: str) -> str:
 
 
 def is_part(name: str) -> bool:
-    """Whether a checkpoint's file is its head, stock's, payload or an index file."""
+    """Whether a checkpoint's file is its metadata, stock's, payload or an index file."""
     return _PART.fullmatch(name) is not None
 
 
 def is_head(name: str) -> bool:
-    """Whether a file is what makes a directory a checkpoint: our head, or stock's."""
+    """Whether a file is what makes a directory a checkpoint: our metadata, or stock's."""
     return name in (MANIFEST_NAME, DCP_METADATA)
 
 

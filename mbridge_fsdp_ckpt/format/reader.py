@@ -1,5 +1,5 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""Reading this format: by its head and its index, no unpickling, every bound checked before the first payload byte.
+"""Reading this format: by its metadata and its index, no unpickling, every bound checked before the first payload byte.
 
 A load asks for little: first the index file that the rank of the same number wrote, which has all that the same layout
 needs; for what it does not cover, the directories of the groups' index files, and of their rows the wanted keys'.
@@ -23,7 +23,7 @@ from mbridge_fsdp_ckpt.format.manifest import listed_files, read_manifest
 from mbridge_fsdp_ckpt.format.names import FORMAT_NAME, MANIFEST_NAME, Files
 from mbridge_fsdp_ckpt.format.rows import Chunk
 from mbridge_fsdp_ckpt.format.schema import Manifest
-from mbridge_fsdp_ckpt.format.source import AT_PLACE, Head, RankRecord, StoredChunk, slots_in
+from mbridge_fsdp_ckpt.format.source import AT_PLACE, Metadata, RankRecord, StoredChunk, slots_in
 from mbridge_fsdp_ckpt.format.values import decode_mapping, decode_mapping_or_null
 from mbridge_fsdp_ckpt.format.verified import RecordHashes, check, hasher_for, stored
 from mbridge_fsdp_ckpt.io.checksums import HASHED_AT_ONCE
@@ -47,7 +47,7 @@ class SafeSource:
         directory: The iteration directory.
         near: In a load, ranks whose index files are looked at first: the loading rank, then those with copies of what
             it holds.  Ranks of these numbers wrote what the same layout needs.  `look_near` adds to them.
-        manifest: The head, where it is not written yet.
+        manifest: The metadata, where it is not written yet.
 
     Raises:
         NotACheckpointError, ManifestError, UnsupportedVersionError: On opening.
@@ -62,7 +62,7 @@ class SafeSource:
         self._payload: dict[tuple[str, int], AnyPath] = {}
         self._decoded: dict[int, dict[str, Any]] = {}
         self._directory = directory
-        self.head = Head(
+        self.metadata = Metadata(
             directory=directory,
             identity=f"{directory.name} {manifest.checksum}",
             format=FORMAT_NAME,
@@ -129,7 +129,7 @@ class SafeSource:
             found |= slots_in(file.described, name, self.manifest.slots)
             if any(entry.is_sharded for entry in found.values()):
                 return found
-        return slots_in(self.head.keys.get, name, self.manifest.slots)
+        return slots_in(self.metadata.keys.get, name, self.manifest.slots)
 
     def stateless(self, names: Iterable[str]) -> set[str]:
         """See `CheckpointSource`."""
@@ -193,7 +193,7 @@ class SafeSource:
 
     def read(self, chunk: StoredChunk, *, verify: bool = True, scratch: Scratch | None = None) -> torch.Tensor:
         """See `CheckpointSource`."""
-        dtype = dtype_from_name(self.head.keys[chunk.key].dtype)
+        dtype = dtype_from_name(self.metadata.keys[chunk.key].dtype)
         if chunk.data:
             return elements(np.frombuffer(bytearray(chunk.data), dtype=np.uint8), dtype, chunk.box)
         hasher = hasher_for(chunk, dtype.itemsize) if verify else None
@@ -207,7 +207,7 @@ class SafeSource:
         self, chunk: StoredChunk, scratch: Scratch, *, verify: bool = True
     ) -> Iterator[tuple[Box, torch.Tensor]]:
         """See `CheckpointSource`."""
-        dtype = dtype_from_name(self.head.keys[chunk.key].dtype)
+        dtype = dtype_from_name(self.metadata.keys[chunk.key].dtype)
         if chunk.record.length <= HASHED_AT_ONCE:
             yield chunk.box, self.read(chunk, verify=verify, scratch=scratch)
             return
@@ -243,7 +243,7 @@ class SafeSource:
             check(chunk, hasher, self._opened)
 
     def _hasher(self, chunk: StoredChunk) -> RecordHashes:
-        return hasher_for(chunk, dtype_from_name(self.head.keys[chunk.key].dtype).itemsize)
+        return hasher_for(chunk, dtype_from_name(self.metadata.keys[chunk.key].dtype).itemsize)
 
     def own_indexes(self) -> Iterator[tuple[int, IndexFile]]:
         """What every rank wrote, by rank."""

@@ -58,7 +58,7 @@ class _Timed(Entry):
 
 
 class Manifest(_Timed):
-    """The head."""
+    """The metadata."""
 
     format: Literal["fsdp_dtensor_safe"]  # FORMAT_NAME, which a type cannot name
     version: tuple[Count, Count]

@@ -1,5 +1,5 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""What an opened checkpoint is, in this format or stock's: a head, and what can be asked of the rest."""
+"""What an opened checkpoint is, in this format or stock's: metadata, and what can be asked of the rest."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ class RankRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class Metadata:
     """What a checkpoint says of itself as a whole; checked, and made once, when it is opened.
 
     Args:
         directory: Where it lies, held on to: what takes its place meanwhile is not read.
-        identity: What tells it from another: its name and its head's checksum.
+        identity: What tells it from another: its name and its metadata's checksum.
         format: `FORMAT_NAME` or `STOCK_FORMAT`.
         sections: What was saved: "model", "optimizer".
         keys: Every tensor of model and optimizer.
@@ -98,7 +98,7 @@ class Head:
 
 
 class CheckpointSource(Protocol):
-    """An opened checkpoint: its head is checked, of the rest no more is read than a call asks for.
+    """An opened checkpoint: its metadata is checked, of the rest no more is read than a call asks for.
 
     What a method cannot read is a `CheckpointError` that names the file: `ManifestError` where the file contradicts the
     format, `DamagedCheckpointError` where it is not there or not what was written.  A storage that refuses is an
@@ -106,7 +106,7 @@ class CheckpointSource(Protocol):
     """
 
     @property
-    def head(self) -> Head:
+    def metadata(self) -> Metadata:
         """What it says of itself as a whole."""
 
     def look_near(self, ranks: Iterable[int]) -> None:
@@ -118,7 +118,7 @@ class CheckpointSource(Protocol):
         """Where keys lie.
 
         Args:
-            keys: Keys of the head.
+            keys: Keys of the metadata.
             needed: What is needed of each; None means all of it.
 
         Returns:
@@ -127,7 +127,7 @@ class CheckpointSource(Protocol):
             boxes cover what is needed is not checked.
 
         Raises:
-            ManifestError: The index contradicts the head, or itself.
+            ManifestError: The index contradicts the metadata, or itself.
             DamagedCheckpointError: A file of a key that was asked for is missing, or of another size.
         """
 
@@ -227,6 +227,6 @@ def sizes_of(places: Iterable[Mapping[str, int]]) -> dict[str, int | str]:
 
 def batches(keys: list[str], *sources: CheckpointSource) -> Iterator[list[str]]:
     """Keys in groups whose chunks fit into memory."""
-    chunks = max(source.head.chunks for source in sources)
+    chunks = max(source.metadata.chunks for source in sources)
     count = max(1, len(keys) * _CHUNKS_KNOWN // max(chunks, 1))
     yield from (keys[start : start + count] for start in range(0, len(keys), count))

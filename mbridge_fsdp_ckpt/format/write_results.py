@@ -1,5 +1,5 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""What groups of ranks tell of what they wrote, on the way to the head."""
+"""What groups of ranks tell of what they wrote, on the way to the metadata."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mbridge_fsdp_ckpt.io.store import AnyPath
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry, name_and_slot
 
 MAX_SETS = 1000
-"""Distinct sets of hyperparameters in a checkpoint: they stand in its head, which everybody reads."""
+"""Distinct sets of hyperparameters in a checkpoint: they stand in its metadata, which everybody reads."""
 
 
 class Told(TypedDict):

@@ -193,7 +193,7 @@ class _Filling:
         """Read a chunk: straight to where it is wanted, if that is one run of memory."""
         source, places = self._opened.source, self._targets[chunk.key]
         wanted = [number for number, each in enumerate(places) if chunk.box.intersect(each.box) is not None]
-        dtype = dtype_from_name(source.head.keys[chunk.key].dtype)
+        dtype = dtype_from_name(source.metadata.keys[chunk.key].dtype)
         place = places[wanted[0]].place_in(chunk.box, dtype) if len(wanted) == 1 and chunk.record.length else None
         if place is None:  # some rows at a time, while the processor's cache has them
             for box, data in source.read_rows(chunk, staged.scratch, verify=self._opened.verified):

@@ -70,7 +70,7 @@ def announce(opened: Opened, lost: ErrorData | None = None) -> Asked:
     shares += [(key, -plans.key_word(key)) for key in _offered(opened)]
     unread = (key for key in opened.offered if opened.settings.may_be_unexpected(key))
     return {
-        "checkpoints": [opened.source.head.identity],
+        "checkpoints": [opened.source.metadata.identity],
         "asked": plans.in_buckets(shares),
         "slots": _slots_word(opened),
         "replicas": max((slice_.replica.count for _, slice_ in declared), default=1),
@@ -143,7 +143,7 @@ def decide(opened: Opened, asked: Asked) -> KeysDecided:
     exchange.decide(asked["lost"])
     decide_identities(asked["checkpoints"])
     bad = list(plans.remainders_of(asked["asked"]))
-    groups = at_a_time(bad, len(opened.source.head.keys), asked["replicas"])
+    groups = at_a_time(bad, len(opened.source.metadata.keys), asked["replicas"])
     return {"disputed": list(groups), "slots_differ": asked["slots"] != 0, "skipped": asked["skipped"]}
 
 

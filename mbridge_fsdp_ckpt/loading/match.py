@@ -106,7 +106,7 @@ class Match:
         self, key: str, slot: str, spec: SlotSpec, plan: ParameterPlan, component: Component, live: LiveState
     ) -> None:
         """A slot of a component: it is there, was kept by an optimizer of the same kind, and fits."""
-        entry, weight = self._source.head.keys.get(key), self._source.head.keys.get(plan.model_key(component))
+        entry, weight = self._source.metadata.keys.get(key), self._source.metadata.keys.get(plan.model_key(component))
         weight_dtype = None if weight is None else dtype_from_name(weight.dtype)
         is_of_another = live.slots is None and entry is not None and _is_of_another_class(entry, live.class_name)
         if entry is not None and is_of_another and not self._settings.may_be_cast(key):
@@ -136,22 +136,22 @@ class Match:
         """A slot that the live optimizer does not keep; a master that only repeats an fp32 weight is let go."""
         for component in self._components(plan):
             key = plan.slot_key(component, slot)
-            weight = self._source.head.keys.get(plan.model_key(component))
+            weight = self._source.metadata.keys.get(plan.model_key(component))
             if slot == MASTER and weight is not None and weight.dtype == entry.dtype:
                 self.asked.add(key)
                 self.let_go.add(key)
-            elif key in self._source.head.keys and not self._settings.may_be_unexpected(key):
+            elif key in self._source.metadata.keys and not self._settings.may_be_unexpected(key):
                 self._unlike.append(f"{key}: in the checkpoint, {live.class_name} here keeps no {slot}")
 
     def section(self, name: str) -> None:
         """A whole section that must be there."""
-        if name not in self._source.head.sections:
+        if name not in self._source.metadata.sections:
             self._absent(f"{name}.*")
 
     def _key(
         self, key: str, spec: SlotSpec, plan: ParameterPlan, component: Component, *, of_slot: bool = False
     ) -> None:
-        entry = self._source.head.keys.get(key)
+        entry = self._source.metadata.keys.get(key)
         if entry is None:
             self._absent(key)
             return
@@ -190,7 +190,7 @@ class Match:
 
     def _known(self) -> Iterable[str]:
         """Keys of the checkpoint, to find the nearest of; of a large one there are too many."""
-        return self._source.head.keys if len(self._source.head.keys) < _KEYS_COMPARED else ()
+        return self._source.metadata.keys if len(self._source.metadata.keys) < _KEYS_COMPARED else ()
 
     def _absent(self, key: str) -> None:
         (self.skipped if self._settings.may_be_missing(key) else self._missing).append(key)

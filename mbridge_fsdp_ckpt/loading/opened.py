@@ -118,7 +118,7 @@ class Opened:
     def covered(self, key: str, box: Box) -> Box | None:
         """What of a block a load fills: nothing of a key that may be missing and is."""
         is_read = key in self.asked and key not in self.let_go
-        return covered(self.source.head.keys[key], box) if is_read else None
+        return covered(self.source.metadata.keys[key], box) if is_read else None
 
     @cached_property
     def state_prefix(self) -> str:
@@ -164,7 +164,7 @@ def open_and_match(directory: AnyPath, wanted: Wanted, settings: Settings, coord
         extra = own.restorations(opened.chunks, match.needed, source, verify=opened.verified)
         opened.scaling = [*restorations(module, source.states), *extra]
     if coordination.rank == 0:
-        check_other_files(source.head, content=opened.verified, progress=coordination.heartbeat)
+        check_other_files(source.metadata, content=opened.verified, progress=coordination.heartbeat)
     return opened
 
 
@@ -232,13 +232,13 @@ def look_again(opened: Opened) -> None:
         KeyMismatchError: Components of a parameter have different slots.
         ManifestError: This rank's own index file has others than the index of all.
     """
-    found, opened.source = opened.slots, open_checkpoint(opened.source.head.directory)
+    found, opened.source = opened.slots, open_checkpoint(opened.source.metadata.directory)
     opened.source = under_new_names(opened.source, [item.plan for item in opened.planned])
     _match(opened, everything=True).finish()
     for name, slots in found.items():
         if slots.keys() != opened.slots[name].keys():
             raise malformed(
-                opened.source.head.directory,
+                opened.source.metadata.directory,
                 f"{', '.join(opened.slots[name])} of {name} in the index file of this rank, as in the others",
                 ", ".join(slots),
             )
@@ -246,11 +246,11 @@ def look_again(opened: Opened) -> None:
 
 def _check_families(source: CheckpointSource, settings: Settings) -> None:
     try:
-        default_registry().check_installed(source.head.families)
+        default_registry().check_installed(source.metadata.families)
     except FamilyError:
         split = {
             entry.family: key
-            for key, entry in source.head.keys.items()
+            for key, entry in source.metadata.keys.items()
             if entry.family is not None and not settings.may_be_unexpected(key)
         }
         default_registry().check_installed(split)
@@ -315,4 +315,4 @@ def records_of(opened: Opened) -> tuple[RankRecord | None, RankRecord | None]:
 
 def topology_of(source: CheckpointSource) -> Mapping[str, int | str]:
     """The saving job's sizes; of stock, which does not say them, those that its ranks' places tell."""
-    return source.head.topology or sizes_of(record.coordinates for record in source.ranks())
+    return source.metadata.topology or sizes_of(record.coordinates for record in source.ranks())

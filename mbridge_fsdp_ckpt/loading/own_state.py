@@ -65,7 +65,7 @@ class OwnState:
         """
         parts, planned = dict[str, Any](), list[Planned]()
         for key, part in keys_of(module, plans):
-            entry = source.head.keys.get(f"{MODEL_PREFIX}{key}")
+            entry = source.metadata.keys.get(f"{MODEL_PREFIX}{key}")
             if entry is None and is_nothing(part.get_extra_state()):
                 continue
             tensor = torch.empty(0, dtype=torch.uint8) if entry is None else _room(entry, key, source)
@@ -99,7 +99,7 @@ class OwnState:
                     remedy=remedy("Add it.", "Or leave the key out with {include}.", "Nothing was changed."),
                     key=key,
                 )
-            whole = _room(source.head.keys[key], key, source)
+            whole = _room(source.metadata.keys[key], key, source)
             for chunk in chunks[key]:
                 whole[tuple(slice(*edges) for edges in zip(chunk.box.offset, chunk.box.end, strict=True))] = (
                     source.read(chunk, verify=verify)
@@ -110,14 +110,14 @@ class OwnState:
 
 def _room(entry: KeyEntry, key: str, source: CheckpointSource) -> torch.Tensor:
     """A tensor of the size that was saved; of stock, one that a module kept as it is."""
-    is_ours = source.head.format == FORMAT_NAME
+    is_ours = source.metadata.format == FORMAT_NAME
     if entry.nbytes > 2 * LARGEST or (is_ours and (entry.dtype != "uint8" or len(entry.shape) != 1)):
         what = f"{entry.dtype} of shape {list(entry.shape)} for {key}"
-        raise malformed(source.head.directory, f"extra state of up to {LARGEST} bytes", what)
+        raise malformed(source.metadata.directory, f"extra state of up to {LARGEST} bytes", what)
     return torch.empty(entry.shape, dtype=dtype_from_name(entry.dtype))
 
 
 def _value(whole: torch.Tensor, key: str, source: CheckpointSource) -> Any:
-    if source.head.format != FORMAT_NAME:
+    if source.metadata.format != FORMAT_NAME:
         return whole
-    return decode(parse_json(source.head.directory / key, whole.numpy().tobytes()))
+    return decode(parse_json(source.metadata.directory / key, whole.numpy().tobytes()))

@@ -62,8 +62,8 @@ class _Renamed:
 
     def __init__(self, source: CheckpointSource) -> None:
         self._source = source
-        self._keys = _Keys(source.head.keys)
-        self.head = replace(source.head, keys=self._keys)
+        self._keys = _Keys(source.metadata.keys)
+        self.metadata = replace(source.metadata, keys=self._keys)
 
     def look_near(self, ranks: Iterable[int]) -> None:
         """See `CheckpointSource`."""

@@ -46,7 +46,7 @@ def run(
 
     def prepare() -> _Prepared:
         found = opened.open_and_match(source, wanted, settings, coordination)
-        values, topology = found.source.head.values, opened.topology_of(found.source)
+        values, topology = found.source.metadata.values, opened.topology_of(found.source)
         read = Loaded(values, topology, *opened.records_of(found), skipped=tuple(found.skipped))
         steps = [accept(read)] if accept is not None else []
         if found.with_state:
@@ -61,7 +61,7 @@ def run(
             prepared = Outcome.of(prepare, coordination.rank, "reading the checkpoint")
         if shared:
             with phases("agree"):
-                read = prepared.message(lambda own: [own.opened.source.head.identity])
+                read = prepared.message(lambda own: [own.opened.source.metadata.identity])
                 coordination.meet("comparison of what to read", read, decide_identities, combine_identities)
             stack.callback(prepared.value.staged.exchange.leave)
         stage = partial(fill.stage, budget=read_budget(settings), coordination=coordination)

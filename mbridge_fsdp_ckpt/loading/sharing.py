@@ -155,7 +155,7 @@ def readers(lengths: Sequence[int], count: int) -> list[int]:
 def slices(opened: Opened, chunks: Iterable[StoredChunk], limit: int) -> Iterator[Slice]:
     """What is needed of chunks, in blocks of at most so many bytes; whole rows where they fit."""
     for chunk in chunks:
-        dtype = dtype_from_name(opened.source.head.keys[chunk.key].dtype)
+        dtype = dtype_from_name(opened.source.metadata.keys[chunk.key].dtype)
         for wanted in opened.needed[chunk.key]:
             common = chunk.box.intersect(wanted)
             for box in _cut(common, limit // dtype.itemsize) if common is not None else ():

@@ -13,7 +13,7 @@ from typing import Any, TypedDict
 
 from mbridge_fsdp_ckpt.commit import methods, removal
 from mbridge_fsdp_ckpt.commit.content import Commit
-from mbridge_fsdp_ckpt.commit.finishing import finish, head
+from mbridge_fsdp_ckpt.commit.finishing import finish, metadata
 from mbridge_fsdp_ckpt.commit.target import check_replaceable
 from mbridge_fsdp_ckpt.coordination.coordination import Coordination
 from mbridge_fsdp_ckpt.coverage import plans, replicas
@@ -126,11 +126,11 @@ class Job:
         self._finish()
 
     def _finish(self) -> None:
-        """Check what all ranks wrote, write the head, commit."""
+        """Check what all ranks wrote, write the metadata, commit."""
         assert self._commit is not None
         told = self._told
         keys = count_keys(self._commit.directory, self._files, told)
-        manifest = head(
+        manifest = metadata(
             writer=writer_versions(training=True),
             topology=self._topology,
             sections=self._sections,

@@ -62,7 +62,7 @@ class Audit:
         progress: Gets the number of bytes read since its last call, from any thread.
 
     Raises:
-        NotACheckpointError, UnsupportedVersionError, ManifestError: The head cannot be read.
+        NotACheckpointError, UnsupportedVersionError, ManifestError: The metadata cannot be read.
         StoreClientError: The store does not answer; while findings are asked for, too.
     """
 

@@ -125,12 +125,12 @@ class _OneChunk:
 
 def _tiling(key: str, side: Side) -> list[StoredChunk]:
     """The chunks, sorted; they cover their key."""
-    defect = tiling_defect(whole(side.source.head.keys[key].shape), (chunk.box for chunk in side.chunks))
+    defect = tiling_defect(whole(side.source.metadata.keys[key].shape), (chunk.box for chunk in side.chunks))
     if defect:
         raise ManifestError(
             expected="chunks that cover the tensor once",
             found=defect,
-            remedy=f"Run verify on {side.source.head.directory.name}.",
+            remedy=f"Run verify on {side.source.metadata.directory.name}.",
             key=key,
         )
     return sorted(side.chunks, key=lambda chunk: chunk.box.offset)

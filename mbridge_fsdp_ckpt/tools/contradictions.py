@@ -1,5 +1,5 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""What an index says otherwise than itself, the head or other index files; a load does not look at all of it."""
+"""What an index says otherwise than itself, the metadata or other index files; a load does not look at all of it."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _OWN = "what its ranks' own index files make"
 def contradictions(
     group: IndexFile, manifest: Manifest, own_index: Callable[[int], IndexFile]
 ) -> Iterator[tuple[str, str]]:
-    """What a group's index says otherwise than itself, the head or its ranks' own: expected and found.
+    """What a group's index says otherwise than itself, the metadata or its ranks' own: expected and found.
 
     Args:
         group: The group's index.
-        manifest: The head.
+        manifest: The metadata.
         own_index: Opens a rank's own; what it raises is no contradiction of the group's.
     """
     yield from _by_another_hash(group)
     said = set(group.names["value"][group.names["kind"] == columns.PARAMETER].tolist())
     unknown = {f"{hashed:016x}" for hashed in said} - manifest.hyperparameters.keys()
     if unknown:
-        yield "hyperparameters that the head has", ", ".join(sorted(unknown)[:3])
+        yield "hyperparameters that the metadata has", ", ".join(sorted(unknown)[:3])
     try:
         own = [own_index(rank).columns() for rank in group.ranks["rank"].tolist()]
     except (CheckpointError, OSError) as error:
@@ -76,7 +76,7 @@ def unlike_copies(own: IndexFile, index: Directory) -> Iterator[tuple[str, str]]
 
 
 def undecodable(manifest: Manifest) -> Iterator[tuple[str, str]]:
-    """Values of the head that no load can use: expected and found."""
+    """Values of the metadata that no load can use: expected and found."""
     for values in (manifest.values, *manifest.hyperparameters.values()):
         try:
             decode_mapping(values)

@@ -24,26 +24,26 @@ def plan_view(directory: AnyPath) -> Plan:
 
     Raises:
         ConfigurationError: The checkpoint is not of this format.
-        CheckpointError: Its head or its index is damaged.
+        CheckpointError: Its metadata or its index is damaged.
     """
-    head = _missing_view(directory)
+    metadata = _missing_view(directory)
     target = directory / DCP_METADATA
-    if head is None:
+    if metadata is None:
         return Plan(left_alone=[(target, "DCP metadata is there")])
 
     def take() -> None:
         with reading(directory):
-            _write_view(directory, head)
+            _write_view(directory, metadata)
 
     return Plan(steps=[Step("write", target, "DCP metadata, made from the manifest and the index", take)])
 
 
 def _missing_view(directory: AnyPath) -> Manifest | None:
-    """The head of a checkpoint that stock cannot read yet; None where it can.
+    """The metadata of a checkpoint that stock cannot read yet; None where it can.
 
     Raises:
         ConfigurationError: It is not of this format.
-        CheckpointError: Its head or its index is damaged.
+        CheckpointError: Its metadata or its index is damaged.
     """
     if not (directory / MANIFEST_NAME).exists():
         raise ConfigurationError(
@@ -55,7 +55,7 @@ def _missing_view(directory: AnyPath) -> Manifest | None:
     return None if (directory / DCP_METADATA).exists() else read_manifest(directory)
 
 
-def _write_view(directory: AnyPath, head: Manifest) -> list[AnyPath]:
+def _write_view(directory: AnyPath, metadata: Manifest) -> list[AnyPath]:
     """Write the view, `.metadata` last; returns what was written.
 
     It is made aside first, so that the checkpoint never has half of one.
@@ -64,10 +64,10 @@ def _write_view(directory: AnyPath, head: Manifest) -> list[AnyPath]:
         DamagedCheckpointError: The index is damaged, or the manifest lists a view of other content.
     """
     with tempfile.TemporaryDirectory() as folder:
-        source = SafeSource(directory, manifest=head)
-        write_dcp_view(Path(folder), source, source.head.values)
+        source = SafeSource(directory, manifest=metadata)
+        write_dcp_view(Path(folder), source, source.metadata.values)
         made = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
-    listed = {entry.name: entry.checksum for entry in head.files}
+    listed = {entry.name: entry.checksum for entry in metadata.files}
     for name, data in made.items():
         if listed.get(name, checksum(data)) != checksum(data):
             raise DamagedCheckpointError(

@@ -94,7 +94,7 @@ def differences(
             raise _nothing(pattern)
         if not values:
             return found
-        progress.begin("comparing", sum(one.source.head.keys[name].nbytes for name in same))
+        progress.begin("comparing", sum(one.source.metadata.keys[name].nbytes for name in same))
         _compare_tensors(one.source, other.source, same, tolerance, found, advance)
     return found
 
@@ -112,7 +112,7 @@ class _Opened:
 
     def __init__(self, source: SafeSource | DcpSource) -> None:
         self.source = source
-        self.values: dict[str, Any] = dict(source.head.values)
+        self.values: dict[str, Any] = dict(source.metadata.values)
         self.unread: list[str] = []
         if isinstance(source, DcpSource):
             self._read_rest(source)
@@ -121,21 +121,21 @@ class _Opened:
         """Of stock, and of others of torch: every entry, and Megatron's files of state beside them."""
         found, self.unread = source.read_rest("rng_state")
         self.values |= found
-        directory = source.head.directory
+        directory = source.metadata.directory
         if is_plain_file(directory / TORCH_DIST_COMMON):
             self.values[TORCH_DIST_COMMON] = read_common_file(directory)
-        known = source.head.values
+        known = source.metadata.values
         self.values |= {PROGRESS: known[PROGRESS]} if PROGRESS in known else source.read_train_state()
 
 
 def _compare_keys(a: CheckpointSource, b: CheckpointSource, pattern: str, found: Differences) -> list[str]:
     """Fills in what differs in structure; returns the keys that don't."""
-    ours, theirs = ({key for key in source.head.keys if fnmatchcase(key, pattern)} for source in (a, b))
+    ours, theirs = ({key for key in source.metadata.keys if fnmatchcase(key, pattern)} for source in (a, b))
     found.looked_at += len(ours | theirs)
     found.only_in_a, found.only_in_b = sorted(ours - theirs), sorted(theirs - ours)
     same = []
     for key in sorted(ours & theirs):
-        left, right = a.head.keys[key], b.head.keys[key]
+        left, right = a.metadata.keys[key], b.metadata.keys[key]
         if (left.dtype, left.shape) == (right.dtype, right.shape):
             same.append(key)
         else:
@@ -169,7 +169,7 @@ def _compare_values(one: _Opened, other: _Opened, pattern: str, found: Differenc
     unread = sorted({*one.unread, *other.unread})
     if unread:
         found.notes.append(f"not compared, being no plain data: {', '.join(unread)}")
-    if a.head.format != b.head.format:
+    if a.metadata.format != b.metadata.format:
         apart = sorted(ours.keys() ^ theirs.keys())
         if apart:
             found.notes.append(f"values that one of the formats does not have were not compared: {', '.join(apart)}")
@@ -196,13 +196,13 @@ def _name_what_is_left_out(a: CheckpointSource, b: CheckpointSource, found: Diff
 
 def _files(source: CheckpointSource) -> dict[str, str]:
     """Files of the run beside the tensors, each with its checksum; of stock's train state the content is compared."""
-    directory = source.head.directory
+    directory = source.metadata.directory
 
     def counts(name: str) -> bool:
         return not is_part(name) and name not in (TRAIN_STATE, TORCH_DIST_COMMON)
 
-    if source.head.files or (directory / MANIFEST_NAME).exists():
-        return {entry.name: entry.checksum for entry in source.head.files if counts(entry.name)}
+    if source.metadata.files or (directory / MANIFEST_NAME).exists():
+        return {entry.name: entry.checksum for entry in source.metadata.files if counts(entry.name)}
     return {path.name: file_checksum(path) for path in entries(directory) if counts(path.name) and is_plain_file(path)}
 
 

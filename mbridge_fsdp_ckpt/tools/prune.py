@@ -83,7 +83,7 @@ def _kept(root: AnyPath, keep: int, doomed: dict[Iteration, int], seen: Look) ->
         if iteration in doomed:
             continue
         if not iteration.complete:
-            reason = "incomplete: no head, or being written"
+            reason = "incomplete: no metadata, or being written"
         elif iteration in newest and not named_by(iteration.directory, seen.named):
             reason = f"among the newest {keep}"
         else:

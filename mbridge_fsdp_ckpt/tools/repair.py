@@ -4,7 +4,7 @@
     move back   .replaced-iter_0000010-...    whose target is missing or empty: its last complete checkpoint
     write       the trackers                  where one is illegible or names nothing complete: what the other names,
                                               or else the newest complete and readable checkpoint
-    delete      .staging-*, .deleted-*, .replaced-* whose target has a head, objects of dead saves, stale .reading-*,
+    delete      .staging-*, .deleted-*, .replaced-* whose target has metadata, objects of dead saves, stale .reading-*,
                 Bridge's tracker where it cannot be written: it would contradict the other
 
 Nothing that is committed is ever deleted, and trackers that mean a complete checkpoint are left alone.
@@ -23,8 +23,8 @@ from mbridge_fsdp_ckpt.commit.lease import is_stale
 from mbridge_fsdp_ckpt.commit.retention import iterations
 from mbridge_fsdp_ckpt.dcp.unpickler import files_named
 from mbridge_fsdp_ckpt.errors import CheckpointError, NotACheckpointError
-from mbridge_fsdp_ckpt.format.head import has_head
 from mbridge_fsdp_ckpt.format.manifest import added_file, listed_files, read_manifest
+from mbridge_fsdp_ckpt.format.metadata import has_metadata
 from mbridge_fsdp_ckpt.format.names import (
     DCP_METADATA,
     MANIFEST_NAME,
@@ -120,7 +120,7 @@ def _plan_recovery(root: AnyPath, plan: Plan) -> dict[str, AnyPath]:
     found: dict[str, AnyPath] = {}
     for name, place in methods.put_aside(root).items():
         target = root / name
-        if has_head(target):
+        if has_metadata(target):
             continue
         is_free = not target.exists() or (target.is_dir() and next(target.iterdir(), None) is None)
         if store_of(target).is_link() or not is_free:
@@ -134,13 +134,13 @@ def _plan_recovery(root: AnyPath, plan: Plan) -> dict[str, AnyPath]:
 
 
 def _lies_aside(target: AnyPath, place: AnyPath) -> bool:
-    return methods.put_aside(target.parent).get(target.name) == place and not has_head(target)
+    return methods.put_aside(target.parent).get(target.name) == place and not has_metadata(target)
 
 
 def _plan_tracker(root: AnyPath, plan: Plan, recovered: dict[str, AnyPath]) -> None:
     places = {iteration_name(one.number): one.directory for one in iterations(root) if one.complete}
-    places |= {RELEASE: root / RELEASE} if has_head(root / RELEASE) else {}
-    places |= {name: aside for name, aside in recovered.items() if has_head(aside)}
+    places |= {RELEASE: root / RELEASE} if has_metadata(root / RELEASE) else {}
+    places |= {name: aside for name, aside in recovered.items() if has_metadata(aside)}
     named, trouble = {}, {}
     if folders := [tracker for tracker in trackers.present(root) if tracker.is_dir()]:
         plan.broken.extend((folder, "a directory, not a tracker: move it away") for folder in folders)
@@ -219,7 +219,7 @@ def unreadable(directory: AnyPath) -> str:
                 return f"{finding.file}: expected {finding.expected}, found {finding.found}"
             return ""
         source = open_checkpoint(directory)
-        source.chunks(source.head.keys)
+        source.chunks(source.metadata.keys)
     except CheckpointError as error:
         return f"expected {error.expected}, found {error.found}"
     return ""
@@ -232,7 +232,7 @@ def _plan_naming(root: AnyPath, plan: Plan, name: str, place: AnyPath, trouble: 
     said = _said_by(copy), _said_by(tracker)
 
     def is_due() -> bool:
-        return (_said_by(copy), _said_by(tracker)) == said and has_head(place)
+        return (_said_by(copy), _said_by(tracker)) == said and has_metadata(place)
 
     def contradicts() -> bool:
         return (_said_by(copy), _said_by(tracker)) == (said[0], (name, ""))
@@ -249,7 +249,7 @@ def _plan_naming(root: AnyPath, plan: Plan, name: str, place: AnyPath, trouble: 
 
 
 def _train_state(directory: AnyPath) -> AnyPath:
-    """Where a checkpoint's train state lies; whatever its head is like, a plan can be made."""
+    """Where a checkpoint's train state lies; whatever its metadata is like, a plan can be made."""
     try:
         return added_file(directory, TRAIN_STATE)
     except CheckpointError:
@@ -259,9 +259,9 @@ def _train_state(directory: AnyPath) -> AnyPath:
 def _copy_train_state(directory: AnyPath, copy: AnyPath) -> None:
     state = directory / TRAIN_STATE
     if (directory / MANIFEST_NAME).exists():
-        head = read_manifest(directory)
-        state = directory / Files(head.save, head.suffix).added(TRAIN_STATE)
-        for entry in listed_files(head):
+        metadata = read_manifest(directory)
+        state = directory / Files(metadata.save, metadata.suffix).added(TRAIN_STATE)
+        for entry in listed_files(metadata):
             if directory / entry.name == state:
                 check_content(directory, entry)
     replace_file(copy, read_bounded(state, MAX_TRAIN_STATE_BYTES))

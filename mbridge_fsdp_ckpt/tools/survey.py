@@ -1,5 +1,5 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""What `inspect` knows of a checkpoint: read from its head and its index, file by file, never from payload."""
+"""What `inspect` knows of a checkpoint: read from its metadata and its index, file by file, never from payload."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Survey:
 
 
 def survey(directory: AnyPath) -> Survey:
-    """The head of a checkpoint; `visit_chunks` fills in the ranks.
+    """The metadata of a checkpoint; `visit_chunks` fills in the ranks.
 
     Raises:
         CheckpointError: It cannot be opened.
@@ -80,18 +80,18 @@ def survey(directory: AnyPath) -> Survey:
     stock_view = (directory / DCP_METADATA).exists()
     if (directory / MANIFEST_NAME).exists():
         source = SafeSource(directory)
-        head = source.manifest
+        metadata = source.manifest
         return Survey(
             directory=str(directory),
             format=FORMAT_NAME,
-            version=head.version,
-            writer=dict(head.writer),
-            topology=dict(head.topology),
-            sections=head.sections,
-            keys=dict(source.head.keys),
+            version=metadata.version,
+            writer=dict(metadata.writer),
+            topology=dict(metadata.topology),
+            sections=metadata.sections,
+            keys=dict(source.metadata.keys),
             stock_view=stock_view,
         )
-    stock = open_any(directory).head
+    stock = open_any(directory).metadata
     return Survey(str(directory), stock.format, (), {}, {}, stock.sections, dict(stock.keys), stock_view)
 
 
@@ -142,7 +142,7 @@ def families_of(directory: AnyPath) -> dict[str, dict[str, list[str]]]:
         CheckpointError: The checkpoint cannot be opened.
     """
     found: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for key, entry in open_checkpoint(directory).head.keys.items():
+    for key, entry in open_checkpoint(directory).metadata.keys.items():
         if entry.family is not None and key.startswith(MODEL_PREFIX):
             parameter = re.sub(rf"[._]{re.escape(entry.component)}$", "", key.removeprefix(MODEL_PREFIX))
             found[entry.family][parameter].append(entry.component)

@@ -77,11 +77,11 @@ def _findings(directory: AnyPath, report: Report, how: _How) -> Iterator[Finding
             yield from _audit(directory, report, how)
         else:
             yield from _stock(directory, report)
-    except (ManifestError, DamagedCheckpointError) as error:  # the head itself
+    except (ManifestError, DamagedCheckpointError) as error:  # the metadata itself
         name = MANIFEST_NAME if report.format == FORMAT_NAME else DCP_METADATA
         file = error.key.rpartition("/")[2] if error.key else name
         yield Finding("manifest", file, error.expected, error.found)
-        report.notes.append("nothing else was checked: the head cannot be read")
+        report.notes.append("nothing else was checked: the metadata cannot be read")
 
 
 def _audit(directory: AnyPath, report: Report, how: _How) -> Iterator[Finding]:
@@ -114,7 +114,7 @@ def _stock(directory: AnyPath, report: Report) -> Iterator[Finding]:
     """Of stock, and of other checkpoints of torch's: every tensor and every value has its place in a file."""
     source = open_any(directory)
     assert isinstance(source, DcpSource)
-    report.format = source.head.format
+    report.format = source.metadata.format
     note = STOCK_NOTE if source.kind is DirectoryKind.STOCK else _NOTE.format(DESCRIPTIONS[source.kind])
     if source.kind is DirectoryKind.TORCH_DIST:
         note += "; non-tensor state has a CRC-32, which was compared"

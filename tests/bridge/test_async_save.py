@@ -28,11 +28,11 @@ ASYNC = {"checkpoint.async_save": True}
 def content(root: Path, step: int) -> dict[str, Any]:
     """All that a checkpoint is, apart from where it lies and how it was saved."""
     directory = root / f"iter_{step:07}"
-    head = open_checkpoint(directory).head
+    metadata = open_checkpoint(directory).metadata
     config = (directory / "run_config.yaml").read_text().replace(str(root), "")
     return {
         "tensors": oracle.on_disk(directory),
-        "values": str(head.values),
+        "values": str(metadata.values),
         "train state": torch.load(directory / "train_state.pt"),
         "config": [line for line in config.splitlines() if "async_s" not in line and "persistent_ckpt_w" not in line],
     }

@@ -63,7 +63,7 @@ def save_tiled(directory: Path, tensors: dict[str, torch.Tensor], ranks: int, de
     group = directory / handmade.GROUP
     group.write_bytes(index_bytes.encode(handmade.grouped(parts)))
     entry = IndexEntry(name=group.name, size=group.stat().st_size, checksum=file_checksum(group), rank=0)
-    head = Manifest(
+    metadata = Manifest(
         format=FORMAT_NAME,
         version=VERSION,
         save=handmade.SAVE,
@@ -75,7 +75,7 @@ def save_tiled(directory: Path, tensors: dict[str, torch.Tensor], ranks: int, de
         index=(entry,),
         values={"iteration": 10},
     )
-    handmade.write_manifest(directory / "manifest.json", head)
+    handmade.write_manifest(directory / "manifest.json", metadata)
     return directory
 
 

@@ -179,7 +179,7 @@ def test_what_ranks_said_of_themselves_is_kept(root: Path, ranks: int) -> None:
     assert [record[1:] for record in records(after)[2:]] == [({"rank": rank}, None, None) for rank in range(2, ranks)]
     old, new = SafeSource(before), SafeSource(after)
     for said in ("values", "topology", "sections", "keys"):
-        assert getattr(new.head, said) == getattr(old.head, said)
+        assert getattr(new.metadata, said) == getattr(old.metadata, said)
     stateless = ({name for record in source.ranks() for name in record.stateless} for source in (old, new))
     assert [*stateless] == [{"module.module.frozen0", "module.module.frozen1"}] * 2
     assert new.hyperparameters([handmade.NAME]) == {handmade.NAME: handmade.HYPERPARAMETERS}

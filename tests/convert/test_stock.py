@@ -79,8 +79,8 @@ def test_every_block_stays_with_its_rank(stock_run: Trained, tmp_path: Path) -> 
 @pytest.mark.bridge
 def test_a_converted_stock_checkpoint_says_what_job_it_was(stock_run: Trained, tmp_path: Path) -> None:
     data("from-stock", stock_run.middle, tmp_path / "iter_0000002")
-    head = json.loads((tmp_path / "iter_0000002" / "manifest.json").read_text())
-    assert head["topology"] == {
+    metadata = json.loads((tmp_path / "iter_0000002" / "manifest.json").read_text())
+    assert metadata["topology"] == {
         "tensor": 2,
         "pipeline": 1,
         "context": 1,
@@ -89,8 +89,8 @@ def test_a_converted_stock_checkpoint_says_what_job_it_was(stock_run: Trained, t
         "strategy": "optim_grads_params",
     }
     source = SafeSource(tmp_path / "iter_0000002")
-    assert source.head.values["iteration"] == 2
-    assert int(source.head.values["train_state"]["step"]) == 2
+    assert source.metadata.values["iteration"] == 2
+    assert int(source.metadata.values["train_state"]["step"]) == 2
     places = {tuple(record.values["rng_state"]) for record in source.ranks()}
     assert places == {("(0, 0)",), ("(0, 1)",)}
     for name in ("train_state.pt", "run_config.yaml"):
@@ -166,16 +166,16 @@ def test_what_stock_wrote_comes_along(stock: Path, tmp_path: Path) -> None:
     found = data("from-stock", tmp_path / "old", tmp_path / "new" / "iter_0000010")
     assert found["notes"] == []
     source = SafeSource(tmp_path / "new" / "iter_0000010")
-    assert source.head.values == {
+    assert source.metadata.values == {
         "checkpoint_version": 3.0,
         "iteration": 10,
         "opt_param_scheduler": {"max_lr": 1e-4},
         "train_state": {"step": torch.tensor(10)},
     }
-    assert source.head.sections == ("model", "optimizer")
+    assert source.metadata.sections == ("model", "optimizer")
     assert source.hyperparameters([made.STOCK_NAME]) == {made.STOCK_NAME: {"lr": 0.1, "betas": (0.9, 0.95)}}
-    assert source.head.keys[f"optimizer.state.{made.STOCK_NAME}.step"].kind == "tensor"
-    assert source.head.topology == {"tensor": 1, "pipeline": 1, "expert": 4, "strategy": "optim_grads_params"}
+    assert source.metadata.keys[f"optimizer.state.{made.STOCK_NAME}.step"].kind == "tensor"
+    assert source.metadata.topology == {"tensor": 1, "pipeline": 1, "expert": 4, "strategy": "optim_grads_params"}
     assert [list(record.values) for record in source.ranks()] == [["rng_state"]]
     after = tmp_path / "new" / "iter_0000010"
     assert (after / "tokenizer" / "vocab.txt").read_text() == "a\nb\n"
@@ -187,7 +187,7 @@ def test_what_stock_wrote_comes_along(stock: Path, tmp_path: Path) -> None:
 def test_other_state_comes_along_too(tmp_path: Path) -> None:
     made.save_stock(tmp_path / "old", rerun_state_machine={"mode": "off", "counts": [1, 2]})
     data("from-stock", tmp_path / "old", tmp_path / "new")
-    assert SafeSource(tmp_path / "new").head.values["rerun_state_machine"] == {"mode": "off", "counts": [1, 2]}
+    assert SafeSource(tmp_path / "new").metadata.values["rerun_state_machine"] == {"mode": "off", "counts": [1, 2]}
 
 
 def test_hyperparameters_that_are_tensors_come_along(tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_without_run_files_it_can_be_converted_as_well(tmp_path: Path) -> None:
     for name in ("run_config.yaml", "train_state.pt"):
         (old / name).unlink()
     data("from-stock", old, tmp_path / "new")
-    assert SafeSource(tmp_path / "new").head.topology == {"tensor": 1, "pipeline": 1}
+    assert SafeSource(tmp_path / "new").metadata.topology == {"tensor": 1, "pipeline": 1}
 
 
 @pytest.mark.parametrize("content", ["a: [", "- 1\n", "checkpoint: 3\n", "checkpoint: {save: x}\n", "\x00"])
@@ -334,17 +334,17 @@ def test_links_are_refused(link: str, stock: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("direction", ["from-stock", "to-stock"])
-@pytest.mark.parametrize("what", ["truncated", "missing", "head"])
+@pytest.mark.parametrize("what", ["truncated", "missing", "metadata"])
 def test_damage_is_named_and_leaves_nothing(direction: str, what: str, tmp_path: Path) -> None:
     old = (made.save_stock if direction == "from-stock" else handmade.make)(tmp_path / "old")
-    payload, head = old / "__0_0.distcp", old / (".metadata" if direction == "from-stock" else "manifest.json")
+    payload, metadata = old / "__0_0.distcp", old / (".metadata" if direction == "from-stock" else "manifest.json")
     match what:
         case "truncated":
             payload.write_bytes(payload.read_bytes()[:-3000])
         case "missing":
             payload.unlink()
-        case "head":
-            head.write_bytes(head.read_bytes()[: head.stat().st_size // 2])
+        case "metadata":
+            metadata.write_bytes(metadata.read_bytes()[: metadata.stat().st_size // 2])
     said = refusal(direction, old, tmp_path / "new" / "iter_0000010")
     assert said.startswith(("DamagedCheckpointError: ", "ManifestError: ")), said
     assert left(tmp_path) == ["old"]

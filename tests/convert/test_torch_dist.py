@@ -141,7 +141,7 @@ def test_training_goes_on_under_megatron_fsdp(name: str, bridge_ranks: RankPool,
     assert test_cli.data("verify", after)["intact"]
     assert not {"metadata.json", "common.pt"} & set(left(after))
     source = SafeSource(after)
-    assert source.head.values["opt_param_scheduler"]["num_steps"] == 16
+    assert source.metadata.values["opt_param_scheduler"]["num_steps"] == 16
     [first, _] = bridge_ranks.run(
         training.train, run.on(directory=str(tmp_path / "new"), iterations=4, format="fsdp_dtensor_safe"), ranks=2
     )
@@ -160,7 +160,7 @@ def test_stacked_layers_and_weights_alone(bridge_ranks: RankPool, tmp_path: Path
     assert oracle.on_disk(after) == {
         key: oracle.digest(tensor) for key, tensor in runs.expected(tmp_path / "old" / "iter_0000002").items()
     }
-    assert SafeSource(after).head.sections == ("model",)
+    assert SafeSource(after).metadata.sections == ("model",)
 
 
 # --- what Bridge imported ---
@@ -182,8 +182,8 @@ def test_real_models(name: str, bridge_ranks: RankPool, tmp_path: Path) -> None:
     assert report["notes"] == ["the checkpoint has no optimizer state: weights only"]
     imported = next((tmp_path / "imported").glob("iter_*"))
     assert oracle.on_disk(after) == oracle.on_disk(imported)
-    assert {k: (e.family, e.component) for k, e in SafeSource(after).head.keys.items()} == {
-        k: (e.family, e.component) for k, e in SafeSource(imported).head.keys.items()
+    assert {k: (e.family, e.component) for k, e in SafeSource(after).metadata.keys.items()} == {
+        k: (e.family, e.component) for k, e in SafeSource(imported).metadata.keys.items()
     }
 
 
@@ -267,7 +267,7 @@ def test_arguments_of_megatron_lm_are_read_as_data(imported: Path, bridge_ranks:
             f"of Megatron-LM's arguments (args) only what a load reads comes along: {kept}",
             "the checkpoint has no optimizer state: weights only",
         ]
-        values = SafeSource(after).head.values
+        values = SafeSource(after).metadata.values
         assert (values["checkpoint_version"], values["iteration"]) == (3.0, 0)
         assert values["args"] == {name: runs.ARGUMENTS[name] for name in kept.split(", ")}
         assert oracle.on_disk(after) == oracle.on_disk(next((imported.parent / "imported").glob("iter_*")))

@@ -130,7 +130,7 @@ def written(directory: Path) -> dict[str, Any]:
         ]
         counted = zip(keys, columns.keys["origins"].tolist(), strict=True)
         declared = sorted(key for key, origins in counted if origins)
-        numbers = [key for key in declared if not source.head.keys[key].is_sharded]
+        numbers = [key for key in declared if not source.metadata.keys[key].is_sharded]
         found["rows"][rank] = sorted([*chunks, *((key, (), ()) for key in numbers)])
         found["keys"][rank] = declared
         payload = directory / payload_name(rank)

@@ -31,7 +31,7 @@ Trouble = Callable[[Callable[..., Any]], Callable[..., Any]]
 def bytes_on_disk(directory: str | Path) -> tuple[int, int]:
     """Bytes of payload: of weights, and of all."""
     source = open_checkpoint(Path(directory))
-    chunks = [chunk for found in source.chunks(sorted(source.head.keys)).values() for chunk in found]
+    chunks = [chunk for found in source.chunks(sorted(source.metadata.keys)).values() for chunk in found]
     weights = sum(chunk.record.length for chunk in chunks if chunk.key.startswith("model."))
     return weights, sum(chunk.record.length for chunk in chunks)
 

@@ -30,8 +30,8 @@ LIMIT_S = 120
 
 def content(directory: Path) -> tuple[oracle.Digests, Any, int]:
     """All tensors, rank 0's values, and chunks."""
-    head = open_checkpoint(directory).head
-    return oracle.on_disk(directory), head.values, head.chunks
+    metadata = open_checkpoint(directory).metadata
+    return oracle.on_disk(directory), metadata.values, metadata.chunks
 
 
 @pytest.mark.parametrize("recipe", [SMALL, SMALL.on(offload=0.5), SMALL.on(experts=2, strategy="no_shard")], ids=str)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import pytest
 
-from mbridge_fsdp_ckpt.format.head import has_head
+from mbridge_fsdp_ckpt.format.metadata import has_metadata
 from testing.outcomes import Died
 from testing.ranks import RankPool
 from tests.core import beside
@@ -20,7 +20,7 @@ MARGIN_S = 20.0
 
 
 def stands(root: Path, number: int) -> bool:
-    return has_head(iteration(root, number))
+    return has_metadata(iteration(root, number))
 
 
 def is_running(process_id: int) -> bool:

@@ -8,7 +8,7 @@ import signal
 import time
 from pathlib import Path
 
-from mbridge_fsdp_ckpt.format.head import has_head
+from mbridge_fsdp_ckpt.format.metadata import has_metadata
 from mbridge_fsdp_ckpt.io.progress import Unwatched
 from mbridge_fsdp_ckpt.tools.verify import verify
 from testing.ranks import RankPool
@@ -111,7 +111,7 @@ def test_a_save_whose_wait_was_interrupted_still_comes_before_the_next(
     megatron_ranks: RankPool, tmp_path: Path
 ) -> None:
     assert megatron_ranks.run(lives.interrupted, str(tmp_path), ranks=2) == [["interrupted", True, None, None]] * 2
-    assert all(has_head(iteration(tmp_path, number)) for number in (1, 2, 3))
+    assert all(has_metadata(iteration(tmp_path, number)) for number in (1, 2, 3))
 
 
 def test_an_old_error_takes_no_new_saves_place(megatron_ranks: RankPool, tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_an_old_error_takes_no_new_saves_place(megatron_ranks: RankPool, tmp_pat
     assert "rank_values.three" in third[0]
     assert "rank_values.seven" in newer[0]
     assert "rank_values.six" in newer[1]
-    assert [has_head(iteration(tmp_path, number)) for number in range(1, 8)] == [
+    assert [has_metadata(iteration(tmp_path, number)) for number in range(1, 8)] == [
         False, True, False, True, True, False, False,
     ]  # fmt: skip
 

@@ -28,7 +28,7 @@ def test_a_checkpoint_of_cut_blocks_loads_in_any_layout(
     save = (LARGEST, cases.train_and_save, str(first), recipe)
     saved = megatron_ranks.run(cases.with_small_records, *save, ranks=ranks)[0]
     source = SafeSource(as_path(first))
-    assert max(map(len, source.chunks(source.head.keys).values())) > 4 * ranks
+    assert max(map(len, source.chunks(source.metadata.keys).values())) > 4 * ranks
     assert {key: value for key, value in oracle.on_disk(first).items() if not key.endswith(".step")} == saved["live"]
     names = [saved_in, *sampling.drawn(f"layouts of cut blocks after {saved_in}", list(LAYOUTS), share=4)]
     for number, name in enumerate(names):

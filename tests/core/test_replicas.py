@@ -29,7 +29,7 @@ def test_a_buffer_that_only_another_rank_than_its_writer_holds_is_refused(
 def test_a_buffer_that_only_its_writer_holds_is_saved_and_loaded(megatron_ranks: RankPool, tmp_path: Path) -> None:
     seen = megatron_ranks.run(replicas.save_with_a_buffer_on_one_rank, str(tmp_path / "c"), on_writer=True, ranks=2)
     assert [rank["error"] for rank in seen] == [None] * 2
-    assert open_checkpoint(tmp_path / "c").head.keys[RARE].shape == (6,)
+    assert open_checkpoint(tmp_path / "c").metadata.keys[RARE].shape == (6,)
     loaded = megatron_ranks.run(replicas.load_a_buffer_on_one_rank, str(tmp_path / "c"), ranks=2)
     assert sorted(loaded, key=str) == [None, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]]
 
@@ -37,7 +37,7 @@ def test_a_buffer_that_only_its_writer_holds_is_saved_and_loaded(megatron_ranks:
 def test_a_tensor_without_elements_is_saved_and_loaded(megatron_ranks: RankPool, tmp_path: Path) -> None:
     seen = megatron_ranks.run(replicas.save_and_load_without_elements, str(tmp_path / "c"), ranks=2)
     assert [rank["error"] for rank in seen] == [None] * 2
-    keys = open_checkpoint(tmp_path / "c").head.keys
+    keys = open_checkpoint(tmp_path / "c").metadata.keys
     shapes = {name: keys[f"model.module.{name}"].shape for name in ("nothing", "no_rows", "no_columns")}
     assert shapes == {"nothing": (0,), "no_rows": (0, 4), "no_columns": (3, 0)}
 

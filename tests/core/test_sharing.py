@@ -101,7 +101,7 @@ def test_a_flipped_bit_is_named_on_all_ranks(
 ) -> None:
     directory = Path(shutil.copytree(saved, tmp_path / saved.name))
     source = open_checkpoint(directory)
-    chunks = source.chunks([key for key in source.head.keys if key.startswith(section)])
+    chunks = source.chunks([key for key in source.metadata.keys if key.startswith(section)])
     damaged = max((chunk for found in chunks.values() for chunk in found), key=lambda chunk: chunk.record.length)
     with (directory / damaged.path.name).open("r+b") as file:
         file.seek(damaged.record.end - damaged.record.length // 2)

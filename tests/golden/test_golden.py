@@ -37,11 +37,11 @@ def name_of(path: Path) -> str:
 
 def read(source: CheckpointSource) -> dict[str, torch.Tensor]:
     """Every tensor, put together from its chunks, each of which is verified."""
-    chunks = source.chunks(list(source.head.keys))
-    check_coverage({key: [whole(entry.shape)] for key, entry in source.head.keys.items()}, chunks)
+    chunks = source.chunks(list(source.metadata.keys))
+    check_coverage({key: [whole(entry.shape)] for key, entry in source.metadata.keys.items()}, chunks)
     found = {}
     for key, parts in chunks.items():
-        entry = source.head.keys[key]
+        entry = source.metadata.keys[key]
         tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
         for chunk in parts:
             tensor[chunk.box.slices_in(whole(entry.shape))] = source.read(chunk)
@@ -52,17 +52,17 @@ def read(source: CheckpointSource) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("path", GOLDEN, ids=named)
 def test_every_tensor_is_the_one_that_was_saved(path: Path, tmp_path: Path) -> None:
     source = open_checkpoint(unpack(path, tmp_path / "unpacked"))
-    check_other_files(source.head, content=True)
+    check_other_files(source.metadata, content=True)
     expected = json.loads((path.parent / "expected.json").read_text())[name_of(path)]
     tensors = read(source)
     numbers = {key: tensors.pop(key) for key in [key for key in tensors if key.endswith(".step")]}
     found = {key: list(map(_plain, oracle.digest(tensor))) for key, tensor in tensors.items()}
     assert found == expected
     assert {float(number) for number in numbers.values()} <= {cases.STEPS}
-    assert source.head.values["iteration"] == cases.STEPS
+    assert source.metadata.values["iteration"] == cases.STEPS
     assert list(source.ranks()) != []
     if path.parent.name.startswith("safe"):
-        assert repr(dict(source.head.values)) == repr(cases.VALUES)
+        assert repr(dict(source.metadata.values)) == repr(cases.VALUES)
 
 
 def _plain(part: Any) -> Any:

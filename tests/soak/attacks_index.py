@@ -237,7 +237,7 @@ def contradictions() -> Made:
         "another suffix": lambda file: file["header"].update(suffix="-0123456789ab"),
         "no descriptions": lambda file: file["header"].update(entries=[]),
         "no axes": lambda file: (file["header"].update(axes=[]), file.update(coordinates=[[]] * len(file["ranks"]))),
-        "hyperparameters that are not in the head": lambda file: [
+        "hyperparameters that are not in the metadata": lambda file: [
             name.update(value=name["value"] ^ 1) for name in file["names"] if name["kind"] in (0, 3)
         ],
     }

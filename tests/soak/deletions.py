@@ -309,7 +309,7 @@ OBJECTS = f"__0_0-{SAVE}.distcp", f"rank_00000-{SAVE}.index"
 
 
 REPLACED = "manifest.json", ".metadata", "__0_1.distcp"
-"""Of the names that are the same in each save, those that go by marker: heads, and what it lists as added."""
+"""Of the names that are the same in each save, those that go by marker: metadata, and what it lists as added."""
 
 
 @dataclass
@@ -318,7 +318,7 @@ class Left:
 
     Args:
         files: Exactly so.
-        anew: Directories that a save has written: anything in them besides `files`, and a head.
+        anew: Directories that a save has written: anything in them besides `files`, and metadata.
     """
 
     files: Files

@@ -145,11 +145,11 @@ def open_everything(directory: Path) -> str:
     source.hyperparameters([handmade.NAME, "weight"])
     source.hyperparameters()
     sizes_of(record.coordinates for record in source.ranks())
-    for key, chunks in source.chunks(list(source.head.keys)).items():
-        check_coverage({key: [whole(source.head.keys[key].shape)]}, {key: chunks})
+    for key, chunks in source.chunks(list(source.metadata.keys)).items():
+        check_coverage({key: [whole(source.metadata.keys[key].shape)]}, {key: chunks})
         for chunk in chunks:
             source.read(chunk)
-    check_other_files(source.head, content=True)
+    check_other_files(source.metadata, content=True)
     return "accepted"
 
 
@@ -157,7 +157,7 @@ def load(directory: Path, rank: int, needed: dict[str, list[Box]]) -> str:
     """What a load reads on one rank that needs some boxes."""
     source = open_checkpoint(find_checkpoint(directory), near=[rank])
     for key in needed:
-        entry, expected = source.head.keys.get(key), handmade.KEYS[key]
+        entry, expected = source.metadata.keys.get(key), handmade.KEYS[key]
         if entry is None or (entry.dtype, entry.shape, entry.kind) != (expected.dtype, expected.shape, expected.kind):
             raise KeyMismatchError(expected=str(expected), found=str(entry), remedy="", key=key)
     if not _are_those_saved(source.hyperparameters([handmade.NAME])):
@@ -167,7 +167,7 @@ def load(directory: Path, rank: int, needed: dict[str, list[Box]]) -> str:
     list(source.states(["decoder"]))
     chunks = source.chunks(sorted(needed), needed)
     check_coverage(needed, chunks)
-    check_other_files(source.head, content=True)
+    check_other_files(source.metadata, content=True)
     found = [(chunk, source.read(chunk)) for parts in chunks.values() for chunk in parts]
     filled = all(_is_what_was_saved(chunk.key, chunk.box, tensor, needed[chunk.key]) for chunk, tensor in found)
     return "accepted" if filled else OTHER_DATA

@@ -200,7 +200,7 @@ STEPS = {
     "write": "writing all chunks and the index file",
     "PayloadWriter.add_pieces": "writing one chunk",
     "PayloadWriter.close": "closing the payload file",
-    "write_file": "writing an index file, or the head",
+    "write_file": "writing an index file, or the metadata",
     "os.fsync": "flushing a file",
     "Job.decide_written": "rank 0 checks and commits",
     "write_dcp_view": "writing DCP metadata",

@@ -185,9 +185,9 @@ def checksum(data: bytes) -> str:
 def replace_group(directory: Path, data: bytes) -> None:
     """Another group's index, with a manifest that fits it."""
     (directory / GROUP).write_bytes(data)
-    head = read_manifest(directory)
-    entry = head.index[0].model_copy(update={"size": len(data), "checksum": checksum(data)})
-    write_manifest(directory / "manifest.json", head.model_copy(update={"index": (entry,)}))
+    metadata = read_manifest(directory)
+    entry = metadata.index[0].model_copy(update={"size": len(data), "checksum": checksum(data)})
+    write_manifest(directory / "manifest.json", metadata.model_copy(update={"index": (entry,)}))
 
 
 def rename(part: Part, key: str, new: str) -> None:
@@ -242,7 +242,7 @@ def write_head(directory: Path, parts: list[dict[str, Any]]) -> None:
     group = directory / GROUP
     group.write_bytes(index_bytes.encode(grouped(parts)))
     entry = IndexEntry(name=GROUP, size=group.stat().st_size, checksum=file_checksum(group), rank=0)
-    head = Manifest(
+    metadata = Manifest(
         format=FORMAT_NAME,
         version=VERSION,
         save=SAVE,
@@ -256,9 +256,9 @@ def write_head(directory: Path, parts: list[dict[str, Any]]) -> None:
         index=(entry,),
         values=encode(VALUES),
     )
-    write_manifest(directory / "manifest.json", head)
+    write_manifest(directory / "manifest.json", metadata)
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
-    """A head that says of itself what it should, whatever it says of the rest."""
+    """Metadata that says of itself what it should, whatever it says of the rest."""
     path.write_bytes(manifest_bytes(manifest))

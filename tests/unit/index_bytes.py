@@ -92,10 +92,10 @@ def encode(file: dict[str, Any], **forced: Any) -> bytes:
     directory += b"".join(_packed(file, name) for name in ("keys", "names", "numbers"))
     directory += b"".join(struct.pack("<Q", hashed(block)) for block in blocks)
     directory += file["texts"] + bytes(-len(file["texts"]) % 8)
-    head = json.dumps(header, separators=(",", ":")).encode()
-    head += b" " * (-len(head) % 8)
-    preamble = struct.pack("<8sQQQ", MAGIC, len(head), len(directory), hashed(head + directory))
-    return b"".join((preamble, head, directory, *blocks, file["record"]))
+    prefix = json.dumps(header, separators=(",", ":")).encode()
+    prefix += b" " * (-len(prefix) % 8)
+    preamble = struct.pack("<8sQQQ", MAGIC, len(prefix), len(directory), hashed(prefix + directory))
+    return b"".join((preamble, prefix, directory, *blocks, file["record"]))
 
 
 def with_header(data: bytes, header: bytes) -> bytes:

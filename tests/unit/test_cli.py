@@ -109,7 +109,7 @@ def root(tmp_path: Path) -> Path:
     files, payload = Files("0123456789ab"), FileEntry(name="__0_0.distcp", size=16, checksum="xxh3_64:0")
     rows = [Chunk(key, Box((0,), (4,)), ByteRange(0, 16), 0, 16, 0) for key in keys]
     told = write_own_index(directory, files, RankIndex(0, {"rank": 0}, payload, keys), rows, {})
-    head = Manifest.model_validate(
+    metadata = Manifest.model_validate(
         {
             "format": FORMAT_NAME,
             "version": VERSION,
@@ -124,7 +124,7 @@ def root(tmp_path: Path) -> Path:
             "values": {},
         }
     )
-    write_manifest(directory / "manifest.json", head)
+    write_manifest(directory / "manifest.json", metadata)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("10\n")
     return tmp_path
 

@@ -75,7 +75,7 @@ def build(
     groups = together(
         write_group_index(directory, files, first, together(told[first : first + 3])) for first in range(0, ranks, 3)
     )
-    head = Manifest.model_validate(
+    metadata = Manifest.model_validate(
         {
             "format": FORMAT_NAME,
             "version": VERSION,
@@ -88,7 +88,7 @@ def build(
             "values": encode(VALUES if values is None else values),
         }
     )
-    write_manifest(directory / "manifest.json", head)
+    write_manifest(directory / "manifest.json", metadata)
     return directory
 
 
@@ -271,8 +271,8 @@ def test_damaged_bytes_are_a_named_error_not_a_difference(a: Path, tmp_path: Pat
 
 def test_chunks_that_do_not_cover_are_a_named_error(a: Path, tmp_path: Path) -> None:
     b = build(tmp_path / "b", tensors(), ranks=4)
-    head = read_manifest(b)
-    write_manifest(b / "manifest.json", head.model_copy(update={"index": head.index[:1]}))
+    metadata = read_manifest(b)
+    write_manifest(b / "manifest.json", metadata.model_copy(update={"index": metadata.index[:1]}))
     shown = call("diff", a, b)
     assert shown.exit_code == 1
     assert shown.stderr.startswith(f"ManifestError: [{AVERAGE}]") or shown.stderr.startswith("ManifestError: [model")
@@ -288,7 +288,7 @@ def test_memory_holds_one_chunk_of_each_side(a: Path, tmp_path: Path, monkeypatc
     original = SafeSource.read
 
     def counted(self: SafeSource, chunk: Any, **options: Any) -> torch.Tensor:
-        read.append((self.head.directory.name, chunk.key, chunk.box))
+        read.append((self.metadata.directory.name, chunk.key, chunk.box))
         return original(self, chunk, **options)
 
     monkeypatch.setattr(SafeSource, "read", counted)

@@ -126,9 +126,9 @@ def test_the_picture_is_a_png(eight: Path, tmp_path: Path) -> None:
     picture = tmp_path / "map.png"
     shown = call("inspect", eight, "--png", picture)
     assert shown.stdout.splitlines()[-1] == f"Wrote {picture}"
-    head = picture.read_bytes()[:24]
-    assert head[:8] == b"\x89PNG\r\n\x1a\n"
-    width, height = struct.unpack(">II", head[16:])
+    metadata = picture.read_bytes()[:24]
+    assert metadata[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", metadata[16:])
     assert width == 1680
     assert 2500 < height < 4000
 

@@ -21,12 +21,12 @@ from tests.unit.test_cli import call, data, run
 NUMBERS = (10, 20, 30, 40)
 
 
-def iteration(root: Any, number: int, head: str = "manifest.json", size: int = 1000) -> Any:
+def iteration(root: Any, number: int, metadata: str = "manifest.json", size: int = 1000) -> Any:
     directory = root / f"iter_{number:07d}"
     directory.mkdir(parents=True)
     (directory / "__0_0.distcp").write_bytes(bytes(size))
-    if head:
-        (directory / head).write_bytes(b"")
+    if metadata:
+        (directory / metadata).write_bytes(b"")
     return directory
 
 
@@ -129,15 +129,15 @@ def test_what_is_read_through_a_link_stays(root: Path, tmp_path_factory: pytest.
 
 
 def test_incomplete_directories_stay_and_don_t_count(root: Path) -> None:
-    iteration(root, 5, head="")
-    iteration(root, 50, head="")
+    iteration(root, 5, metadata="")
+    iteration(root, 50, metadata="")
     found = data("prune", root, "--keep", 1, "--yes")
-    assert found["kept"]["iter_0000050"] == "incomplete: no head, or being written"
+    assert found["kept"]["iter_0000050"] == "incomplete: no metadata, or being written"
     assert left(root) == [5, 40, 50]
 
 
 def test_stock_checkpoints_count(root: Path) -> None:
-    iteration(root, 50, head=".metadata")
+    iteration(root, 50, metadata=".metadata")
     assert data("prune", root, "--keep", 1, "--yes")["removed"] == ["iter_0000010", "iter_0000020", "iter_0000030"]
     assert left(root) == [40, 50]
 

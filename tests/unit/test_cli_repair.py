@@ -264,7 +264,7 @@ def test_what_may_be_alive_is_left_alone(root: Path) -> None:
 def test_what_changes_until_the_answer_is_looked_at_again(root: Path, meanwhile: str) -> None:
     """A question waits as long as people do."""
     dead, other = root / "iter_0000030", root / f".staging-iter_0000050-{TOKEN}"
-    handmade.make(dead).joinpath("manifest.json").rename(root / "head")
+    handmade.make(dead).joinpath("manifest.json").rename(root / "metadata")
     for path in [dead / payload(0), dead / "group_00000.index"]:
         path.rename(path.with_stem(f"{path.stem}-{TOKEN}"))
     lease = root / f".reading-iter_0000010-{TOKEN}"
@@ -281,7 +281,7 @@ def test_what_changes_until_the_answer_is_looked_at_again(root: Path, meanwhile:
         os.utime(other / payload(0))
         stays = other
     elif meanwhile == "committed":
-        (root / "head").rename(dead / "manifest.json")
+        (root / "metadata").rename(dead / "manifest.json")
         stays = dead / f"group_00000-{TOKEN}.index"
     elif meanwhile == "removed":
         shutil.rmtree(root / "iter_0000010")
@@ -391,7 +391,7 @@ def test_what_a_dead_save_left_in_a_stock_checkpoint_does_not_damage_it(tmp_path
     dead = [directory / f"__0_0-{TOKEN}.distcp", directory / f"rank_00000-{TOKEN}.index"]
     for path in dead:
         path.write_bytes(b"x")
-    assert open_checkpoint(directory).head.keys
+    assert open_checkpoint(directory).metadata.keys
     found = data("repair", age(tmp_path), "--yes")
     assert (tmp_path / TRACKER).read_text() == "10"
     assert [step["path"] for step in found["steps"] if step["action"] == "delete"] == [str(path) for path in dead]

@@ -44,14 +44,14 @@ def test_a_view_that_the_manifest_lists_comes_back_as_it_was_or_not_at_all(root:
     directory = root / "iter_0000020"
     data("repair", root, "--stock-view")
     parts = {name: (directory / name).read_bytes() for name in (".metadata", "__0_1.distcp")}
-    head = read_manifest(directory)
+    metadata = read_manifest(directory)
     entries = tuple(ExtraEntry(name=n, size=len(d), checksum=checksum(d)) for n, d in parts.items())
-    write_manifest(directory / "manifest.json", head.model_copy(update={"files": entries}))
+    write_manifest(directory / "manifest.json", metadata.model_copy(update={"files": entries}))
     (directory / ".metadata").unlink()
     data("repair", root, "--stock-view")
     assert data("verify", directory)["intact"]
     other = (entries[0].model_copy(update={"checksum": "xxh3_64:0"}), entries[1])
-    write_manifest(directory / "manifest.json", head.model_copy(update={"files": other}))
+    write_manifest(directory / "manifest.json", metadata.model_copy(update={"files": other}))
     (directory / ".metadata").unlink()
     shown = call("repair", root, "--stock-view")
     assert shown.exit_code == 1

@@ -252,12 +252,12 @@ def test_a_damaged_manifest_is_the_only_finding(directory: Path, position: int) 
     flip(directory / "manifest.json", position)
     found = data("verify", directory, code=1)
     assert named(found) == [("manifest", "manifest.json", None)]
-    assert found["notes"] == ["nothing else was checked: the head cannot be read"]
+    assert found["notes"] == ["nothing else was checked: the metadata cannot be read"]
 
 
 def test_a_newer_format_is_a_named_error(directory: Path) -> None:
-    head = read_manifest(directory)
-    write_manifest(directory / "manifest.json", head.model_copy(update={"version": (2, 0)}))
+    metadata = read_manifest(directory)
+    write_manifest(directory / "manifest.json", metadata.model_copy(update={"version": (2, 0)}))
     shown = call("verify", directory)
     assert (shown.exit_code, shown.stdout) == (1, "")
     assert shown.stderr.startswith("UnsupportedVersionError: ")

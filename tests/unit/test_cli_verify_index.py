@@ -81,14 +81,14 @@ def test_a_key_that_no_rank_has_is_missed_by_number(directory: Path, key: str) -
 
 
 def test_another_number_of_keys_than_the_manifest_says_is_found(directory: Path) -> None:
-    head = read_manifest(directory)
-    write_manifest(directory / "manifest.json", head.model_copy(update={"keys": 5}))
+    metadata = read_manifest(directory)
+    write_manifest(directory / "manifest.json", metadata.model_copy(update={"keys": 5}))
     assert list(Audit(directory).findings()) == [Finding("keys", "manifest.json", "5 keys", "4")]
 
 
 def test_a_checkpoint_without_groups_lacks_its_keys(directory: Path) -> None:
-    head = read_manifest(directory)
-    write_manifest(directory / "manifest.json", head.model_copy(update={"index": ()}))
+    metadata = read_manifest(directory)
+    write_manifest(directory / "manifest.json", metadata.model_copy(update={"index": ()}))
     assert list(Audit(directory).findings()) == [Finding("keys", "manifest.json", "4 keys", "0")]
 
 
@@ -142,7 +142,7 @@ def test_a_name_that_is_no_text_is_found(directory: Path) -> None:
 def test_hyperparameters_that_the_head_does_not_have_are_found(directory: Path) -> None:
     edit_group(directory, lambda part: part["names"][0].update(value=5))
     assert [finding for finding in Audit(directory).findings() if finding.file == GROUP] == [
-        Finding("index", GROUP, "hyperparameters that the head has", f"{5:016x}"),
+        Finding("index", GROUP, "hyperparameters that the metadata has", f"{5:016x}"),
         Finding("index", GROUP, OWN, "another"),
     ]
 
@@ -210,9 +210,11 @@ def test_one_rank_alone_is_its_own_group(tmp_path: Path) -> None:
     (directory / index(0)).write_bytes(data := index_bytes.encode(part))
     handmade.write_head(directory, [part])
     (directory / GROUP).unlink()
-    head = read_manifest(directory)
-    own = head.index[0].model_copy(update={"name": index(0), "size": len(data), "checksum": handmade.checksum(data)})
-    write_manifest(directory / "manifest.json", head.model_copy(update={"index": (own,), "keys": 3}))
+    metadata = read_manifest(directory)
+    own = metadata.index[0].model_copy(
+        update={"name": index(0), "size": len(data), "checksum": handmade.checksum(data)}
+    )
+    write_manifest(directory / "manifest.json", metadata.model_copy(update={"index": (own,), "keys": 3}))
     audit = Audit(directory)
     assert {finding.subject for finding in audit.findings()} == {"tiling"}
     assert (audit.checked["indexes"], audit.checked["files"]) == (1, 1)

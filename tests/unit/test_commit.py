@@ -252,7 +252,7 @@ def test_death_after_both_renames_leaves_the_new_checkpoint(target: Path, monkey
 
 @pytest.mark.parametrize("made", [False, True])
 def test_the_only_copy_is_no_leftover(target: Path, made: bool) -> None:
-    """Nor where somebody has made the directory: what makes a checkpoint is its head."""
+    """Nor where somebody has made the directory: what makes a checkpoint is its metadata."""
     aside = age(fill(target.parent / ".replaced-iter_0000010-0123456789ab", "old"))
     if made:
         target.mkdir()

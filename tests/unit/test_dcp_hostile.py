@@ -53,7 +53,7 @@ def write(directory: Path, state: dict[str, Any]) -> Path:
 def read_all(directory: Path) -> None:
     """Everything that a load would read."""
     source = open_checkpoint(directory)
-    for chunks in source.chunks(source.head.keys).values():
+    for chunks in source.chunks(source.metadata.keys).values():
         for chunk in chunks:
             source.read(chunk)
     source.hyperparameters(["weight"])
@@ -153,7 +153,7 @@ def test_code_in_a_byte_object_does_not_run(tmp_path: Path, proof: Path, record:
 
 def test_what_is_no_namespace_of_arguments_says_nothing_and_does_not_run(tmp_path: Path, proof: Path) -> None:
     directory = write(tmp_path / "iter_0000010", {"model": {"weight": torch.ones(6)}, "args": Creates(proof)})
-    assert open_checkpoint(directory).head.values == {"args": {}}
+    assert open_checkpoint(directory).metadata.values == {"args": {}}
     assert not proof.exists()
 
 
@@ -169,7 +169,7 @@ def test_of_megatron_lms_arguments_numbers_and_text_are_read_and_nothing_runs(tm
         "seed": 7,
     }
     state = {"model": {"weight": torch.ones(6)}, "args": Namespace(**numbers, **others)}
-    assert open_checkpoint(write(tmp_path / "iter_0000010", state)).head.values == {"args": numbers}
+    assert open_checkpoint(write(tmp_path / "iter_0000010", state)).metadata.values == {"args": numbers}
     assert not proof.exists()
 
 

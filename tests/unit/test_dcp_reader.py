@@ -76,7 +76,7 @@ def source(directory: Path) -> DcpSource:
 
 def test_every_tensor_is_what_torch_loads(directory: Path, source: DcpSource) -> None:
     oracle = {
-        key: torch.zeros(entry.shape, dtype=getattr(torch, entry.dtype)) for key, entry in source.head.keys.items()
+        key: torch.zeros(entry.shape, dtype=getattr(torch, entry.dtype)) for key, entry in source.metadata.keys.items()
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -90,7 +90,7 @@ def test_every_tensor_is_what_torch_loads(directory: Path, source: DcpSource) ->
 
 
 def test_keys_have_their_shapes_dtypes_and_kinds(source: DcpSource) -> None:
-    found = {key: (entry.dtype, entry.shape, entry.kind) for key, entry in source.head.keys.items()}
+    found = {key: (entry.dtype, entry.shape, entry.kind) for key, entry in source.metadata.keys.items()}
     assert found["model.module.weight"] == ("bfloat16", (4, 3), "sharded")
     assert found["model.module.scale"] == ("float32", (), "sharded")
     assert found[f"optimizer.state.{NAME}.exp_avg"] == ("float32", (4, 3), "sharded")
@@ -99,10 +99,10 @@ def test_keys_have_their_shapes_dtypes_and_kinds(source: DcpSource) -> None:
 
 def test_values_are_nested_again(source: DcpSource) -> None:
     state = stock_state()
-    assert source.head.values == {
+    assert source.metadata.values == {
         name: state[name] for name in ("checkpoint_version", "iteration", "opt_param_scheduler")
     }
-    assert source.head.sections == ("model", "optimizer")
+    assert source.metadata.sections == ("model", "optimizer")
 
 
 def test_hyperparameters_come_back_for_the_names_that_have_some(source: DcpSource) -> None:
@@ -136,8 +136,8 @@ def test_random_states_come_back_for_each_place(source: DcpSource) -> None:
 
 def test_a_model_alone_has_one_section(tmp_path: Path) -> None:
     source = open_checkpoint(write(tmp_path / "weights", {"model": {"weight": torch.ones(2)}}))
-    assert source.head.sections == ("model",)
-    assert source.head.values == {}
+    assert source.metadata.sections == ("model",)
+    assert source.metadata.values == {}
     assert source.hyperparameters([NAME]) == {}
     assert list(source.ranks()) == []
 
@@ -145,7 +145,7 @@ def test_a_model_alone_has_one_section(tmp_path: Path) -> None:
 def test_another_checkpoint_has_another_identity(tmp_path: Path, source: DcpSource) -> None:
     state = copy.deepcopy(stock_state())
     state["model"]["module.weight"] = torch.ones(5, 3, dtype=torch.bfloat16)
-    assert open_checkpoint(write(tmp_path / "iter_0000010", state)).head.identity != source.head.identity
+    assert open_checkpoint(write(tmp_path / "iter_0000010", state)).metadata.identity != source.metadata.identity
 
 
 def test_a_truncated_file_is_named(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_an_older_name_of_multi_token_prediction_is_read_as_the_newer(tmp_path: 
     state = {"model": {old: tensor, "b": tensor}, "optimizer": optimizer}
     [held] = shards(0, 6, key=new, shape=(2, 3))
     source = under_new_names(open_checkpoint(write(tmp_path / "iter_0000010", state)), [held.plan])
-    assert set(source.head.keys) == {f"model.{new}", "model.b", f"optimizer.state.{new}.exp_avg"}
+    assert set(source.metadata.keys) == {f"model.{new}", "model.b", f"optimizer.state.{new}.exp_avg"}
     [chunk] = source.chunks([f"optimizer.state.{new}.exp_avg"])[f"optimizer.state.{new}.exp_avg"]
     assert chunk.key == f"optimizer.state.{new}.exp_avg"
     assert torch.equal(source.read(chunk), tensor + 1)

@@ -81,11 +81,11 @@ def test_the_view_describes_chunks_as_torch_would(directory: Path) -> None:
 
 def test_the_view_reads_like_stock_through_the_safe_reader(directory: Path) -> None:
     source = DcpSource(directory)
-    assert {key: (entry.dtype, entry.shape) for key, entry in source.head.keys.items()} == {
+    assert {key: (entry.dtype, entry.shape) for key, entry in source.metadata.keys.items()} == {
         key: (entry.dtype, entry.shape) for key, entry in KEYS.items()
     }
     assert source.hyperparameters([NAME]) == {NAME: HYPERPARAMETERS}
-    assert source.head.values == VALUES
+    assert source.metadata.values == VALUES
 
 
 def test_metadata_is_made_anew_only_where_it_says_something_else(
@@ -165,8 +165,8 @@ def test_equal_numbers_share_a_record_and_torch_finds_them(tmp_path: Path) -> No
     said = RankIndex(0, {"rank": 0}, None, keys)
     rows = [number_of(key, step) for key, step in steps.items()]
     told = write_own_index(directory, files, said, rows, {})
-    head = read_manifest(directory).model_copy(update={"index": (IndexEntry.model_validate(told["pending"][0]),)})
-    write_dcp_view(directory, SafeSource(directory, manifest=head), {})
+    metadata = read_manifest(directory).model_copy(update={"index": (IndexEntry.model_validate(told["pending"][0]),)})
+    write_dcp_view(directory, SafeSource(directory, manifest=metadata), {})
     found = {key: torch.zeros_like(step) for key, step in steps.items()}
     load(found, checkpoint_id=directory, no_dist=True)
     assert {key: (t.dtype, t.item()) for key, t in found.items()} == {

@@ -79,7 +79,7 @@ def test_a_checkpoint_that_steps_aside_once_it_is_checked_is_read_on(directory: 
     step_aside(directory, make)
     assert same(read(source, chunks), TENSORS)
     other = open_checkpoint(directory)
-    assert other.head.identity != source.head.identity
+    assert other.metadata.identity != source.metadata.identity
     assert same(read(other, other.chunks(KEYS)), OTHERS)
 
 
@@ -142,7 +142,7 @@ from pathlib import Path
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.opening import open_checkpoint
 source = open_checkpoint(Path(sys.argv[1]))
-chunks = source.chunks(source.head.keys)
+chunks = source.chunks(source.metadata.keys)
 read = [source.read(chunk) for many in chunks.values() for chunk in many]
 print(len(read))
 """

@@ -113,8 +113,8 @@ def test_a_text_that_has_anothers_hash_is_not_taken_for_it(part: Part, opened: O
 def test_arrays_may_lie_at_any_address(part: Part, opened: Opened, more: int) -> None:
     """A header may have any length: only ours is a multiple of eight."""
     data = index_bytes.encode(part)
-    head = json.dumps(index_bytes.header_of(data)).encode()
-    file = opened(index_bytes.with_header(data, head + b" " * (-len(head) % 8 + more)))
+    prefix = json.dumps(index_bytes.header_of(data)).encode()
+    file = opened(index_bytes.with_header(data, prefix + b" " * (-len(prefix) % 8 + more)))
     assert len(list(file.sharded_rows())) == 3
     assert file.find(BIAS) is not None
 
@@ -311,28 +311,30 @@ def test_a_count_of_the_header_that_is_not_that_of_the_file_is_refused(
 
 @pytest.mark.parametrize("field", [*COUNTS, "save", "suffix", "axes", "entries", "dimensions", "record_checksum"])
 def test_a_field_that_the_header_lacks_is_named(own: Part, opened: Opened, field: str) -> None:
-    def without_it(head: dict[str, Any]) -> Any:
-        head.pop(field)
+    def without_it(prefix: dict[str, Any]) -> Any:
+        prefix.pop(field)
 
     with pytest.raises(ManifestError, match=f"{field}: Field required"):
         opened(with_header(index_bytes.encode(own), without_it))
 
 
 def with_header(data: bytes, change: Callable[[dict[str, Any]], Any]) -> bytes:
-    head = index_bytes.header_of(data)
-    change(head)
-    return index_bytes.with_header(data, json.dumps(head).encode())
+    prefix = index_bytes.header_of(data)
+    change(prefix)
+    return index_bytes.with_header(data, json.dumps(prefix).encode())
 
 
 def test_unknown_fields_of_a_newer_minor_version_are_passed_over(own: Part, opened: Opened) -> None:
-    file = opened(with_header(index_bytes.encode(own), lambda head: head.update(future=[1])))
+    file = opened(with_header(index_bytes.encode(own), lambda prefix: prefix.update(future=[1])))
     assert file.find(WEIGHT) is not None
 
 
-@pytest.mark.parametrize("head", [b"", b"null", b"[]", b"{", b"{}", b"\xff", b'{"save": 1, "save": 2}', b"[" * 99_999])
-def test_a_header_that_is_none_is_refused(own: Part, opened: Opened, head: bytes) -> None:
+@pytest.mark.parametrize(
+    "prefix", [b"", b"null", b"[]", b"{", b"{}", b"\xff", b'{"save": 1, "save": 2}', b"[" * 99_999]
+)
+def test_a_header_that_is_none_is_refused(own: Part, opened: Opened, prefix: bytes) -> None:
     with pytest.raises(ManifestError):
-        opened(index_bytes.with_header(index_bytes.encode(own), head))
+        opened(index_bytes.with_header(index_bytes.encode(own), prefix))
 
 
 @pytest.mark.parametrize("at", [8, 16])

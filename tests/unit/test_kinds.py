@@ -93,7 +93,7 @@ def test_a_directory_is_told_by_what_it_holds(name: str, tmp_path: Path) -> None
     directory = make(tmp_path / "it")
     assert kind_of(directory) is kind
     if not says:
-        assert open_checkpoint(directory).head.format == kind
+        assert open_checkpoint(directory).metadata.format == kind
         return
     with pytest.raises(NotACheckpointError) as caught:
         open_checkpoint(directory)
@@ -270,7 +270,7 @@ def test_a_value_in_several_blocks_is_read_whole(tmp_path: Path) -> None:
     state = {"model": {"w": torch.ones(2)}, "one": torch.full((1, 3), 1.0), "two": torch.full((1, 3), 2.0)}
     directory = saved(tmp_path / "it", state)
     rewrite(directory, halve)
-    both = open_checkpoint(directory).head.values["opt_param_scheduler"]["both"]
+    both = open_checkpoint(directory).metadata.values["opt_param_scheduler"]["both"]
     assert both.tolist() == [[1, 1, 1], [2, 2, 2]]
 
 

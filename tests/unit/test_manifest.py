@@ -1,5 +1,5 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""The head of a checkpoint: what is written is read back, and each rule refuses what breaks it."""
+"""The metadata of a checkpoint: what is written is read back, and each rule refuses what breaks it."""
 
 import json
 from collections.abc import Callable
@@ -27,7 +27,7 @@ Body = dict[str, Any]
 Change = Callable[[Body], Any]
 
 
-def head(**changes: Any) -> Manifest:
+def metadata(**changes: Any) -> Manifest:
     fields: dict[str, Any] = {
         "format": FORMAT_NAME,
         "version": VERSION,
@@ -51,7 +51,7 @@ def head(**changes: Any) -> Manifest:
 @pytest.fixture
 def body(tmp_path: Path) -> Body:
     """A valid manifest as JSON data."""
-    write_manifest(tmp_path / "manifest.json", head())
+    write_manifest(tmp_path / "manifest.json", metadata())
     body: Body = json.loads((tmp_path / "manifest.json").read_text())
     return body
 
@@ -65,9 +65,9 @@ def write(directory: Path, body: Body) -> None:
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
-    write_manifest(tmp_path / "manifest.json", head())
+    write_manifest(tmp_path / "manifest.json", metadata())
     found = read_manifest(tmp_path)
-    assert found.model_copy(update={"checksum": ""}) == head()
+    assert found.model_copy(update={"checksum": ""}) == metadata()
     assert found.checksum == json.loads((tmp_path / "manifest.json").read_text())["checksum"]
 
 
@@ -82,7 +82,7 @@ def test_the_file_is_standard_json_whose_checksum_covers_the_rest(tmp_path: Path
     assert body["hyperparameters"] == {"0123456789abcdef": {"lr": 0.1, "betas": {"$tuple": [0.9, 0.95]}}}
     assert body["index"] == [{"name": "group_00000.index", "size": 10, "checksum": "xxh3_64:00", "rank": 0}]
     write(tmp_path, body)
-    assert read_manifest(tmp_path).model_copy(update={"checksum": ""}) == head()
+    assert read_manifest(tmp_path).model_copy(update={"checksum": ""}) == metadata()
 
 
 def test_two_manifests_of_one_content_have_one_checksum(tmp_path: Path, body: Body) -> None:
@@ -95,7 +95,7 @@ def test_unknown_fields_of_a_newer_minor_version_are_passed_over(tmp_path: Path,
     body["future"] = {"anything": [1]}
     body["index"][0]["future"] = 1
     write(tmp_path, body)
-    assert read_manifest(tmp_path).index == head().index
+    assert read_manifest(tmp_path).index == metadata().index
 
 
 @pytest.mark.parametrize("version", [[2, 0], [2], [99, "x", None]])

@@ -30,8 +30,8 @@ def matched(
     """What is wrong with a checkpoint of one parameter with one slot; "" where nothing is."""
     layout = ParameterLayout("w", "module.w", (4, 2), None, Axis(0, 1), FlatRange(0, 8), Axis(0, 1))
     keys = {"model.w": KeyEntry(dtype=weight, shape=(4, 2)), KEY: saved}
-    head = SimpleNamespace(keys=keys, sections=("model", "optimizer"))
-    source = SimpleNamespace(head=head, slots=lambda name: {"exp_avg": saved}, stateless=lambda names: set())
+    metadata = SimpleNamespace(keys=keys, sections=("model", "optimizer"))
+    source = SimpleNamespace(metadata=metadata, slots=lambda name: {"exp_avg": saved}, stateless=lambda names: set())
     match = Match(cast("CheckpointSource", source), settings or Settings(), everything=False)
     slots = None if live is None else {"exp_avg": live}
     state = LiveState(slots, class_name, counts_elsewhere=False, counted=False)

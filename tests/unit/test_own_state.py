@@ -99,7 +99,7 @@ def restored(data: bytes, *, part: Any = None, **entry: Any) -> Any:
     form = STOCK_FORMAT if entry.get("dtype") == "float32" else FORMAT_NAME
     chunk = SimpleNamespace(box=whole(described.shape))
     source: Any = SimpleNamespace(
-        head=SimpleNamespace(directory=Path("c"), keys={KEY: described}, format=form),
+        metadata=SimpleNamespace(directory=Path("c"), keys={KEY: described}, format=form),
         read=lambda chunk, verify: tensor.view(torch.float32) if form == STOCK_FORMAT else tensor,
     )
     state = loading.OwnState({KEY: part or Keeper()}, [])

@@ -47,7 +47,7 @@ def directory(tmp_path: Path) -> Path:
 
 def assemble(source: CheckpointSource, key: str) -> torch.Tensor:
     """A whole tensor from its chunks."""
-    whole = torch.full(source.head.keys[key].shape, 99).to(getattr(torch, source.head.keys[key].dtype))
+    whole = torch.full(source.metadata.keys[key].shape, 99).to(getattr(torch, source.metadata.keys[key].dtype))
     for chunk in source.chunks([key])[key]:
         whole[tuple(slice(o, o + s) for o, s in zip(chunk.box.offset, chunk.box.size, strict=True))] = source.read(
             chunk
@@ -58,9 +58,9 @@ def assemble(source: CheckpointSource, key: str) -> torch.Tensor:
 def test_the_head_is_open_to_all(directory: Path) -> None:
     source = open_checkpoint(directory)
     assert isinstance(source, SafeSource)
-    assert source.head.keys == KEYS
-    assert source.head.values == VALUES
-    assert (source.head.sections, source.head.topology) == (("model", "optimizer"), {"world": 2, "tensor": 2})
+    assert source.metadata.keys == KEYS
+    assert source.metadata.values == VALUES
+    assert (source.metadata.sections, source.metadata.topology) == (("model", "optimizer"), {"world": 2, "tensor": 2})
     assert [r.stateless for r in source.ranks()] == [("module.module.frozen0",), ("module.module.frozen1",)]
 
 
@@ -100,11 +100,11 @@ def test_each_rank_has_a_record(directory: Path) -> None:
 
 
 def test_another_checkpoint_has_another_identity(directory: Path, tmp_path: Path) -> None:
-    identity = open_checkpoint(directory).head.identity
-    assert open_checkpoint(directory).head.identity == identity
+    identity = open_checkpoint(directory).metadata.identity
+    assert open_checkpoint(directory).metadata.identity == identity
     (directory / payload(0)).unlink()
     handmade.write_head(directory, [handmade.make_rank(directory, 0)])
-    assert open_checkpoint(directory).head.identity != identity
+    assert open_checkpoint(directory).metadata.identity != identity
 
 
 def test_payload_is_read_without_unpickling(directory: Path) -> None:
@@ -222,7 +222,7 @@ def test_the_same_layout_reads_its_ranks_own_index_alone(directory: Path, monkey
         AVERAGE: [UPPER],
         STEP: [Box((), ())],
     }
-    assert [source.head.keys[key] for key in chunks] == [KEYS[key] for key in chunks]
+    assert [source.metadata.keys[key] for key in chunks] == [KEYS[key] for key in chunks]
     assert source.hyperparameters([NAME]) == {NAME: HYPERPARAMETERS}
     assert source.stateless(["module.module.frozen0"]) == {"module.module.frozen0"}
     exact, near = source.near({"rank": 0, "pipeline": 0, "tensor": 0})
@@ -289,10 +289,10 @@ def test_keys_are_shared_out_each_once(directory: Path) -> None:
 
 @pytest.mark.parametrize("said", [3, 5])
 def test_as_many_keys_as_the_index_does_not_have_are_named(directory: Path, said: int) -> None:
-    head = read_manifest(directory)
-    handmade.write_manifest(directory / "manifest.json", head.model_copy(update={"keys": said}))
+    metadata = read_manifest(directory)
+    handmade.write_manifest(directory / "manifest.json", metadata.model_copy(update={"keys": said}))
     with pytest.raises(ManifestError) as caught:
-        list(open_checkpoint(directory).head.keys)
+        list(open_checkpoint(directory).metadata.keys)
     assert (caught.value.expected, caught.value.found) == ("as many keys as the index has, 4", f"{said}")
     assert caught.value.key == str(directory / "manifest.json")
 
@@ -309,17 +309,17 @@ NO_MAPPINGS = [{"$tuple": [1]}, {"$tuple": []}, {"$dict": [[1, 2]]}, {"$float": 
 
 @pytest.mark.parametrize("value", NO_MAPPINGS, ids=json.dumps)
 def test_hyperparameters_of_another_type_are_refused(directory: Path, value: Any) -> None:
-    head = read_manifest(directory)
-    known = dict.fromkeys(head.hyperparameters, value)
-    handmade.write_manifest(directory / "manifest.json", head.model_copy(update={"hyperparameters": known}))
+    metadata = read_manifest(directory)
+    known = dict.fromkeys(metadata.hyperparameters, value)
+    handmade.write_manifest(directory / "manifest.json", metadata.model_copy(update={"hyperparameters": known}))
     with pytest.raises(ManifestError, match="a mapping by names"):
         open_checkpoint(directory).hyperparameters([NAME])
 
 
 @pytest.mark.parametrize("value", [*NO_MAPPINGS, [], "x", None], ids=json.dumps)
 def test_values_of_another_type_are_refused(directory: Path, value: Any) -> None:
-    head = read_manifest(directory)
-    handmade.write_manifest(directory / "manifest.json", head.model_copy(update={"values": value}))
+    metadata = read_manifest(directory)
+    handmade.write_manifest(directory / "manifest.json", metadata.model_copy(update={"values": value}))
     with pytest.raises(ManifestError, match="a mapping by names"):
         open_checkpoint(directory)
 
@@ -415,4 +415,4 @@ def test_what_works_on_one_format_names_the_other(directory: Path, tmp_path: Pat
         open_stock(directory, remedy="Try it so.")
     with pytest.raises(ConfigurationError, match=r"format fsdp_dtensor_safe; .*format fsdp_dtensor\. Try it so"):
         open_safe(stock, remedy="Try it so.")
-    assert open_safe(directory, remedy="").head.format == "fsdp_dtensor_safe"
+    assert open_safe(directory, remedy="").metadata.format == "fsdp_dtensor_safe"

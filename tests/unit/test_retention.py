@@ -42,7 +42,7 @@ from tests.unit.test_saving import prepared, save
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Iterations 10 to 50, of which 30 never got a head and 40 is stock's."""
+    """Iterations 10 to 50, of which 30 never got metadata and 40 is stock's."""
     for number in (10, 20, 30, 40, 50):
         directory = tmp_path / f"iter_{number:07d}"
         directory.mkdir()
@@ -327,7 +327,7 @@ def test_what_a_save_has_committed_and_not_published_yet_stays(root: Path, metho
     save_anew(root / "iter_0000020", after_commit=lambda: found.extend(numbers(prune(root, 1))))
     assert removal.wait(30.0)
     assert found == [10, 40], "iteration 20 is older than 50, and no tracker names it"
-    assert open_checkpoint(root / "iter_0000020").head.keys
+    assert open_checkpoint(root / "iter_0000020").metadata.keys
     assert not list(root.glob(".reading-*"))
 
 

@@ -13,7 +13,7 @@ from mbridge_fsdp_ckpt.commit import removal
 from mbridge_fsdp_ckpt.coordination.coordination import Coordination
 from mbridge_fsdp_ckpt.coverage import plans, replicas
 from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError, DamagedCheckpointError, PlanDisagreementError
-from mbridge_fsdp_ckpt.format.head import has_head
+from mbridge_fsdp_ckpt.format.metadata import has_metadata
 from mbridge_fsdp_ckpt.format.own_index import RankIndex
 from mbridge_fsdp_ckpt.live.local_shards import LocalShard
 from mbridge_fsdp_ckpt.opening import open_checkpoint
@@ -95,7 +95,7 @@ def test_ranks_that_tile_make_a_checkpoint(target: Path) -> None:
     source = open_checkpoint(target)
     chunks = source.chunks(["model.weight"])["model.weight"]
     assert torch.equal(torch.cat([source.read(chunk) for chunk in chunks]), torch.arange(12.0).reshape(4, 3))
-    assert source.head.values == {"iteration": 10}
+    assert source.metadata.values == {"iteration": 10}
     assert [path.name for path in target.parent.iterdir()] == ["iter_0000010"]
 
 
@@ -184,7 +184,7 @@ def test_a_tensor_that_one_rank_holds_is_saved_if_it_is_to_write_it(target: Path
     ranks = [prepared(shards(0, 12, replica=(r, 2)) if r == holder else []) for r in range(2)]
     if on_writer:
         save(target, ranks)
-        assert list(open_checkpoint(target).head.keys) == ["model.weight"]
+        assert list(open_checkpoint(target).metadata.keys) == ["model.weight"]
     else:
         with pytest.raises(PlanDisagreementError, match=f"model.weight: no rank writes it: rank {holder} hold it"):
             save(target, ranks)
@@ -206,7 +206,7 @@ def test_what_fails_after_the_commit_says_that_the_checkpoint_stands(target: Pat
     seen: list[bool] = []
 
     def fail() -> None:
-        seen.append(has_head(target))
+        seen.append(has_metadata(target))
         raise error
 
     for number in (1, 2):
@@ -216,7 +216,7 @@ def test_what_fails_after_the_commit_says_that_the_checkpoint_stands(target: Pat
             save(target, [prepared(shards(0, 12))], after_commit=fail)
         assert type(caught.value).__name__ == name
         assert (caught.value.rank, str(target) in str(caught.value)) == (0, True)
-        assert open_checkpoint(target).head.values == {"iteration": 10}
+        assert open_checkpoint(target).metadata.values == {"iteration": 10}
         assert removal.wait(30.0)
         assert [path.name for path in target.parent.iterdir()] == ["iter_0000010"]
         assert seen == [True] * number, "in its place when it is followed up"

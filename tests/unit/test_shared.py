@@ -315,7 +315,7 @@ def test_a_forked_process_lets_its_parent_keep_the_file(folder: Path, parts: Par
 
 def seen(source: SafeSource) -> list[Any]:
     """What a load may ask of the index, as another process can be told."""
-    chunks = [c for of_key in source.chunks(list(source.head.keys)).values() for c in of_key]
+    chunks = [c for of_key in source.chunks(list(source.metadata.keys)).values() for c in of_key]
     return [source.index.entries(), source.share(0, 1), [(c.key, c.box, c.path.name, c.record, c.data) for c in chunks]]
 
 
@@ -341,7 +341,7 @@ def test_ranks_of_a_host_read_the_index_once(folder: Path, tmp_path: Path) -> No
         assert first.recv() == expected
         group = directory / handmade.GROUP
         damaged = bytearray(group.read_bytes())
-        damaged[40] ^= 1  # in the head: rows are read by each rank that needs them
+        damaged[40] ^= 1  # in the metadata: rows are read by each rank that needs them
         group.write_bytes(damaged)
         with process(opening(directory, near=9)) as (second, _):
             assert second.recv() == expected

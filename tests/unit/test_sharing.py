@@ -47,8 +47,8 @@ def test_readers_get_the_same_up_to_the_largest_chunk(count: int) -> None:
 def checkpoint(shape: tuple[int, ...], chunk: Box, *needed: Box) -> tuple[Any, StoredChunk]:
     """As much of an opened checkpoint as slices are made of."""
     keys = {"k": KeyEntry(dtype="float32", shape=shape)}
-    head = SimpleNamespace(keys=keys)
-    return SimpleNamespace(source=SimpleNamespace(head=head), needed={"k": list(needed)}), StoredChunk(
+    metadata = SimpleNamespace(keys=keys)
+    return SimpleNamespace(source=SimpleNamespace(metadata=metadata), needed={"k": list(needed)}), StoredChunk(
         "k", chunk, as_path("/c/a")
     )
 

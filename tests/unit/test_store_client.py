@@ -75,7 +75,7 @@ def test_a_lost_connection_fails_no_reader_and_is_named(monkeypatch: pytest.Monk
 
 
 def test_no_answer_is_never_taken_for_damage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever looks at a head and takes a bad one for damaged, or for none, must not take silence for that."""
+    """Whoever looks at metadata and takes a bad one for damaged, or for none, must not take silence for that."""
     target: Any = as_path("memory://bucket/silent/iter_0000020")
     save(target, [prepared(shards(0, 12))])
     stock = as_path("memory://bucket/stock")
@@ -157,7 +157,7 @@ def test_a_head_that_is_not_told_is_no_damaged_head_of_a_removal(
 
 
 def test_a_head_that_is_not_told_is_no_damaged_head_of_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody's own checkpoint of torch's is told by its head alone; and so are files that a save before added."""
+    """Somebody's own checkpoint of torch's is told by its metadata alone; and so are files that a save before added."""
     torch.distributed.checkpoint.save({"x": torch.ones(2)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     target: Any = as_path("memory://bucket/run/iter_0000010")
     for path in (tmp_path / "dcp").iterdir():

@@ -71,7 +71,7 @@ REFUSED = {
     "a run": (("iter_0000001/manifest.json", "tensorboard/events", "train.py"), "a root of checkpoints, with iter_0"),
     "a tracker": (("latest_checkpointed_iteration.txt",), "a root of checkpoints"),
     "Bridge's tracker": (("latest_train_state.pt",), "a root of checkpoints"),
-    "a root with a head": ((*OURS, "iter_0000001/manifest.json"), "a root of checkpoints"),
+    "a root with metadata": ((*OURS, "iter_0000001/manifest.json"), "a root of checkpoints"),
     "VeRL's model": (("dist_ckpt/.metadata", "huggingface/config.json"), "a root of checkpoints, with dist_ckpt"),
     "a root with a checkpoint put aside": ((f".replaced-release-{TOKEN}/manifest.json",), "a root of checkpoints"),
     "torch_dist": ((".metadata", "metadata.json", "common.pt", "__0_0.distcp"), r"another format \(torch_dist\)"),

@@ -112,8 +112,8 @@ def directory(tmp_path: Path) -> Path:
     made = handmade.make(tmp_path / "iter_0000010")
     for rank, write in ((0, 1.0), (1, 4.0)):
         timed(made, rank, begun=BEGUN + rank, phases=[["agree", 0, 0.5], ["write", 0.5, write]])
-    head = read_manifest(made)
-    handmade.write_manifest(made / "manifest.json", head.model_copy(update={"time": BEGUN + 5.0}))
+    metadata = read_manifest(made)
+    handmade.write_manifest(made / "manifest.json", metadata.model_copy(update={"time": BEGUN + 5.0}))
     return made
 
 

@@ -10,7 +10,7 @@ from megatron.bridge.training.utils import checkpoint_utils as names
 
 from mbridge_fsdp_ckpt.commit import trackers
 from mbridge_fsdp_ckpt.errors import NotACheckpointError
-from mbridge_fsdp_ckpt.format.head import has_head
+from mbridge_fsdp_ckpt.format.metadata import has_metadata
 from mbridge_fsdp_ckpt.format.names import RELEASE, iteration_of
 from mbridge_fsdp_ckpt.integrations.bridge import differences
 from mbridge_fsdp_ckpt.integrations.bridge.run_config import RunConfig
@@ -61,7 +61,7 @@ def locate(load_dir: str | None, checkpoint_config: Any, step: int | None) -> Lo
         root = as_path(load_dir)
         if iteration_of(root.name) is not None and not root.exists():
             existing(root.parent, root.name, "the path", "Check the path.")
-        if has_head(root) or names.is_checkpoint_iteration_directory(load_dir):
+        if has_metadata(root) or names.is_checkpoint_iteration_directory(load_dir):
             _check_named_so(root, step)
             return Located(root, root.parent, release=root.name == RELEASE)
         if step is not None:

@@ -161,7 +161,7 @@ def _absent(directory: AnyPath, plain: PlainModel) -> set[int]:
         KeyMismatchError: It has none of them.
     """
     planned = plan_model(plain)
-    keys = under_new_names(open_checkpoint(directory), [item.plan for item in planned]).head.keys
+    keys = under_new_names(open_checkpoint(directory), [item.plan for item in planned]).metadata.keys
     views = {id(view): parameter for parameter, view in _pairs(plain)}
     absent = {
         id(views[id(item.tensor)])

@@ -52,7 +52,7 @@ class RunConfig:
         """A checkpoint's configuration; an empty one where it has none.
 
         Raises:
-            ManifestError: It is larger than 16 MiB, or the head is damaged.
+            ManifestError: It is larger than 16 MiB, or the metadata is damaged.
         """
         path = added_file(directory, RUN_CONFIG)
         return cls.of(read_bounded(path, _MAX_CONFIG_BYTES)) if is_plain_file(path) else cls("")

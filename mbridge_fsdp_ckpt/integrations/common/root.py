@@ -10,7 +10,7 @@ from mbridge_fsdp_ckpt.commit.methods import recover
 from mbridge_fsdp_ckpt.coordination.coordination import next_coordination
 from mbridge_fsdp_ckpt.coordination.outcome import Outcome
 from mbridge_fsdp_ckpt.errors import NotACheckpointError
-from mbridge_fsdp_ckpt.format.head import has_head
+from mbridge_fsdp_ckpt.format.metadata import has_metadata
 from mbridge_fsdp_ckpt.format.names import ITERATION, iteration_name
 from mbridge_fsdp_ckpt.io.files import entries, what_is_there
 from mbridge_fsdp_ckpt.io.store import AnyPath
@@ -78,7 +78,7 @@ def find_checkpoint(path: AnyPath) -> AnyPath:
     Raises:
         NotACheckpointError: What a tracker names is not there, or it is not legible: see `commit.trackers`.
     """
-    if has_head(path):
+    if has_metadata(path):
         return path
     named = trackers.meant(path)
     if named is None:

@@ -22,7 +22,7 @@ from megatron.training.utils import is_last_rank, print_rank_0
 from mbridge_fsdp_ckpt import checkpoint
 from mbridge_fsdp_ckpt.commit import trackers
 from mbridge_fsdp_ckpt.errors import ConfigurationError, NotACheckpointError
-from mbridge_fsdp_ckpt.format.head import has_head
+from mbridge_fsdp_ckpt.format.metadata import has_metadata
 from mbridge_fsdp_ckpt.format.names import (
     ARGUMENTS,
     ITERATION,
@@ -225,7 +225,7 @@ def _locate(args: Any, load: str | None) -> AnyPath | None:
 def _has_one(place: str) -> bool:
     """Whether a checkpoint is there, whichever is meant."""
     root = as_path(place)
-    return has_head(root) or root.name.startswith(ITERATION) or bool(trackers.present(root))
+    return has_metadata(root) or root.name.startswith(ITERATION) or bool(trackers.present(root))
 
 
 def _meant(place: str, step: int | None = None) -> AnyPath | None:
@@ -233,7 +233,7 @@ def _meant(place: str, step: int | None = None) -> AnyPath | None:
     root = as_path(place)
     if step:  # 0: none, as Megatron-LM has it
         return chosen(root, step, "--ckpt-step")
-    if has_head(root):
+    if has_metadata(root):
         return root
     found = find_checkpoint(root)
     if found == root:

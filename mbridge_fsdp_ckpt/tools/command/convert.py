@@ -222,7 +222,7 @@ def _check_is_new(target: AnyPath) -> None:
 
 
 def _checkpoint(place: str) -> AnyPath:
-    """The iteration directory, with a head that can be read."""
+    """The iteration directory, with metadata that can be read."""
     from mbridge_fsdp_ckpt.opening import open_checkpoint
 
     directory = checkpoint_at(place)

@@ -34,12 +34,12 @@ def root_at(place: str) -> AnyPath:
         typer.BadParameter: It is an iteration directory.
         NotACheckpointError: It is no directory, or has nothing in it of what a root has, but something else.
     """
-    from mbridge_fsdp_ckpt.format.head import has_head
+    from mbridge_fsdp_ckpt.format.metadata import has_metadata
     from mbridge_fsdp_ckpt.io.files import entries, what_is_there
     from mbridge_fsdp_ckpt.io.store import as_path
 
     root = as_path(place)
-    if has_head(root):
+    if has_metadata(root):
         raise typer.BadParameter(f"{root} is an iteration directory: give the root that it lies in, {root.parent}")
     if not root.is_dir():
         raise NotACheckpointError(

@@ -81,7 +81,7 @@ class Description:
 
 def describe(source: SafeSource) -> Description:
     """A checkpoint of this format."""
-    head, stateless = source.manifest, dict[str, None]()
+    metadata, stateless = source.manifest, dict[str, None]()
     records: dict[int, Record] = {}
     for rank, index in source.own_indexes():
         places = index.names["kind"] == STATELESS
@@ -89,14 +89,16 @@ def describe(source: SafeSource) -> Description:
         states = tuple(index.text_of_name(int(place)) for place in np.flatnonzero(index.names["kind"] == STATE))
         records[rank] = Record(index.coordinates_of(), index.record().without_times(), states)
     return Description(
-        keys=source.head.keys,
-        sections=head.sections,
-        topology=dict(head.topology),
-        values=head.values,
+        keys=source.metadata.keys,
+        sections=metadata.sections,
+        topology=dict(metadata.topology),
+        values=metadata.values,
         records=records,
-        parameters=Parameters(source.parameters(), {int(h, 16): values for h, values in head.hyperparameters.items()}),
+        parameters=Parameters(
+            source.parameters(), {int(h, 16): values for h, values in metadata.hyperparameters.items()}
+        ),
         stateless=tuple(stateless),
-        writer={**head.writer, **writer_versions(training=False)},
+        writer={**metadata.writer, **writer_versions(training=False)},
     )
 
 

@@ -10,8 +10,8 @@ from mbridge_fsdp_ckpt.commit import trackers
 from mbridge_fsdp_ckpt.commit.methods import put_aside
 from mbridge_fsdp_ckpt.commit.target import check_replaceable
 from mbridge_fsdp_ckpt.errors import ConfigurationError, NotACheckpointError
-from mbridge_fsdp_ckpt.format.head import has_head
 from mbridge_fsdp_ckpt.format.manifest import added_file
+from mbridge_fsdp_ckpt.format.metadata import has_metadata
 from mbridge_fsdp_ckpt.format.names import MAX_TRAIN_STATE_BYTES, TRAIN_STATE, iteration_name, iteration_of
 from mbridge_fsdp_ckpt.io.files import is_plain_file, read_bounded
 from mbridge_fsdp_ckpt.io.store import AnyPath, as_path, store_of
@@ -57,7 +57,7 @@ def check_free(target: AnyPath, source: AnyPath) -> None:
     if not target.exists() and target.name not in put_aside(target.parent):
         check_replaceable(target)  # it may be a link that leads nowhere
         return
-    is_root = target.is_dir() and not has_head(target)
+    is_root = target.is_dir() and not has_metadata(target)
     inside = target / (source.name if iteration_of(source.name) is not None else iteration_name(0))
     other = inside if is_root and not inside.exists() else target.with_name(f"{target.name}-converted")
     raise ConfigurationError(

@@ -47,9 +47,9 @@ def describe_stock(source: DcpSource) -> Description:
     }
     lost = [*unread, *_lost(source, hyperparameters)]
     return Description(
-        keys=source.head.keys,
-        sections=source.head.sections,
-        topology=topology_of(source.head.directory, [*records.values()]),
+        keys=source.metadata.keys,
+        sections=source.metadata.sections,
+        topology=topology_of(source.metadata.directory, [*records.values()]),
         values=encode_mapping(values, "values"),
         records=records,
         parameters=parameters,
@@ -76,7 +76,7 @@ def note_of_arguments(values: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _refuse_pickled_slots(source: DcpSource) -> None:
     for key in source.entries:
-        if key.startswith(f"{_OPTIMIZER}.state.") and key not in source.head.keys:
+        if key.startswith(f"{_OPTIMIZER}.state.") and key not in source.metadata.keys:
             raise UnsupportedStateError(
                 expected="optimizer state that is tensors",
                 found="a pickled object",
@@ -92,7 +92,7 @@ def _hyperparameters(source: DcpSource) -> dict[str, dict[str, Any]]:
 
 def _values(source: DcpSource) -> tuple[dict[str, Any], list[str]]:
     """Non-tensor state that belongs to no rank, and the names of what is no plain data."""
-    values, unread = dict(source.head.values), []
+    values, unread = dict(source.metadata.values), []
     roots = {str(path[0]) for path in source.entries.values() if path}
     for root in sorted(roots - {_MODEL, _OPTIMIZER, _RANDOM, *values}):
         try:
@@ -108,7 +108,7 @@ def _values(source: DcpSource) -> tuple[dict[str, Any], list[str]]:
 def _lost(source: DcpSource, hyperparameters: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """Entries of model and optimizer that are neither tensors nor hyperparameters that were read."""
     for key, path in source.entries.items():
-        if key in source.head.keys or (path and path[0] not in (_MODEL, _OPTIMIZER)):
+        if key in source.metadata.keys or (path and path[0] not in (_MODEL, _OPTIMIZER)):
             continue
         is_hyperparameter = len(path) > 3 and path[:2] == (_OPTIMIZER, _GROUP_META)
         if not is_hyperparameter or path[3] not in hyperparameters.get(str(path[2]), {}):

@@ -110,9 +110,9 @@ def job_of[S: CheckpointSource](
         _check_is_torch_dist(directory)
     with reading(directory) as alive:
         opened = opener(directory)
-        head = opened.head
-        target = open_destination(destination, directory, head.values.get("iteration"))
-        report = Report(str(directory), head.format, str(target), written, len(head.keys))
+        metadata = opened.metadata
+        target = open_destination(destination, directory, metadata.values.get("iteration"))
+        report = Report(str(directory), metadata.format, str(target), written, len(metadata.keys))
         missing = [path for path in (target.parent, *target.parent.parents) if not path.exists()]
         try:
             yield Job(directory, opened, target, report, alive, progress)
@@ -208,11 +208,11 @@ def last_call(job: AnyJob) -> Callable[[], None]:
 
 def added_files(job: AnyJob) -> Callable[[Path], None]:
     """What puts run files into a directory, the format's name in the run configuration changed."""
-    directory = job.source.head.directory
+    directory = job.source.metadata.directory
     names = other_files(directory)
     if job.report.read == TORCH_DIST:  # Bridge takes a directory that has them for one in that format
         names = {n: stored for n, stored in names.items() if n not in (TORCH_DIST_METADATA, TORCH_DIST_COMMON)}
-    listed = {entry.name: entry for entry in job.source.head.files}
+    listed = {entry.name: entry for entry in job.source.metadata.files}
     unlisted = [name for name, stored in names.items() if stored not in listed]
     if listed and unlisted:
         job.report.notes.append(f"carried over without a checksum to verify: {', '.join(unlisted[:5])}")

@@ -54,7 +54,7 @@ def from_stock(source: str, destination: str, progress: Progress) -> Report:
     """
     opener = partial(open_stock, remedy="To change the number of its files, use reshard; for the other way, to-stock.")
     with job_of(source, destination, FORMAT_NAME, progress, opener) as job:
-        chunks = job.source.chunks(job.source.head.keys)
+        chunks = job.source.chunks(job.source.metadata.keys)
         ranks = {rank_of_payload(chunk.path.name) for held in chunks.values() for chunk in held if chunk.box.volume}
         write_safe(job, describe_stock(job.source), _as_they_are, sorted(ranks))
     return job.report

@@ -16,7 +16,7 @@ from mbridge_fsdp_ckpt.io.store import AnyPath, store_of
 
 
 def other_files(directory: AnyPath) -> dict[str, str]:
-    """The files of a checkpoint that are neither payload nor head nor index files: what each is called where it lies.
+    """The files of a checkpoint that are neither payload nor metadata nor index files, each with its name on disk.
 
     In an object store those that the manifest lists: others are copies for stock, or of an older save.
 
@@ -24,9 +24,9 @@ def other_files(directory: AnyPath) -> dict[str, str]:
         DamagedCheckpointError: One is a link, or no file; or has a name that the format does not allow.
         OSError: A folder may not be read.
     """
-    if (directory / MANIFEST_NAME).exists() and (head := read_manifest(directory)).suffix:
-        files = Files(head.save, head.suffix)
-        return {entry.name: files.added(entry.name) for entry in head.files}
+    if (directory / MANIFEST_NAME).exists() and (metadata := read_manifest(directory)).suffix:
+        files = Files(metadata.save, metadata.suffix)
+        return {entry.name: files.added(entry.name) for entry in metadata.files}
     names = sorted(name for name in _names(directory) if not is_part(name))
     for name in names:
         try:

@@ -3,10 +3,10 @@
 
     source  chunk by chunk, each verified as it is read      one key after another, rows in order
     blocks  cut out of them                                  at most one in memory
-    target  payload of up to `_OPEN_FILES` writers at a time, then their index, then the head
+    target  payload of up to `_OPEN_FILES` writers at a time, then their index, then the metadata
 
 Memory: one chunk of the source, one block of the target, up to `KEPT_BYTES` of chunks that the next block needs too,
-and what the head and the index of the writers at hand say of the chunks.
+and what the metadata and the index of the writers at hand say of the chunks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 
 from mbridge_fsdp_ckpt.commit import removal
 from mbridge_fsdp_ckpt.commit.content import Commit
-from mbridge_fsdp_ckpt.commit.finishing import finish, head
+from mbridge_fsdp_ckpt.commit.finishing import finish, metadata
 from mbridge_fsdp_ckpt.errors import InternalError
 from mbridge_fsdp_ckpt.format.names import Files, payload_name, token
 from mbridge_fsdp_ckpt.format.own_index import RankIndex
@@ -226,7 +226,7 @@ def _write_index(
 
 def _finish(commit: Commit, work: Rewriting, files: Files, told: Told) -> None:
     said = work.description
-    manifest = head(
+    manifest = metadata(
         writer=said.writer,
         topology=said.topology,
         sections=said.sections,

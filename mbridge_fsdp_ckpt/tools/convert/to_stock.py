@@ -62,15 +62,15 @@ def write_stock(
         OSError: The storage refused.
     """
     staging = target.parent / commit.directory.name
-    keys = source.head.keys
+    keys = source.metadata.keys
     chunks = source.chunks(keys)
     for key, entry in keys.items():
         covering(key, entry, chunks.pop(key))
     for file in files:
-        copy_file(check_file(source.head.directory, file), staging / file.name, file, progress)
+        copy_file(check_file(source.metadata.directory, file), staging / file.name, file, progress)
     add_files(staging)
     beside = (staging / TRAIN_STATE).exists()  # where stock keeps what this format has among its values
-    values = {name: value for name, value in source.head.values.items() if name != PROGRESS or not beside}
+    values = {name: value for name, value in source.metadata.values.items() if name != PROGRESS or not beside}
     write_dcp_view(staging, source, values)
     _flush(staging, progress)
     last_call()
@@ -106,7 +106,7 @@ def not_in_stock(source: SafeSource) -> Iterator[str]:
         yield "FP8 scaling state is left out: stock starts it afresh"
     if others:
         yield f"ranks' own values are left out: {', '.join(sorted(others))}"
-    newer = [key for key, entry in source.head.keys.items() if _is_named_otherwise(key, entry)]
+    newer = [key for key, entry in source.metadata.keys.items() if _is_named_otherwise(key, entry)]
     if newer:
         yield (
             f"stock finds {len(newer)} keys of multi-token prediction or fused MLA from Megatron-Core's pull request "

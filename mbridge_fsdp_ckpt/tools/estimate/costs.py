@@ -78,7 +78,7 @@ def groups_of(world: int) -> int:
 
 
 def files_of(tally: Tally) -> int:
-    """Files of a checkpoint: payloads, index files of ranks and groups, the head; DCP metadata where one is written."""
+    """Files of a checkpoint: payloads, index files of ranks and groups, manifest; DCP metadata where one is written."""
     own = int(np.count_nonzero(tally.bytes)) + tally.world + groups_of(tally.world) + 1
     has_view = Settings().writes_dcp_metadata(int(tally.chunks.sum() + tally.numbers.sum()))
     return own + 2 * has_view

@@ -93,7 +93,7 @@ class Timeline:
     Args:
         directory: The checkpoint.
         lanes: By rank.
-        commit: When the head was made, in seconds after the first rank began; None where it does not say.
+        commit: When the metadata was made, in seconds after the first rank began; None where it does not say.
         medians: Of each phase, seconds; in the order in which phases come.
         stragglers: The slowest first.
         slow: The rank and phase of each.
@@ -201,7 +201,7 @@ def timeline(directory: AnyPath) -> Timeline:
     if not isinstance(source, SafeSource) or not lanes:
         raise NoTimesError(
             expected="ranks that say how long their part of the save took",
-            found=f"none, in {source.head.format}",
+            found=f"none, in {source.metadata.format}",
             remedy="Saves of this release do; stock, earlier releases and conversions do not.",
             key=str(directory),
         )

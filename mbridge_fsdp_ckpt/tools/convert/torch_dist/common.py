@@ -73,7 +73,7 @@ class TorchDistSource(DcpSource):
     def __init__(self, directory: AnyPath) -> None:
         super().__init__(directory)
         self.common = read_common(self)
-        self.head = replace(self.head, format=TORCH_DIST, values=self.common.values)
+        self.metadata = replace(self.metadata, format=TORCH_DIST, values=self.common.values)
 
 
 def read_common(source: DcpSource) -> Common:
@@ -95,8 +95,8 @@ def read_common(source: DcpSource) -> Common:
             values[name] = value
         except UnsupportedStateError:
             left_out.append(name)
-    if PROGRESS in source.head.values:  # in a file beside, as in stock's
-        values[PROGRESS] = source.head.values[PROGRESS]
+    if PROGRESS in source.metadata.values:  # in a file beside, as in stock's
+        values[PROGRESS] = source.metadata.values[PROGRESS]
     parts = [part for part in _optimizers(state.get("optimizer")) if isinstance(part, dict)]
     inner = [part.get("optimizer") or {} for part in parts]
     return Common(
@@ -115,10 +115,10 @@ def read_state(source: DcpSource) -> dict[str, Any]:
     Raises:
         DamagedCheckpointError, ManifestError: See `read_common`.
     """
-    if is_plain_file(source.head.directory / TORCH_DIST_COMMON):
-        return read_common_file(source.head.directory)
+    if is_plain_file(source.metadata.directory / TORCH_DIST_COMMON):
+        return read_common_file(source.metadata.directory)
     if _COMMON_KEY in source.tensors:
-        raise _no_common(source.head.directory, "a tensor")
+        raise _no_common(source.metadata.directory, "a tensor")
     [chunk] = source.look_at(_COMMON_KEY)
     return _loaded(chunk.path, OpenFiles().read(chunk.path, *chunk.record))
 

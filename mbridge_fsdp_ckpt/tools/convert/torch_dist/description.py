@@ -60,7 +60,7 @@ def describe_torch_dist(
     """
     require("save and load", "conversion", "torch_dist")
     with _quiet(), job():
-        model = UnshardedModel.of(source.head.directory, common.arguments, trusted=trust_run_config)
+        model = UnshardedModel.of(source.metadata.directory, common.arguments, trusted=trust_run_config)
         planned = plan_model(PlainModel(model.module))
         parts = _described(model.module, planned, common, source.tensors)
         tensors = {id(item.plan): local_shard(item.tensor) for item in planned}
@@ -81,7 +81,7 @@ def describe_torch_dist(
     description = Description(
         keys=mapping.keys,
         sections=("model",) if trouble else ("model", "optimizer"),
-        topology=topology_of(source.head.directory, [*records.values()]),
+        topology=topology_of(source.metadata.directory, [*records.values()]),
         values=encode_mapping(common.values, "values"),
         records=records,
         parameters=Parameters() if trouble else parameters,

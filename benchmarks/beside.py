@@ -139,10 +139,7 @@ class _Rank:
 
     def _beside(self, place: Path) -> Begun:
         start = time.perf_counter()
-        saving = mbridge_fsdp_ckpt.save(
-            place, model=self._trainable.model, optimizer=self._trainable.optimizer, background=True
-        )
-        assert saving is not None
+        saving = mbridge_fsdp_ckpt.async_save(place, model=self._trainable.model, optimizer=self._trainable.optimizer)
         called, own = time.perf_counter() - start, saving.stalled
         assert own <= called
         return (lambda: saving.done), (lambda: saving.stalled - own)

@@ -180,7 +180,7 @@ class _Rank:
         self, saved: Path, whole: dict[str, Any], about: str, settings: mbridge_fsdp_ckpt.Settings | None = None
     ) -> Iterator[tuple[str, float]]:
         prepare_cache(saved, cached=False)
-        loaded: list[mbridge_fsdp_ckpt.Loaded] = []
+        loaded: list[mbridge_fsdp_ckpt.LoadResult] = []
         seconds = self._timed(lambda: loaded.append(mbridge_fsdp_ckpt.load(saved, settings=settings, **whole)))
         yield f"load{about}", seconds
         yield f"load but for the gather{about}", seconds - loaded[0].seconds["refresh"]

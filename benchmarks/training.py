@@ -125,14 +125,14 @@ def _kept(report: RankReport) -> Iterator[None]:
     """
     from mbridge_fsdp_ckpt import checkpoint
 
-    save, kept = checkpoint.save, []
+    save, kept = checkpoint.async_save, []
 
     def keeping(*args: Any, **kwargs: Any) -> Any:
         saving = save(*args, **kwargs)
         kept.append((saving, saving.stalled))
         return saving
 
-    with patch.object(checkpoint, "save", keeping):
+    with patch.object(checkpoint, "async_save", keeping):
         yield
     if len(kept) != len(report.calls):
         raise RuntimeError(f"{len(report.calls)} saves were measured, {len(kept)} went on asynchronously")

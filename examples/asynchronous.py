@@ -3,7 +3,7 @@
 
 torchrun --nproc-per-node 2 examples/asynchronous.py /scratch/checkpoints --steps 4
 
-`save(..., background=True)` returns at once.  What is there at the call is copied to host memory during the next
+`async_save` returns at once.  What is there at the call is copied to host memory during the next
 forward and backward pass, and a process beside each rank writes it.  An error of such a save is raised by the next one,
 or by `finish_saves`.
 """
@@ -27,14 +27,13 @@ def main() -> None:
         done = ckpt.load(directory, model=job.model, optimizer=job.optimizer).values["step"]
     for step in range(done + 1, options.steps + 1):
         job.step(step - 1)
-        ckpt.save(
+        ckpt.async_save(
             place(options.folder, step),
             model=job.model,
             optimizer=job.optimizer,
             values={"step": step},
             after_commit=partial(name_latest, options.folder, step),
             settings=SETTINGS,
-            background=True,
         )
     ckpt.finish_saves()  # before the process ends
 

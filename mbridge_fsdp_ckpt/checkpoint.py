@@ -1,5 +1,5 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""save() and load(): the whole story.
+"""save(), async_save() and load(): the whole story.
 
     save    plan -> agree -> write own chunks to staging -> rank 0 checks, writes the metadata, commits
     load    open -> match keys -> verify every byte, fill new optimizer slots -> agree -> fill weights -> refresh
@@ -10,7 +10,7 @@ Megatron-FSDP gathers compute weights after an optimizer step, at its very end. 
 all.  Until the second meeting of a save the previous checkpoint is untouched; until the first meeting of a load has
 passed, so are model and optimizer.
 
-A save in the background takes the same steps in a process of its own (`saving.background`), while training goes on.
+An asynchronous save takes the same steps in a process of its own (`saving.background`), while training goes on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any
 
 from mbridge_fsdp_ckpt.coordination.coordination import next_coordination
 from mbridge_fsdp_ckpt.coordination.delegated import Participant
@@ -30,57 +30,36 @@ from mbridge_fsdp_ckpt.live.local_shards import KeyFilter
 from mbridge_fsdp_ckpt.live.optimizer import loss_scales
 from mbridge_fsdp_ckpt.loading import run as loading
 from mbridge_fsdp_ckpt.loading.opened import Wanted
-from mbridge_fsdp_ckpt.loading.result import Loaded
+from mbridge_fsdp_ckpt.loading.result import LoadResult
 from mbridge_fsdp_ckpt.loading.run import Accept
 from mbridge_fsdp_ckpt.phases import Phases, tell
 from mbridge_fsdp_ckpt.remedies import Door, entrance
 from mbridge_fsdp_ckpt.saving import run as saving
 from mbridge_fsdp_ckpt.saving import snapshot
 from mbridge_fsdp_ckpt.saving.background.async_saves import async_saves
-from mbridge_fsdp_ckpt.saving.background.handle import Saving
+from mbridge_fsdp_ckpt.saving.background.handle import SaveHandle
 from mbridge_fsdp_ckpt.saving.background.order import Order
 from mbridge_fsdp_ckpt.saving.commit import Job
-from mbridge_fsdp_ckpt.saving.result import Saved
+from mbridge_fsdp_ckpt.saving.result import SaveResult
 from mbridge_fsdp_ckpt.saving.writer import Watching
 from mbridge_fsdp_ckpt.settings import Settings
 
 __all__ = [
-    "Loaded",
-    "Saved",
-    "Saving",
+    "LoadResult",
+    "SaveHandle",
+    "SaveResult",
     "Settings",
+    "async_save",
     "finish_saves",
     "load",
-    "load_optimizer_only",
-    "load_weights_only",
+    "load_optimizer",
+    "load_weights",
     "release_staging",
     "save",
 ]
 
 Directory = str | os.PathLike[str] | AnyPath
 _DEFAULTS = Settings()
-
-
-class _Options(TypedDict, total=False):
-    """Arguments of `save` that do not decide what it returns."""
-
-    optimizer: Any
-    values: Mapping[str, Any] | None
-    rank_values: Mapping[str, Any] | None
-    include: KeyFilter | None
-    add_files: Callable[[Path], None] | None
-    after_commit: Callable[[], None] | None
-    settings: Settings | None
-
-
-@overload
-def save(directory: Directory, *, model: Any, background: Literal[False] = ..., **options: Unpack[_Options]) -> Saved:
-    pass
-
-
-@overload
-def save(directory: Directory, *, model: Any, background: Literal[True], **options: Unpack[_Options]) -> Saving | None:
-    pass
 
 
 @entrance(Door.PYTHON)
@@ -95,8 +74,7 @@ def save(
     add_files: Callable[[Path], None] | None = None,
     after_commit: Callable[[], None] | None = None,
     settings: Settings | None = None,
-    background: bool = False,
-) -> Saved | Saving | None:
+) -> SaveResult:
     """Save a model and its optimizer to `directory`.  All ranks call it with the same arguments.
 
     Args:
@@ -114,39 +92,21 @@ def save(
         after_commit: Called on rank 0 once the checkpoint is in its place, while the others still wait: to let a
             tracker name it.  Where it raises, all ranks raise.
         settings: See `Settings`.
-        background: Whether to return while the save goes on asynchronously, in a process of its own.  What is
-            saved is what is there now: tensors are copied during the next forward and backward pass, and the step of
-            any torch optimizer waits for what is left of that.  Where steps may be replays of a captured graph, the
-            call itself waits.  Before tensors change otherwise, or are moved, call `Saving.wait_until_taken`.
-            `add_files` and `after_commit` are called in another thread.
 
     Returns:
-        What it cost; of a save in the background, its handle, or None where it was skipped (`Settings.when_busy`).
+        What it cost.
 
     Raises:
         ConfigurationError: `directory` holds something else than a checkpoint.  The same on every rank.
         CheckpointError: The same on every rank.  Nothing was committed, the previous checkpoint stands; unless the
-            error says that the checkpoint is in its place, because `after_commit` failed.  An error of a save in the
-            background is raised by its handle, and if nobody has asked that, by the next save, once that has ended,
-            or by `finish_saves`.
+            error says that the checkpoint is in its place, because `after_commit` failed.
     """
     settings, phases, place = settings or _DEFAULTS, Phases(), called(directory)
-    purpose, limits = f"save to {place}", (settings.time_limit, settings.storage_limit)
     observe = partial(snapshot.observe, model, optimizer, include, rank_values, values, settings.vocabulary_size)
     values = loss_scales.with_loss_scales(values, optimizer)
     with async_saves().old_error_last():
-        if background:
-            participant = Participant.next(purpose, *limits)
-            if async_saves().skips(participant, settings):
-                return None
-            with phases("wait"):
-                async_saves().end_last()
-            with phases("plan"):
-                observed = Outcome.of(observe, participant.rank, "planning the save")
-            what = Order(place, participant, settings, values, observed, phases, add_files, after_commit)
-            return async_saves().begin(what)
         async_saves().end_last()
-        coordination = next_coordination(purpose, *limits)
+        coordination = next_coordination(f"save to {place}", settings.time_limit, settings.storage_limit)
         job = Job(as_path(directory), settings, coordination, values, add_files, after_commit)
         with phases("plan"):
             prepared = Outcome.of(lambda: snapshot.plan_save(observe()), coordination.rank, "planning the save")
@@ -158,8 +118,61 @@ def save(
         return saved
 
 
+@entrance(Door.PYTHON)
+def async_save(
+    directory: Directory,
+    *,
+    model: Any,
+    optimizer: Any = None,
+    values: Mapping[str, Any] | None = None,
+    rank_values: Mapping[str, Any] | None = None,
+    include: KeyFilter | None = None,
+    add_files: Callable[[Path], None] | None = None,
+    after_commit: Callable[[], None] | None = None,
+    settings: Settings | None = None,
+) -> SaveHandle:
+    """Begin to save, and return while the save goes on in a process of its own.  All ranks call it.
+
+    What is saved is what is there at the call: tensors are copied during the next forward and backward pass, and the
+    step of any torch optimizer waits for what is left of that.  Where steps may be replays of a captured graph, the
+    call itself waits.  Before tensors change otherwise, or are moved, call `SaveHandle.wait_until_taken`.
+
+    Args:
+        directory: As in `save`.
+        model: As in `save`.
+        optimizer: As in `save`.
+        values: As in `save`.
+        rank_values: As in `save`.
+        include: As in `save`.
+        add_files: As in `save`, but called in another thread.
+        after_commit: As in `save`, but called in another thread.
+        settings: See `Settings`; `when_busy` says what happens while the save before goes on.
+
+    Returns:
+        Its handle; see `SaveHandle.skipped`.
+
+    Raises:
+        CheckpointError: Of the save before, which nobody has been told of yet; the new one has ended by then.  An
+            error of this one is raised by its handle, and if nobody has asked that, by the next save, once that has
+            ended, or by `finish_saves`.  The same on every rank.
+    """
+    settings, phases, place = settings or _DEFAULTS, Phases(), called(directory)
+    observe = partial(snapshot.observe, model, optimizer, include, rank_values, values, settings.vocabulary_size)
+    values = loss_scales.with_loss_scales(values, optimizer)
+    with async_saves().old_error_last():
+        participant = Participant.next(f"save to {place}", settings.time_limit, settings.storage_limit)
+        if async_saves().skips(participant, settings):
+            return SaveHandle.of_skipped(place, participant)
+        with phases("wait"):
+            async_saves().end_last()
+        with phases("plan"):
+            observed = Outcome.of(observe, participant.rank, "planning the save")
+        order = Order(place, participant, settings, values, observed, phases, add_files, after_commit)
+        return async_saves().begin(order)
+
+
 def finish_saves() -> None:
-    """Wait until no save goes on in the background.  All ranks call it, at the end of a run say.
+    """Wait until no asynchronous save goes on.  All ranks call it, at the end of a run say.
 
     Raises:
         CheckpointError: The last one failed, and its error has not been raised yet.  The same on every rank.
@@ -168,7 +181,7 @@ def finish_saves() -> None:
 
 
 def release_staging(*, wait: bool = True) -> None:
-    """Give back the host memory into which saves in the background copy, once nothing of it is still to be written.
+    """Give back the host memory into which asynchronous saves copy, once nothing of it is still to be written.
 
     The next one takes new memory.
 
@@ -188,14 +201,14 @@ def load(
     include: KeyFilter | None = None,
     accept: Accept | None = None,
     settings: Settings | None = None,
-) -> Loaded:
+) -> LoadResult:
     """Load a model and its optimizer from `directory`.  All ranks call it with the same arguments.
 
     Args:
         directory: An iteration directory of this format, or of stock `fsdp_dtensor`, saved in any layout.
         model: The model to fill, wrapped in Megatron-FSDP.
         optimizer: Its optimizer.  None loads weights only.  Host copies of weights that an optimizer keeps are
-            refreshed only if it is given; see `load_weights_only`.
+            refreshed only if it is given; see `load_weights`.
         include: Which model keys to load, with the optimizer state of these parameters; all others stay as they are.
             What a param group has for all of its parameters is loaded where one of them is.
         accept: Called on every rank with what was read, before anything changes.  It checks the values and returns
@@ -210,7 +223,7 @@ def load(
 
 
 @entrance(Door.PYTHON)
-def load_weights_only(
+def load_weights(
     directory: Directory,
     *,
     model: Any,
@@ -218,12 +231,12 @@ def load_weights_only(
     include: KeyFilter | None = None,
     accept: Accept | None = None,
     settings: Settings | None = None,
-) -> Loaded:
+) -> LoadResult:
     """Like `load`, but the optimizer keeps its state and only refreshes its copies of the weights that were loaded.
 
     An optimizer may keep fp32 weights of its own, on the host or on the device.  Left as they were, they would put the
     old weights back in its first step.  Slots of an optimizer that this package does not know may be such copies, too:
-    these stay as they are, and `Loaded.unknown_slots` and the log name them.
+    these stay as they are, and `LoadResult.unknown_slots` and the log name them.
 
     Args:
         directory: As in `load`.
@@ -240,7 +253,7 @@ def load_weights_only(
 
 
 @entrance(Door.PYTHON)
-def load_optimizer_only(
+def load_optimizer(
     directory: Directory,
     *,
     model: Any,
@@ -248,7 +261,7 @@ def load_optimizer_only(
     include: KeyFilter | None = None,
     accept: Accept | None = None,
     settings: Settings | None = None,
-) -> Loaded:
+) -> LoadResult:
     """Like `load`, but the model keeps its weights and buffers.
 
     Args:
@@ -265,7 +278,7 @@ def load_optimizer_only(
     return _load(directory, Wanted(model, optimizer, include, weights=False, state=True), accept, settings)
 
 
-def _load(directory: Directory, wanted: Wanted, accept: Accept | None, settings: Settings | None) -> Loaded:
-    """Load; what a save in the background still copies is copied before anything changes."""
+def _load(directory: Directory, wanted: Wanted, accept: Accept | None, settings: Settings | None) -> LoadResult:
+    """Load; what an asynchronous save still copies is copied before anything changes."""
     async_saves().wait_until_taken()
     return loading.run(directory, wanted, accept, settings or _DEFAULTS)

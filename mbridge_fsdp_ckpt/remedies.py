@@ -59,9 +59,9 @@ NAMES: dict[str, dict[Door, str]] = {
     "values": {Door.PYTHON: "values="},
     "not_strict": {Door.EXPORT: "--not-strict"},
     "hf_model": {Door.EXPORT: "--hf-model"},
-    "until_taken": {Door.PYTHON: "Saving.wait_until_taken()"},
+    "until_taken": {Door.PYTHON: "SaveHandle.wait_until_taken()"},
     "weights_only": {
-        Door.PYTHON: "load_weights_only",
+        Door.PYTHON: "load_weights",
         Door.BRIDGE: "checkpoint.load_optim=False",
         Door.MEGATRON_LM: "--no-load-optim",
         Door.VERL: "checkpoint.load_contents=['model']",

@@ -56,9 +56,8 @@ class Settings:
             optimizer keeps them, or hand to an optimizer of another class of which it is not known what it keeps.
         vocabulary_size: Rows of embeddings and output layer that are tokens; the others are padding, and a checkpoint
             with other padding loads.  Bridge's plug-in takes it from the model's configuration.
-        staging_limit: Bytes of host memory, in portions of 8 MiB, into which each rank copies what a save beside the
-            training (`background=True`) writes. None: as many as it writes. With fewer, an optimizer's step waits
-            until enough has been written.
+        staging_limit: Bytes of host memory, in portions of 8 MiB, into which each rank copies what an asynchronous
+            save writes. None: as many as it writes. With fewer, an optimizer's step waits until enough is written.
         when_busy: What an asynchronous save does while the one before goes on: "wait" until that has ended, or
             "skip" this one, with a line in the log.
         progress: Whether rank 0 shows a bar of its bytes on standard error where a save or load lasts; only on a

@@ -15,7 +15,7 @@ from mbridge_fsdp_ckpt.phases import Phases
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadResult:
     """What a load returns besides filling model and optimizer.
 
     Args:
@@ -59,7 +59,7 @@ class Loaded:
             )
         return said
 
-    def with_results(self, skipped: Iterable[str], filled: Filled, read: int, phases: Phases) -> Loaded:
+    def with_results(self, skipped: Iterable[str], filled: Filled, read: int, phases: Phases) -> LoadResult:
         """The same of a load that is done.
 
         Args:
@@ -85,7 +85,7 @@ class Filled(TypedDict):
     Args:
         lost: See `exchange.message`.
         bytes: That were read.
-        unknown_slots: See `Loaded`; the first 20.
+        unknown_slots: See `LoadResult`; the first 20.
     """
 
     lost: ErrorData | None

@@ -24,20 +24,20 @@ from mbridge_fsdp_ckpt.loading.budget import read_budget
 from mbridge_fsdp_ckpt.loading.key_check import combine_identities, decide_identities
 from mbridge_fsdp_ckpt.loading.match import NAMED
 from mbridge_fsdp_ckpt.loading.opened import Opened, Wanted
-from mbridge_fsdp_ckpt.loading.result import Loaded
+from mbridge_fsdp_ckpt.loading.result import LoadResult
 from mbridge_fsdp_ckpt.loading.sharing import reads_are_shared
 from mbridge_fsdp_ckpt.phases import Phases, tell
 from mbridge_fsdp_ckpt.settings import Settings
 
 _log = logging.getLogger(__name__)
 
-Accept = Callable[[Loaded], Callable[[], None]]
+Accept = Callable[[LoadResult], Callable[[], None]]
 """See `checkpoint.load`."""
 
 
 def run(
     directory: str | os.PathLike[str] | AnyPath, wanted: Wanted, accept: Accept | None, settings: Settings
-) -> Loaded:
+) -> LoadResult:
     """Load what is wanted; arguments and errors are those of `checkpoint.load`."""
     source, phases = as_path(directory), Phases()
     shared = reads_are_shared(settings, source)
@@ -47,7 +47,7 @@ def run(
     def prepare() -> _Prepared:
         found = opened.open_and_match(source, wanted, settings, coordination)
         values, topology = found.source.metadata.values, opened.topology_of(found.source)
-        read = Loaded(values, topology, *opened.records_of(found), skipped=tuple(found.skipped))
+        read = LoadResult(values, topology, *opened.records_of(found), skipped=tuple(found.skipped))
         steps = [accept(read)] if accept is not None else []
         if found.with_state:
             steps.append(loss_scales.restoration(values, wanted.optimizer))
@@ -78,7 +78,7 @@ def run(
     return done
 
 
-def _tell(directory: str | os.PathLike[str] | AnyPath, done: Loaded) -> None:
+def _tell(directory: str | os.PathLike[str] | AnyPath, done: LoadResult) -> None:
     tell("load", called(directory), done)
     for text in done.warnings():
         _log.warning(text)
@@ -89,7 +89,7 @@ class _Prepared:
     """All that a rank can do of a load before the others agree."""
 
     staged: fill.Staged
-    loaded: Loaded
+    loaded: LoadResult
     put_in_place: list[Callable[[], None]]
     unknown_slots: list[str]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SaveResult:
     """What a save cost this rank.
 
     Args:

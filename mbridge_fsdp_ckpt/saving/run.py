@@ -14,11 +14,13 @@ from mbridge_fsdp_ckpt.coverage import plans, replicas
 from mbridge_fsdp_ckpt.errors import CheckpointError
 from mbridge_fsdp_ckpt.saving import write_plan, writer
 from mbridge_fsdp_ckpt.saving.commit import Job
-from mbridge_fsdp_ckpt.saving.result import Saved
+from mbridge_fsdp_ckpt.saving.result import SaveResult
 from mbridge_fsdp_ckpt.saving.write_plan import Elements, WritePlan
 
 
-def run(job: Job, planned: Outcome[WritePlan], elements: Callable[[], Elements], watching: writer.Watching) -> Saved:
+def run(
+    job: Job, planned: Outcome[WritePlan], elements: Callable[[], Elements], watching: writer.Watching
+) -> SaveResult:
     """Save what was planned.
 
     Args:
@@ -47,7 +49,7 @@ def run(job: Job, planned: Outcome[WritePlan], elements: Callable[[], Elements],
     finally:
         job.clean_up()
         coordination.close()
-    return Saved(written.value["told"]["bytes"], total, phases.seconds, phases.elapsed, phases.elapsed)
+    return SaveResult(written.value["told"]["bytes"], total, phases.seconds, phases.elapsed, phases.elapsed)
 
 
 def give_up(coordination: Coordination, error: CheckpointError) -> int:

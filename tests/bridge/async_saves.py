@@ -96,7 +96,7 @@ def train_where_one_hears_late(run: Run) -> list[list[int]]:
         return end
 
     finalizes = "mbridge_fsdp_ckpt.integrations.bridge.manager:SafeCheckpointManager.finalize_async_saves"
-    with patched("mbridge_fsdp_ckpt.saving.background.handle:Saving._end", late), patched(finalizes, own_loop):
+    with patched("mbridge_fsdp_ckpt.saving.background.handle:SaveHandle._end", late), patched(finalizes, own_loop):
         train(run, heard.callbacks)
     return heard.steps
 

@@ -24,7 +24,7 @@ def load_unacceptable(directory: str, refusing: int) -> dict[str, Any]:
     trainable = cases.prepared(RECIPE, steps=1, seed=7)
     placed: list[int] = []
 
-    def accept(loaded: mbridge_fsdp_ckpt.Loaded) -> Any:
+    def accept(loaded: mbridge_fsdp_ckpt.LoadResult) -> Any:
         if dist.get_rank() == refusing:
             raise ValueError(f"no schedule of iteration {loaded.values['iteration']}")
         return lambda: placed.append(1)
@@ -42,7 +42,7 @@ def load_accepted(directory: str) -> dict[str, Any]:
     before = oracle.live(trainable)
     order: list[Any] = []
 
-    def accept(loaded: mbridge_fsdp_ckpt.Loaded) -> Any:
+    def accept(loaded: mbridge_fsdp_ckpt.LoadResult) -> Any:
         order.append(("accept", loaded.values["iteration"], oracle.live(trainable) == before))
         return lambda: order.append(("in place", oracle.live(trainable) == before))
 
@@ -57,7 +57,7 @@ def load_overwritten(directory: str) -> dict[str, Any]:
     mbridge_fsdp_ckpt.save(later, model=other.model, optimizer=other.optimizer, values={"iteration": 3})
     trainable = cases.prepared(RECIPE, steps=1, seed=7)
 
-    def accept(loaded: mbridge_fsdp_ckpt.Loaded) -> Any:
+    def accept(loaded: mbridge_fsdp_ckpt.LoadResult) -> Any:
         dist.barrier()
         if dist.get_rank() == 0:
             Path(directory).rename(later.with_name("aside"))

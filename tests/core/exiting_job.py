@@ -22,25 +22,23 @@ def main(root: Path, error: str) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     trainable = cases.prepared(Recipe(layers=1), steps=1)
 
-    def save(number: int) -> mbridge_fsdp_ckpt.Saving | None:
+    def save(number: int) -> mbridge_fsdp_ckpt.SaveHandle:
         def add_files(directory: Path) -> None:
             (directory / "more").write_text("of the trainer")
 
         def after_commit() -> None:
             (root / "latest").write_text(str(number))
 
-        return mbridge_fsdp_ckpt.save(
+        return mbridge_fsdp_ckpt.async_save(
             root / f"iter_{number:07}",
             model=trainable.model,
             optimizer=trainable.optimizer,
             add_files=add_files,
             after_commit=after_commit,
-            background=True,
         )
 
     save(1)
     saving = save(2)
-    assert saving is not None
     print(f"leaves while a save goes on: {not saving.done}", flush=True)
     if error:
         raise RuntimeError(error)

@@ -124,9 +124,8 @@ def save(directory: str, beside: bool) -> None:
     late = keepers["nothing 0"]
     mbridge_fsdp_ckpt.save(f"{directory}.first", **arguments)
     late.kept = {"came": "later"}
-    saving = mbridge_fsdp_ckpt.save(directory, background=True, **arguments)
+    saving = mbridge_fsdp_ckpt.async_save(directory, **arguments)
     late.kept, keepers["decoder"].kept["steps"] = None, -1
-    assert saving is not None
     saving.wait()
 
 

@@ -51,7 +51,7 @@ def save_over(targets: list[str], working: str | None = None) -> dict[str, dict[
     trainable, found = cases.prepared(SMALL, steps=1), {}
     free = Path(targets[0]).parent / "free"
     options: dict[str, Any] = {"model": trainable.model, "optimizer": trainable.optimizer}
-    mbridge_fsdp_ckpt.save(free, background=True, **options)
+    mbridge_fsdp_ckpt.async_save(free, **options)
     mbridge_fsdp_ckpt.finish_saves()
     before = os.getcwd()  # noqa: PTH109
     try:
@@ -60,7 +60,7 @@ def save_over(targets: list[str], working: str | None = None) -> dict[str, dict[
             for background in (False, True):
 
                 def action(target: str = target, background: bool = background) -> None:
-                    mbridge_fsdp_ckpt.save(target, background=background, **options)  # type: ignore[call-overload]
+                    (mbridge_fsdp_ckpt.async_save if background else mbridge_fsdp_ckpt.save)(target, **options)
                     mbridge_fsdp_ckpt.finish_saves()
 
                 found[f"{target} {background}"] = seen(trainable, action)

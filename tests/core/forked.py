@@ -44,7 +44,6 @@ def loads(root: str) -> dict[str, Any]:
     read("after a save", loader(stay=False))
     run.writer(signal.SIGSTOP)
     saving = run.save()
-    assert saving is not None
     during = loader(stay=True)
     read("while it is copied, perhaps", during)
     saving.wait_until_taken()
@@ -65,7 +64,6 @@ def forks(root: str) -> dict[str, Any]:
     run.warm()
     run.writer(signal.SIGSTOP)
     saving = run.save()
-    assert saving is not None
     saving.wait_until_taken()
     told = Path(root)
 

@@ -33,7 +33,7 @@ from mbridge_fsdp_ckpt.format.names import beside as hidden
 from mbridge_fsdp_ckpt.saving.background.async_saves import AsyncSaves, async_saves
 from mbridge_fsdp_ckpt.saving.background.channel import Channel
 from mbridge_fsdp_ckpt.saving.background.filling import Filling
-from mbridge_fsdp_ckpt.saving.background.handle import Saving
+from mbridge_fsdp_ckpt.saving.background.handle import SaveHandle
 from tests.core.beside import LIMIT_S, QUICK, Run
 from tests.soak.kill import iteration
 
@@ -141,9 +141,9 @@ def threads(root: str) -> dict[str, Ended]:
     failing: dict[str, tuple[Any, str, BaseException]] = {
         "none to be had": (threading.Thread, "start", RuntimeError("can't start new thread")),
         "copying": (Filling, "add", SystemExit(4)),
-        "hearing": (Saving, "hear", SystemExit(5)),
+        "hearing": (SaveHandle, "hear", SystemExit(5)),
         "telling": (Channel, "send", MemoryError("no memory to send with")),
-        "serving": (Saving, "serve", SystemExit(6)),
+        "serving": (SaveHandle, "serve", SystemExit(6)),
     }
     found = {}
     for what, (owner, name, error) in failing.items():
@@ -254,7 +254,6 @@ def stopped(root: str) -> dict[str, Ended]:
     writer, found = writer_pid(), {}
     for what, stop in {"stopped": _stop_this, "busy": _hold_interpreter, "stopped again": _stop_this}.items():
         saving = run.save()
-        assert saving is not None
         saving.wait_until_taken()
         stop()
         found[what] = run.ended()
@@ -405,12 +404,11 @@ def old_errors(root: str) -> list[Any]:
     return found
 
 
-def _held_up(run: Run) -> Saving:
+def _held_up(run: Run) -> SaveHandle:
     """A save that is copied, whose checkpoint process is stopped."""
     run.warm()
     run.writer(signal.SIGSTOP)
     saving = run.save()
-    assert saving is not None
     saving.wait_until_taken()
     return saving
 
@@ -445,14 +443,12 @@ def in_order(root: str) -> list[Any]:
         first = run.save()
         run.settings = replace(run.settings, when_busy="skip")
         time.sleep(0.0 if dist.get_rank() == 1 else 0.3)  # rank 0 begins the first at once
-        skipped = run.save() is None
-        assert first is not None
+        skipped = run.save().skipped
         first.wait()
     found: list[Any] = [skipped, first.error]
     run.settings = replace(run.settings, when_busy="wait")
     for _ in range(6):
         saving = run.save()
-        assert saving is not None
         saving.wait()
         dist.barrier()
         for step in range(3):

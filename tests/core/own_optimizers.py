@@ -131,7 +131,7 @@ def load_weights(directory: str) -> dict[str, Any]:
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("mbridge_fsdp_ckpt.loading").addHandler(handler)
-    loaded = mbridge_fsdp_ckpt.load_weights_only(directory, model=trainable.model, optimizer=trainable.optimizer)
+    loaded = mbridge_fsdp_ckpt.load_weights(directory, model=trainable.model, optimizer=trainable.optimizer)
     return {"unknown": loaded.unknown_slots, "said": said}
 
 

@@ -73,13 +73,13 @@ def of_calls() -> tuple[int, list[str]]:
 def without_an_answer(directory: str, error: Exception) -> tuple[str, bool]:
     """An asynchronous save whose thread gets an error of the store: what it says, and if the next is saved."""
     trainable = cases.prepared(Recipe(layers=1), steps=1)
-    whole: dict[str, Any] = {"model": trainable.model, "optimizer": trainable.optimizer, "background": True}
+    whole: dict[str, Any] = {"model": trainable.model, "optimizer": trainable.optimizer}
     refused = ""
     with patch.object(Incarnation, "join", side_effect=error):
-        saving = mbridge_fsdp_ckpt.save(f"{directory}.1", **whole)
+        saving = mbridge_fsdp_ckpt.async_save(f"{directory}.1", **whole)
         trainable.step(1)
         try:
             saving.result()
         except CheckpointError as named:
             refused = str(named)
-    return refused, mbridge_fsdp_ckpt.save(f"{directory}.2", **whole).result().bytes > 0
+    return refused, mbridge_fsdp_ckpt.async_save(f"{directory}.2", **whole).result().bytes > 0

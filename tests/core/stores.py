@@ -33,8 +33,7 @@ def two_jobs(directory: str, port: int) -> list[Any]:
     seen: list[Any] = []
     for number in range(3):
         live = oracle.live(trainable)
-        saving = mbridge_fsdp_ckpt.save(f"{directory}/{job}.{number}", background=True, **whole)
-        assert saving is not None
+        saving = mbridge_fsdp_ckpt.async_save(f"{directory}/{job}.{number}", **whole)
         saving.result()
         trainable.step(number)
         mbridge_fsdp_ckpt.load(f"{directory}/{job}.{number}", **whole)
@@ -58,7 +57,7 @@ def frozen_host(directory: str, port: int, host: int) -> list[str]:
     said: list[str] = []
     calls: list[Any] = [
         lambda: mbridge_fsdp_ckpt.save(f"{directory}/a{len(said)}", **options),
-        lambda: mbridge_fsdp_ckpt.save(f"{directory}/b{len(said)}", background=True, **options).result(),  # type: ignore[union-attr]
+        lambda: mbridge_fsdp_ckpt.async_save(f"{directory}/b{len(said)}", **options).result(),
         lambda: mbridge_fsdp_ckpt.load(f"{directory}/0", **options),
     ]
     mbridge_fsdp_ckpt.save(f"{directory}/0", **options)
@@ -92,7 +91,7 @@ def refused(directory: str, kind: str) -> list[str]:
     whole: dict[str, Any] = {"model": trainable.model, "optimizer": trainable.optimizer}
     calls = (
         lambda: mbridge_fsdp_ckpt.save(directory, **whole),
-        lambda: mbridge_fsdp_ckpt.save(directory, background=True, **whole),
+        lambda: mbridge_fsdp_ckpt.async_save(directory, **whole),
         lambda: mbridge_fsdp_ckpt.load(directory, **whole),
     )
 

@@ -165,10 +165,9 @@ def replayed(root: str) -> dict[str, Any]:
 
     def is_taken(**more: Any) -> bool:
         with patch.object(Filling, "add", slow):
-            saving = checkpoint.save(
-                iteration(root, run.number), model=run.trainable.model, background=True, settings=PATIENT, **more
+            saving = checkpoint.async_save(
+                iteration(root, run.number), model=run.trainable.model, settings=PATIENT, **more
             )
-            assert saving is not None
             taken = saving.taken
             saving.result()
         return taken

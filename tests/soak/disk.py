@@ -95,8 +95,8 @@ def save_beside_on(
 
 
 def _save(directory: str, trainable: Trainable, settings: Settings, *, background: bool = False) -> None:
-    options: dict[str, Any] = {"settings": settings, "background": background}
-    mbridge_fsdp_ckpt.save(directory, model=trainable.model, optimizer=trainable.optimizer, **options)
+    save = mbridge_fsdp_ckpt.async_save if background else mbridge_fsdp_ckpt.save
+    save(directory, model=trainable.model, optimizer=trainable.optimizer, settings=settings)
 
 
 def _error_of(action: Callable[[], object]) -> dict[str, Any] | None:

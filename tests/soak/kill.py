@@ -116,15 +116,13 @@ def save(
 ) -> None:
     """Save as a training loop does: with the commit the tracker."""
     tracker = Path(root) / TRACKER
-    options: dict[str, Any] = {"background": background}
-    mbridge_fsdp_ckpt.save(
+    (mbridge_fsdp_ckpt.async_save if background else mbridge_fsdp_ckpt.save)(
         iteration(root, number),
         model=trainable.model,
         optimizer=trainable.optimizer,
         values={"iteration": number},
         after_commit=lambda: replace_file(tracker, str(number).encode()),
         settings=settings,
-        **options,
     )
 
 

@@ -30,16 +30,14 @@ def run(root: str, saves: int) -> list[Held]:
     for number in range(1, saves + 1):
         trainable.step(number)
         directory = Path(root) / str(number)
-        saving = mbridge_fsdp_ckpt.save(
+        saving = mbridge_fsdp_ckpt.async_save(
             directory,
             model=trainable.model,
             optimizer=trainable.optimizer,
             values={"iteration": number},
             add_files=_add_a_file,
             after_commit=lambda: None,
-            background=True,
         )
-        assert saving is not None
         if number in (FIRST, saves):
             saving.result()
             dist.barrier()

@@ -161,7 +161,7 @@ def _loaded(trainable: Trainable, case: Case, directory: str) -> Exception | Non
     settings = Settings(
         vocabulary_size=TOKENS, allow_missing=tuple(missing), allow_unexpected=tuple(unexpected), progress=False
     )
-    weights, state = "load_weights_only", "load_optimizer_only"
+    weights, state = "load_weights", "load_optimizer"
     calls = {"all": ["load"], "weights": [weights], "optimizer": [state], "parts": [weights, state]}
     options: dict[str, Any] = {"settings": settings, **({"include": oracle.included} if how.half else {})}
     try:

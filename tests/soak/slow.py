@@ -135,7 +135,7 @@ def _save_beside(place: Path, trainable: Any, trial: Trial, told: Path) -> dict[
     dist.barrier()
     with patch.object(meeting, "GRACE", GRACE_S), patched(COPYING, copies.counted(COPY)):
         try:
-            mbridge_fsdp_ckpt.save(target, **whole, settings=settings, background=True)
+            mbridge_fsdp_ckpt.async_save(target, **whole, settings=settings)
             trainable.step(2)
             mbridge_fsdp_ckpt.finish_saves()
         except CheckpointError as caught:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mbridge_fsdp_ckpt.phases import Phases, line, rate
-from mbridge_fsdp_ckpt.saving.result import Saved
+from mbridge_fsdp_ckpt.saving.result import SaveResult
 
 FIELD = re.compile(r'([a-z_]+)=("(?:[^"\\]|\\.)*"|[^ "]+)(?: |$)')
 
@@ -77,7 +77,7 @@ def test_what_is_written_has_whole_microseconds(clock: list[float]) -> None:
 
 
 def test_a_line_has_everything() -> None:
-    saved = Saved(500_000_000, 2_000_000_000, {"plan": 0.0123, "write": 0.75}, 0.8, 0.8)
+    saved = SaveResult(500_000_000, 2_000_000_000, {"plan": 0.0123, "write": 0.75}, 0.8, 0.8)
     text = line("save", "/run/iter_0000010", saved)
     assert text == (
         "save directory=/run/iter_0000010 bytes=2000000000 rank_bytes=500000000 seconds=0.800 gb_per_s=2.500 "
@@ -87,12 +87,12 @@ def test_a_line_has_everything() -> None:
 
 
 def test_nothing_in_no_time_is_no_rate() -> None:
-    assert rate(Saved(0, 0, {}, 0.0, 0.0)) == 0.0
+    assert rate(SaveResult(0, 0, {}, 0.0, 0.0)) == 0.0
 
 
 @given(st.text())
 def test_a_line_can_be_taken_apart_whatever_a_path_is_called(directory: str) -> None:
-    text = line("load", directory, Saved(1, 2, {"read": 1.0}, 2.0, 2.0))
+    text = line("load", directory, SaveResult(1, 2, {"read": 1.0}, 2.0, 2.0))
     assert text.isascii()
     assert text.isprintable()
     word, fields = taken_apart(text)
@@ -113,4 +113,4 @@ def test_a_line_can_be_taken_apart_whatever_a_path_is_called(directory: str) -> 
     ],
 )
 def test_what_is_no_plain_text_is_a_json_string(directory: str, said: str) -> None:
-    assert f" directory={said} " in f"{line('save', directory, Saved(0, 0, {}, 1.0, 1.0))} "
+    assert f" directory={said} " in f"{line('save', directory, SaveResult(0, 0, {}, 1.0, 1.0))} "

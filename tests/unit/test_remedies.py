@@ -24,7 +24,7 @@ from mbridge_fsdp_ckpt import checkpoint
 from mbridge_fsdp_ckpt.loading.match import _REMEDY, WITHOUT_STATE
 from mbridge_fsdp_ckpt.opening import REMEDIES
 from mbridge_fsdp_ckpt.remedies import NAMES, VARIABLE, Door, door, entrance, inside, names_in, remedy, through
-from mbridge_fsdp_ckpt.saving.background.handle import Saving
+from mbridge_fsdp_ckpt.saving.background.handle import SaveHandle
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.tools.command.app import application
 
@@ -138,7 +138,7 @@ def test_python_names_exist() -> None:
             assert text.partition("=")[0] in arguments
         if text.startswith("load"):
             assert hasattr(checkpoint, text)
-    assert hasattr(Saving, NAMES["until_taken"][Door.PYTHON].removeprefix("Saving.").removesuffix("()"))
+    assert hasattr(SaveHandle, NAMES["until_taken"][Door.PYTHON].removeprefix("SaveHandle.").removesuffix("()"))
 
 
 @pytest.mark.bridge

@@ -13,15 +13,15 @@ import pytest
 from mbridge_fsdp_ckpt.coordination.delegated import Participant
 from mbridge_fsdp_ckpt.errors import SaveAbandonedError
 from mbridge_fsdp_ckpt.saving.background.checkpoint_process import CheckpointProcess
-from mbridge_fsdp_ckpt.saving.background.handle import Saving
+from mbridge_fsdp_ckpt.saving.background.handle import SaveHandle
 
 LIMIT_S = 60.0
 LONG = {"word": "x" * (1 << 22)}
 """More than a socket holds until somebody reads."""
 
 
-def saving(number: int) -> Saving:
-    return Saving(number, "iter_0000001", Participant("save", 0, 1, LIMIT_S, LIMIT_S))
+def saving(number: int) -> SaveHandle:
+    return SaveHandle(number, "iter_0000001", Participant("save", 0, 1, LIMIT_S, LIMIT_S))
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from mbridge_fsdp_ckpt.commit.retention import prune_later
 from mbridge_fsdp_ckpt.integrations.bridge.differences import dataloader_directory, recovery_directories
 from mbridge_fsdp_ckpt.integrations.bridge.scalars import log_scalars
 from mbridge_fsdp_ckpt.io.store import AnyPath, as_path
-from mbridge_fsdp_ckpt.saving.result import Saved
+from mbridge_fsdp_ckpt.saving.result import SaveResult
 
 
 def root_directory(checkpoint_config: Any, *, non_persistent: bool) -> AnyPath:
@@ -72,7 +72,7 @@ class Announcement:
     def _is_persistent(self) -> bool:
         return self._root == as_path(self.save)
 
-    def make(self, saved: Saved) -> None:
+    def make(self, saved: SaveResult) -> None:
         """Loggers (which raise nothing), callbacks, and last the old checkpoints, in the background."""
         state, step, cfg = self.state, self.step, self.state.cfg
         log_scalars("save", saved, state, step)
@@ -86,7 +86,7 @@ class Announcement:
         if get_rank_safe() == 0:
             self._prune(cfg.checkpoint.most_recent_k)
 
-    def make_later(self, saved: Saved) -> None:
+    def make_later(self, saved: SaveResult) -> None:
         """The same after an asynchronous save, of which Bridge's progress log says when it ended, too."""
         if self.state.cfg.logger.log_progress and self._is_persistent:
             said = f"Saved async checkpoint\tIteration: {self.step}"

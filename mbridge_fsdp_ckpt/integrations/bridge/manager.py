@@ -151,10 +151,10 @@ def _save(directory: AnyPath, options: dict[str, Any], announcement: Announcemen
         pending.settle()
         announcement.make(saved)
         return True
-    saving = checkpoint.save(directory, background=True, **options)
-    if saving is not None:
+    saving = checkpoint.async_save(directory, **options)
+    if not saving.skipped:
         pending.put(Pending(saving, announcement.make_later, announcement.calls_back))
-    return saving is not None
+    return not saving.skipped
 
 
 @entrance(Door.BRIDGE)
@@ -280,7 +280,7 @@ def _load_all(
     cfg = state.cfg
     model, pg_collection = _unwrapped(model, pg_collection)
     wanted = _wanted(cfg.checkpoint, optimizer, found)
-    load = checkpoint.load if wanted.optimizer else checkpoint.load_weights_only
+    load = checkpoint.load if wanted.optimizer else checkpoint.load_weights
     loaded = load(
         found.directory,
         model=model[0] if len(model) == 1 else model,
@@ -303,7 +303,7 @@ def _nothing_to_load(load_dir: str, cfg: Any) -> tuple[int, int]:
     return 0, 0
 
 
-def _tell(loaded: checkpoint.Loaded, state: Any) -> None:
+def _tell(loaded: checkpoint.LoadResult, state: Any) -> None:
     log_scalars("load", loaded, state, state.train_state.step)
     for text in loaded.warnings():
         print_rank_0(f"WARNING: {text}")

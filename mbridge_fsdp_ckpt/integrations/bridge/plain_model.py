@@ -33,7 +33,7 @@ _KEPT = ("tensor_model_parallel", "partition_dim", "partition_stride", "_tensor_
 
 
 class PlainModel:
-    """What `save` and `load_weights_only` take for a model wrapped in Megatron-FSDP.
+    """What `save` and `load_weights` take for a model wrapped in Megatron-FSDP.
 
     Each parameter is presented as a tensor without memory, of the global shape, whose local tensor is the live one.
 
@@ -144,13 +144,13 @@ def load_plain(directory: AnyPath, model: list[Any], *, strict: bool = True) -> 
     plain = PlainModel(model[0], narrows=True)
     settings = settings_of(SimpleNamespace(model=plain.config, checkpoint=SimpleNamespace(save_optim=False)))
     if strict:
-        checkpoint.load_weights_only(directory, model=plain, settings=settings)
+        checkpoint.load_weights(directory, model=plain, settings=settings)
         return set()
     everything = (f"{MODEL_PREFIX}*",)
     missing, unexpected = (*settings.allow_missing, *everything), (*settings.allow_unexpected, *everything)
     lenient = replace(settings, allow_missing=missing, allow_unexpected=unexpected)
     absent = _absent(directory, plain)
-    checkpoint.load_weights_only(directory, model=plain, settings=lenient)
+    checkpoint.load_weights(directory, model=plain, settings=lenient)
     return absent
 
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mbridge_fsdp_ckpt.saving.background.async_saves import async_saves
-from mbridge_fsdp_ckpt.saving.background.handle import Saving
-from mbridge_fsdp_ckpt.saving.result import Saved
+from mbridge_fsdp_ckpt.saving.background.handle import SaveHandle
+from mbridge_fsdp_ckpt.saving.result import SaveResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,8 @@ class Pending:
         in_unison: Whether all ranks follow up at the same step: callbacks may wait for each other.
     """
 
-    saving: Saving
-    follow_up: Callable[[Saved], None]
+    saving: SaveHandle
+    follow_up: Callable[[SaveResult], None]
     in_unison: bool
 
 

@@ -62,8 +62,8 @@ def save_checkpoint(
     """Save at an iteration; with `--async-save` asynchronously.
 
     Raises:
-        CheckpointError: The same on every rank; the previous checkpoint and the tracker stand.  Of a save beside the
-            training it is raised by the next one, once that has ended, or at the end.
+        CheckpointError: The same on every rank; the previous checkpoint and the tracker stand.  Of an asynchronous
+            save it is raised by the next one, once that has ended, or at the end.
     """
     args = get_args()
     check_arguments(args)
@@ -77,7 +77,7 @@ def save_checkpoint(
     stock.maybe_save_dataloader_state(train_data_iterator, iteration, getattr(args, "dataloader_save", None))
     interval, step = args.save_retain_interval, args.ckpt_step
     with async_saves().old_error_last():
-        saving = checkpoint.save(
+        saving = (checkpoint.async_save if args.async_save else checkpoint.save)(
             directory,
             model=model[0] if len(model) == 1 else model,
             optimizer=None if args.no_save_optim else optimizer,
@@ -85,12 +85,11 @@ def save_checkpoint(
             rank_values=_rank_values(args),
             after_commit=partial(following.publish, root, iteration, release=release, interval=interval, chosen=step),
             settings=_settings_of(args),
-            background=args.async_save,
         )
         news = following.News(root, directory, iteration, metrics, args.async_save, args.log_progress)
-        if not args.async_save:
+        if isinstance(saving, checkpoint.SaveResult):
             news.tell()
-        elif saving is not None:
+        elif not saving.skipped:
             pending.put(Pending(saving, lambda saved: news.tell(), in_unison=False))
         ft_integration.on_checkpointing_end(is_async_finalization=False)
 
@@ -163,7 +162,7 @@ def load_checkpoint(
     fresh = args.finetune or directory.name == RELEASE
     with_state = not fresh and not args.no_load_optim and optimizer is not None
     progress: dict[str, Any] = {"iteration": 0, "operations": 0.0}
-    loaded = (checkpoint.load if with_state else checkpoint.load_weights_only)(
+    loaded = (checkpoint.load if with_state else checkpoint.load_weights)(
         directory,
         model=model[0] if len(model) == 1 else model,
         optimizer=optimizer,

@@ -36,7 +36,7 @@ class Following:
     def __init__(self, limit: float) -> None:
         self._limit, self._handed_over = limit, threading.Event()
         self._finalize: Callable[[], None] | None = None
-        self.saving: checkpoint.Saving | None = None
+        self.saving: checkpoint.SaveHandle | None = None
         """The save, once it has begun."""
 
     def hand_over(self, finalize: Callable[[], None] | None) -> bool:
@@ -72,7 +72,7 @@ class Following:
 _of: WeakKeyDictionary[Any, Following] = WeakKeyDictionary()
 
 
-def begun(manager: Any, following: Following, saving: checkpoint.Saving | None) -> None:
+def begun(manager: Any, following: Following, saving: checkpoint.SaveHandle) -> None:
     """A manager's save goes on; its one before has ended."""
     following.saving = saving
     before = _of.get(manager)

@@ -61,14 +61,14 @@ def save(manager: Any, directory: str, settings: Settings) -> None:
         settings: See `Settings`.
 
     Raises:
-        CheckpointError: The same on every rank.  Nothing was committed, an older checkpoint stands.  Of a save beside
-            the training it is raised by the engine's next one, once that has ended.
+        CheckpointError: The same on every rank.  Nothing was committed, an older checkpoint stands.  Of an
+            asynchronous save it is raised by the engine's next one, once that has ended.
     """
     if not (manager.should_save_model or manager.should_save_optimizer or manager.should_save_extra):
         _say("save_contents=%s asks for no sharded checkpoint", list(manager.checkpoint_save_contents))
         return
     beside, following = manager.checkpoint_config.async_save, Following(settings.storage_limit)
-    saving = checkpoint.save(
+    saving = (checkpoint.async_save if beside else checkpoint.save)(
         directory,
         model=manager.model[0],
         optimizer=manager.optimizer if manager.should_save_optimizer else None,
@@ -77,9 +77,8 @@ def save(manager: Any, directory: str, settings: Settings) -> None:
         include=None if manager.should_save_model else _no_weights,
         after_commit=following.after_commit if beside else None,
         settings=settings.for_vocabulary(tokens_of(manager.provider)),
-        background=beside,
     )
-    if beside:
+    if isinstance(saving, checkpoint.SaveHandle):
         begun(manager, following, saving)
     else:
         _say("saved an fsdp_dtensor_safe checkpoint to %s", directory)
@@ -116,9 +115,9 @@ def load(manager: Any, directory: str, export: Export, settings: Settings) -> No
         same_on_all_ranks(lambda: _check_export(export), lambda _: export.directory, settings)
     wanted = Parts(optimizer=manager.should_load_optimizer, random=manager.should_load_extra)
     if model or wanted.optimizer or wanted.random:
-        read: Callable[..., checkpoint.Loaded] = checkpoint.load_weights_only
+        read: Callable[..., checkpoint.LoadResult] = checkpoint.load_weights
         if wanted.optimizer:
-            read = checkpoint.load if model else checkpoint.load_optimizer_only
+            read = checkpoint.load if model else checkpoint.load_optimizer
         read(
             directory,
             model=manager.model[0],

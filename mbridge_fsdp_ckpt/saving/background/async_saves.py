@@ -27,7 +27,7 @@ from mbridge_fsdp_ckpt.saving.background import wire
 from mbridge_fsdp_ckpt.saving.background.channel import Message
 from mbridge_fsdp_ckpt.saving.background.checkpoint_process import CheckpointProcess
 from mbridge_fsdp_ckpt.saving.background.filling import Copies, Filling, OnHost, OnStream
-from mbridge_fsdp_ckpt.saving.background.handle import Saving, ended, say
+from mbridge_fsdp_ckpt.saving.background.handle import SaveHandle, ended, say
 from mbridge_fsdp_ckpt.saving.background.memory import Staging, length_of, slots_for
 from mbridge_fsdp_ckpt.saving.background.order import Frozen, Order, Snapshot
 from mbridge_fsdp_ckpt.saving.snapshot import Prepared
@@ -43,19 +43,19 @@ class AsyncSaves:
 
     def __init__(self) -> None:
         self._writer: CheckpointProcess | None = None
-        self._saving: Saving | None = None
+        self._saving: SaveHandle | None = None
         self._saves, self._to_release = 0, 0
         self._lock = threading.Lock()  # a save begins, or memory is given back
         self._served: dist.Store | None = None  # it serves for as long as somebody refers to it
         self._owed: CheckpointError | None = None
         self._blocks = 0
 
-    def begin(self, order: Order) -> Saving:
+    def begin(self, order: Order) -> SaveHandle:
         """Begin a save; the one before has ended.  What has not been read when it returns, only a step changes."""
         _hook()
         with self._lock:
             self._saves += 1
-        saving, replayed = Saving(self._saves, order.directory, order.participant), False
+        saving, replayed = SaveHandle(self._saves, order.directory, order.participant), False
         try:
             self._served = base_of(default_store()) if order.participant.world_size > 1 else None
             frozen = order.frozen()
@@ -188,7 +188,7 @@ class AsyncSaves:
         return self._writer
 
     def _live(
-        self, saving: Saving, order: Order, writer: CheckpointProcess, frozen: Outcome[Frozen], copies: Copies
+        self, saving: SaveHandle, order: Order, writer: CheckpointProcess, frozen: Outcome[Frozen], copies: Copies
     ) -> None:
         """All that a save needs of this process.  Of its thread: whatever ends that ends the save, by name."""
         try:
@@ -205,7 +205,7 @@ class AsyncSaves:
                 self._give_back(saving.number)
 
     def _copy(
-        self, saving: Saving, order: Order, writer: CheckpointProcess, frozen: Outcome[Frozen], copies: Copies
+        self, saving: SaveHandle, order: Order, writer: CheckpointProcess, frozen: Outcome[Frozen], copies: Copies
     ) -> None:
         """Plan, hand over and copy."""
         handed_over = False
@@ -231,7 +231,7 @@ class AsyncSaves:
             saving.set_taken()
 
     def _announce(
-        self, saving: Saving, writer: CheckpointProcess, order: Order, snapshot: Snapshot, copies: Copies
+        self, saving: SaveHandle, writer: CheckpointProcess, order: Order, snapshot: Snapshot, copies: Copies
     ) -> None:
         """Hand the save over, numbers of tensors among it; what the process knows since is noted once it is told."""
         with copies.reading():
@@ -268,7 +268,7 @@ class AsyncSaves:
         writer.layout, writer.staging = layout, staging
         saving.slots, saving.send = slots, writer.send
 
-    def _fill(self, saving: Saving, staging: Staging | None, own: Prepared, choice: str, copies: Copies) -> None:
+    def _fill(self, saving: SaveHandle, staging: Staging | None, own: Prepared, choice: str, copies: Copies) -> None:
         """Copy what the checkpoint process writes, and hash what it compares alone."""
         assert staging is not None
         filling = Filling(staging, saving.number, saving, copies)
@@ -282,7 +282,7 @@ class AsyncSaves:
         saving.tell(digests=digests)
 
 
-def _answer(ask: Message, saving: Saving, order: Order) -> None:
+def _answer(ask: Message, saving: SaveHandle, order: Order) -> None:
     """Call what the caller of the save gave, and tell the checkpoint process what it raised."""
     answer = None
     try:

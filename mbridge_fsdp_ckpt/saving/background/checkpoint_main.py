@@ -29,7 +29,7 @@ from mbridge_fsdp_ckpt.saving.background.checkpoint_process import identity
 from mbridge_fsdp_ckpt.saving.background.handle import DOING
 from mbridge_fsdp_ckpt.saving.background.memory import Staging
 from mbridge_fsdp_ckpt.saving.commit import Job
-from mbridge_fsdp_ckpt.saving.result import Saved
+from mbridge_fsdp_ckpt.saving.result import SaveResult
 from mbridge_fsdp_ckpt.saving.run import give_up, run
 from mbridge_fsdp_ckpt.saving.write_plan import WritePlan
 from mbridge_fsdp_ckpt.saving.writer import Watching
@@ -102,7 +102,7 @@ class Writer:
             _log.exception("rank %d failed while %s", task.participant.rank, DOING)
             return {"failed": describe_unexpected(error, rank=task.participant.rank, doing=DOING).to_wire()}
 
-    def _save(self, task: _Task) -> Saved:
+    def _save(self, task: _Task) -> SaveResult:
         asked = task.asked
         task.coordination = task.participant.take()
         job = Job(

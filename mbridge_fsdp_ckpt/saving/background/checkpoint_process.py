@@ -19,7 +19,7 @@ from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError, brief
 from mbridge_fsdp_ckpt.remedies import VARIABLE, door
 from mbridge_fsdp_ckpt.saving.background import wire
 from mbridge_fsdp_ckpt.saving.background.channel import Channel, Message, encoded, pulse_for
-from mbridge_fsdp_ckpt.saving.background.handle import Saving, ended, say
+from mbridge_fsdp_ckpt.saving.background.handle import SaveHandle, ended, say
 from mbridge_fsdp_ckpt.saving.background.memory import Staging
 
 _log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class CheckpointProcess:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        self._saving: Saving | None = None
+        self._saving: SaveHandle | None = None
         self.error: CheckpointError | None = None
         """Why it can be given nothing more to do, once it has ended, or is about to."""
         self.spoke = threading.Event()
@@ -75,7 +75,7 @@ class CheckpointProcess:
         """Its process."""
         return self._process.pid
 
-    def send(self, message: Message, descriptor: int | None = None, begins: Saving | None = None) -> None:
+    def send(self, message: Message, descriptor: int | None = None, begins: SaveHandle | None = None) -> None:
         """Say something to it, and wait for nothing: while it starts it hears nothing, and tensors wait to be copied.
 
         Args:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, Self
 
 from mbridge_fsdp_ckpt.coordination.delegated import Participant
 from mbridge_fsdp_ckpt.errors import (
@@ -25,7 +25,7 @@ from mbridge_fsdp_ckpt.errors import (
 )
 from mbridge_fsdp_ckpt.phases import tell
 from mbridge_fsdp_ckpt.saving.background.channel import Message
-from mbridge_fsdp_ckpt.saving.result import Saved
+from mbridge_fsdp_ckpt.saving.result import SaveResult
 from mbridge_fsdp_ckpt.saving.run import give_up
 
 DOING = "saving asynchronously"
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 _complained = False
 
 
-class Saving:
+class SaveHandle:
     """A save that goes on while training does.
 
     Args:
@@ -52,12 +52,21 @@ class Saving:
         """Portions of staging memory that it has."""
         self.send: Callable[[Message], None] = lambda message: None
         """To the checkpoint process, once it was handed over."""
-        self._saved: Saved | None = None
+        self._saved: SaveResult | None = None
         self._failed: ErrorData | None = None  # an error itself would keep the frames that it passed
         self.raised = False
         """Whether its error has been raised."""
         self.stalled = 0.0
         """Seconds that training has waited for it so far."""
+        self.skipped = False
+        """Whether nothing is saved, because the save before goes on; see `Settings.when_busy`."""
+
+    @classmethod
+    def of_skipped(cls, directory: str, participant: Participant) -> Self:
+        """The handle of a save that was left out: it has ended, without a byte."""
+        handle = cls(0, directory, participant)
+        handle.skipped, handle._copying, handle._saved = True, False, SaveResult(0, 0, {}, 0.0, 0.0)
+        return handle
 
     @property
     def state(self) -> Literal["copying", "writing", "ended"]:
@@ -129,7 +138,7 @@ class Saving:
             with self._changed:
                 self._changed.wait_for(lambda: self._over and not self._copying)
 
-    def result(self) -> Saved:
+    def result(self) -> SaveResult:
         """Wait until it has ended; what it cost.
 
         Raises:
@@ -181,7 +190,7 @@ class Saving:
         elif "ask" in message:  # it may take long, and there is more to hear
             self._asks.put(message)
         elif "done" in message:
-            self._end(Saved(**message["done"]))
+            self._end(SaveResult(**message["done"]))
         elif "failed" in message:
             self._end(CheckpointError.from_wire(message["failed"]))
 
@@ -208,12 +217,12 @@ class Saving:
             say(_log.exception, "rank %d failed while %s", rank, DOING)
             self._end(describe_unexpected(unexpected, rank=rank, doing=DOING))
         else:  # the ranks had committed it by then
-            self._end(Saved(0, total, {}, 0.0, 0.0))
+            self._end(SaveResult(0, total, {}, 0.0, 0.0))
 
-    def _end(self, ending: Saved | CheckpointError) -> None:
+    def _end(self, ending: SaveResult | CheckpointError) -> None:
         if self._over:
             return
-        saved = replace(ending, stalled=self.stalled) if isinstance(ending, Saved) else None
+        saved = replace(ending, stalled=self.stalled) if isinstance(ending, SaveResult) else None
         if isinstance(ending, CheckpointError):
             say(
                 _log.error, "the save to %s failed; the next save, or the last call, raises: %s", self.directory, ending

@@ -44,13 +44,13 @@ _SETTINGS = [
     "storage_limit",
     "vocabulary_size",
 ]
-_HOSTS = (Door.BRIDGE, Door.MEGATRON_LM)
+_FRAMEWORKS = (Door.BRIDGE, Door.MEGATRON_LM)
 
 NAMES: dict[str, dict[Door, str]] = {
     **{
         name: {
             Door.PYTHON: f"Settings({name}=...)",
-            **dict.fromkeys(_HOSTS, f"register(Settings({name}=...))"),
+            **dict.fromkeys(_FRAMEWORKS, f"register(Settings({name}=...))"),
             Door.VERL: f"checkpoint.mbridge_config.fsdp_dtensor_safe.{name}",
         }
         for name in _SETTINGS

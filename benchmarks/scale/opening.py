@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from benchmarks.scale.synthetic import FILES, SLOTS, STEP, Synthetic, told_of
+from benchmarks.scale.synthetic import FILES, SLOTS, STEP, Synthetic, result_of
 from mbridge_fsdp_ckpt.commit.finishing import finish, metadata
 from mbridge_fsdp_ckpt.commit.rename import RenameCommit
 from mbridge_fsdp_ckpt.format.write_results import count_keys
@@ -104,14 +104,14 @@ def _open(directory: Path, synthetic: Synthetic, *, same: bool) -> int:
 
 def _commit(directory: Path, synthetic: Synthetic) -> int:
     """What rank 0 does of a commit but its own group's index: count, metadata, flush, rename."""
-    told = told_of(directory)
+    result = result_of(directory)
     commit = RenameCommit(directory.with_name("iter_0000001"))
     (directory / "manifest.json").rename(directory.with_name("manifest.json"))
     commit.directory.rmdir()
     directory.rename(commit.directory)
-    keys = count_keys(commit.directory, FILES, told)
+    keys = count_keys(commit.directory, FILES, result)
     manifest = metadata(writer={}, topology={"world": synthetic.ranks}, sections=("model", "optimizer"), files=FILES,
-                    told=told, keys=keys, values={})  # fmt: skip
+                    result=result, keys=keys, values={})  # fmt: skip
     finish(commit, manifest, view_of=None, add_files=None)
     directory.with_name("iter_0000001").rename(directory)
     return keys

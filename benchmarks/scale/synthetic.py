@@ -25,7 +25,7 @@ from mbridge_fsdp_ckpt.format.names import FORMAT_NAME, Files
 from mbridge_fsdp_ckpt.format.schema import VERSION, IndexEntry, Manifest, RankOwn
 from mbridge_fsdp_ckpt.format.sums import sums_bytes
 from mbridge_fsdp_ckpt.format.values import hash_of
-from mbridge_fsdp_ckpt.format.write_results import Told
+from mbridge_fsdp_ckpt.format.write_results import WriteResult
 from mbridge_fsdp_ckpt.io.checksums import checksum
 from mbridge_fsdp_ckpt.io.files import Json
 from mbridge_fsdp_ckpt.plan.boxes import Box
@@ -257,7 +257,7 @@ def _keys(
     return keys, ordered, place[:sharded]
 
 
-def told_of(directory: Path) -> Told:
+def result_of(directory: Path) -> WriteResult:
     """What the leaders of all groups have told of a checkpoint that is there."""
     metadata = read_manifest(directory)
     return {

@@ -12,7 +12,7 @@ from mbridge_fsdp_ckpt.format.manifest import manifest_bytes
 from mbridge_fsdp_ckpt.format.names import FORMAT_NAME, Files
 from mbridge_fsdp_ckpt.format.reader import SafeSource
 from mbridge_fsdp_ckpt.format.schema import VERSION, IndexEntry, Manifest
-from mbridge_fsdp_ckpt.format.write_results import Told
+from mbridge_fsdp_ckpt.format.write_results import WriteResult
 from mbridge_fsdp_ckpt.io.entries import ExtraEntry
 from mbridge_fsdp_ckpt.io.files import Json
 from mbridge_fsdp_ckpt.io.store import AnyPath
@@ -25,7 +25,7 @@ def metadata(
     topology: dict[str, int | str],
     sections: tuple[Section, ...],
     files: Files,
-    told: Told,
+    result: WriteResult,
     keys: int,
     values: Json,
     time: float | None = None,
@@ -39,13 +39,13 @@ def metadata(
         writer=writer,
         topology=topology,
         sections=sections,
-        families=dict(sorted(told["families"].items())),
-        slots=tuple(sorted(told["slots"])),
-        hyperparameters=dict(sorted(told["hyperparameters"].items())),
+        families=dict(sorted(result["families"].items())),
+        slots=tuple(sorted(result["slots"])),
+        hyperparameters=dict(sorted(result["hyperparameters"].items())),
         keys=keys,
-        chunks=told["chunks"],
-        states=told["states"],
-        index=tuple(IndexEntry.model_validate(entry) for entry in told["index"]),
+        chunks=result["chunks"],
+        states=result["states"],
+        index=tuple(IndexEntry.model_validate(entry) for entry in result["index"]),
         values=values,
         time=time,
     )

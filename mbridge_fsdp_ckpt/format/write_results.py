@@ -26,7 +26,7 @@ MAX_SETS = 1000
 """Distinct sets of hyperparameters in a checkpoint: they stand in its metadata, which everybody reads."""
 
 
-class Told(TypedDict):
+class WriteResult(TypedDict):
     """Bounded, JSON-able, and the same for one rank and for many.
 
     Args:
@@ -56,7 +56,7 @@ def write_own_index(
     said: RankIndex,
     rows: Sequence[Row],
     hyperparameters: Mapping[int, dict[str, Json]],
-) -> Told:
+) -> WriteResult:
     """Write a rank's index file; returns what to tell of it.
 
     Raises:
@@ -87,17 +87,17 @@ def families_of(keys: Mapping[str, KeyEntry]) -> dict[str, str]:
     return found
 
 
-def together(told: Iterable[Told]) -> Told:
+def together(result: Iterable[WriteResult]) -> WriteResult:
     """What several told, as one.
 
     Raises:
         UnsupportedStateError: There are too many sets of hyperparameters.
     """
-    total: Told = {
+    total: WriteResult = {
         "pending": [], "index": [], "chunks": 0, "bytes": 0, "states": 0, "families": {}, "slots": [],
         "hyperparameters": {},
     }  # fmt: skip
-    for one in told:
+    for one in result:
         total["pending"] += one["pending"]
         total["index"] += one["index"]
         total["chunks"] += one["chunks"]
@@ -116,7 +116,7 @@ def together(told: Iterable[Told]) -> Told:
     return total
 
 
-def write_group_index(directory: AnyPath, files: Files, leader: int, told: Told) -> Told:
+def write_group_index(directory: AnyPath, files: Files, leader: int, result: WriteResult) -> WriteResult:
     """Merge the index files that are pending into one, the group's.
 
     Raises:
@@ -124,12 +124,12 @@ def write_group_index(directory: AnyPath, files: Files, leader: int, told: Told)
         DamagedCheckpointError: A rank's payload is not there as it said.
         OSError: The storage refused.
     """
-    pending = [IndexEntry.model_validate(entry) for entry in told["pending"]]
+    pending = [IndexEntry.model_validate(entry) for entry in result["pending"]]
     parts = [_part(directory, files, entry) for entry in sorted(pending, key=lambda entry: entry.rank)]
     name, data = files.of_group(leader), merged(parts).to_bytes()
     write_file(directory / name, data)
     entry = IndexEntry(rank=leader, name=name, size=len(data), checksum=checksum(data))
-    return {**told, "pending": [], "index": [*told["index"], entry.model_dump()]}
+    return {**result, "pending": [], "index": [*result["index"], entry.model_dump()]}
 
 
 def _part(directory: AnyPath, files: Files, entry: IndexEntry) -> Columns:
@@ -142,14 +142,14 @@ def _part(directory: AnyPath, files: Files, entry: IndexEntry) -> Columns:
     return part
 
 
-def count_keys(directory: AnyPath, files: Files, told: Told) -> int:
+def count_keys(directory: AnyPath, files: Files, result: WriteResult) -> int:
     """How many keys all groups have.
 
     Raises:
         PlanDisagreementError: Of one, not exactly one rank has written the first element.
         DamagedCheckpointError, ManifestError: A group's index is not what its leader told.
     """
-    entries = [IndexEntry.model_validate(entry) for entry in told["index"]]
+    entries = [IndexEntry.model_validate(entry) for entry in result["index"]]
     opened = OpenFiles()
     index = Directory([IndexFile(check_file(directory, entry), entry.size, files, opened) for entry in entries])
     for key, writers in index.without_one_origin():

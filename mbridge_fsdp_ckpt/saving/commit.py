@@ -23,7 +23,7 @@ from mbridge_fsdp_ckpt.coverage.rows import Rows
 from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError, ReplicaMismatchError, describe_unexpected
 from mbridge_fsdp_ckpt.format.names import Files, token
 from mbridge_fsdp_ckpt.format.values import encode_mapping
-from mbridge_fsdp_ckpt.format.write_results import Told, count_keys, together
+from mbridge_fsdp_ckpt.format.write_results import WriteResult, count_keys, together
 from mbridge_fsdp_ckpt.io.store import AnyPath
 from mbridge_fsdp_ckpt.plan.keys import Section
 from mbridge_fsdp_ckpt.saving.write_plan import Announced
@@ -79,7 +79,7 @@ class Job:
     _topology: dict[str, int | str] = field(default_factory=dict)
     _remainders: dict[int, int] = field(default_factory=dict)
     _files: Files = field(default_factory=lambda: Files(""))
-    _told: Told = field(default_factory=lambda: together([]))
+    _result: WriteResult = field(default_factory=lambda: together([]))
 
     def decide_plans(self, announced: Announced) -> PlansDecided:
         """First meeting: do the plans tile every tensor?  Makes the staging directory if so."""
@@ -110,11 +110,11 @@ class Job:
 
     def decide_written(self, written: Written) -> WrittenDecided:
         """Second meeting: commit what all ranks wrote, unless there are buckets in which copies do not add up."""
-        self._told = written["told"]
+        self._result = written["result"]
         self._remainders = plans.remainders_of(written["replicas"])
         if not self._remainders:
             self._finish()
-        return {"differing": list(self._remainders), "bytes": self._told["bytes"]}
+        return {"differing": list(self._remainders), "bytes": self._result["bytes"]}
 
     def decide_replicas(self, rows: Rows[CopyRow]) -> None:
         """Only where hashes of copies do not add up: name the copies, then commit or not, as the settings say."""
@@ -128,19 +128,19 @@ class Job:
     def _finish(self) -> None:
         """Check what all ranks wrote, write the metadata, commit."""
         assert self._commit is not None
-        told = self._told
-        keys = count_keys(self._commit.directory, self._files, told)
+        result = self._result
+        keys = count_keys(self._commit.directory, self._files, result)
         manifest = metadata(
             writer=writer_versions(training=True),
             topology=self._topology,
             sections=self._sections,
             files=self._files,
-            told=told,
+            result=result,
             keys=keys,
             values=encode_mapping(self.values, "values"),
             time=time.time(),
         )
-        chunks = told["chunks"]
+        chunks = result["chunks"]
         with_view = self.settings.writes_dcp_metadata(chunks)
         if not with_view and self.settings.dcp_metadata == "auto":
             say_view_left_out(chunks)

@@ -49,7 +49,7 @@ def run(
     finally:
         job.clean_up()
         coordination.close()
-    return SaveResult(written.value["told"]["bytes"], total, phases.seconds, phases.elapsed, phases.elapsed)
+    return SaveResult(written.value["result"]["bytes"], total, phases.seconds, phases.elapsed, phases.elapsed)
 
 
 def give_up(coordination: Coordination, error: CheckpointError) -> int:

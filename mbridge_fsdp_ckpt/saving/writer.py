@@ -15,7 +15,7 @@ from mbridge_fsdp_ckpt.coverage.replicas import Copy
 from mbridge_fsdp_ckpt.format.names import Files
 from mbridge_fsdp_ckpt.format.payload import PayloadWriter
 from mbridge_fsdp_ckpt.format.rows import Chunk
-from mbridge_fsdp_ckpt.format.write_results import Told, together, write_group_index, write_own_index
+from mbridge_fsdp_ckpt.format.write_results import WriteResult, together, write_group_index, write_own_index
 from mbridge_fsdp_ckpt.io.checksums import Hasher, digest
 from mbridge_fsdp_ckpt.io.entries import FileEntry
 from mbridge_fsdp_ckpt.io.progress import Meter, Progress, Unwatched
@@ -38,7 +38,7 @@ class Place(TypedDict):
 class Written(TypedDict):
     """A rank's message for the commit, or several ranks': of their index, and a fingerprint of the hashes of copies."""
 
-    told: Told
+    result: WriteResult
     replicas: list[int]
 
 
@@ -100,8 +100,8 @@ def write(
     with phases("index"):
         timed = write_plan.said.own.model_copy(update={"begun": phases.begun, "phases": tuple(phases.rounded)})
         said = replace(write_plan.said, keys=write_plan.keys, rank=coordination.rank, payload=file, own=timed)
-        told = write_own_index(staging, files, said, [*chunks, *write_plan.numbers], write_plan.hyperparameters)
-        return {"told": told, "replicas": replicas.fingerprint(write_plan.copies)}
+        result = write_own_index(staging, files, said, [*chunks, *write_plan.numbers], write_plan.hyperparameters)
+        return {"result": result, "replicas": replicas.fingerprint(write_plan.copies)}
 
 
 def _write_chunks(
@@ -163,10 +163,10 @@ def combine(place: Place, leader: int | None, messages: list[Written]) -> Writte
         leader: This rank, if it leads a group.
         messages: Theirs.
     """
-    told = together(message["told"] for message in messages)
+    result = together(message["result"] for message in messages)
     if leader is not None:
-        told = write_group_index(as_path(place["directory"]), files_of(place), leader, told)
-    return {"told": told, "replicas": plans.added(message["replicas"] for message in messages)}
+        result = write_group_index(as_path(place["directory"]), files_of(place), leader, result)
+    return {"result": result, "replicas": plans.added(message["replicas"] for message in messages)}
 
 
 def roll_back(place: Place, coordination: Coordination) -> None:

@@ -24,7 +24,7 @@ from mbridge_fsdp_ckpt.format.rows import Chunk, Row, Scalar
 from mbridge_fsdp_ckpt.format.schema import RankOwn
 from mbridge_fsdp_ckpt.format.write_results import (
     MAX_SETS,
-    Told,
+    WriteResult,
     count_keys,
     together,
     write_group_index,
@@ -248,7 +248,7 @@ def test_a_mapping_of_keys_reads_them_all_only_where_it_must() -> None:
 # What groups tell.
 
 
-def tell(directory: Path, said: Sequence[RankIndex], rows: Sequence[list[Row]]) -> list[Told]:
+def tell(directory: Path, said: Sequence[RankIndex], rows: Sequence[list[Row]]) -> list[WriteResult]:
     for one in said:
         if one.payload:
             with (directory / FILES.payload(one.rank)).open("wb") as file:
@@ -262,7 +262,7 @@ def tell(directory: Path, said: Sequence[RankIndex], rows: Sequence[list[Row]]) 
 @pytest.mark.parametrize("groups", [[4], [1, 3], [1, 1, 1, 1], [2, 2]])
 def test_groups_tell_the_same_however_ranks_are_grouped(tmp_path: Path, groups: list[int]) -> None:
     said, rows = drawn(Random(1), 4)
-    told, total = tell(tmp_path, said, rows), list[Told]()
+    told, total = tell(tmp_path, said, rows), list[WriteResult]()
     for size in groups:
         leader = said[len(said) - len(told)].rank
         total.append(write_group_index(tmp_path, FILES, leader, json.loads(json.dumps(together(told[:size])))))

@@ -1,8 +1,8 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""What becomes of each option of a host: obeyed, refused before training, or without effect, which is said.
+"""What becomes of each option of a framework: obeyed, refused before training, or without effect, which is said.
 
-Each integration has one table, in its `options.py`; docs/options.md is written from them.  Tests compare
-their names with those that the installed frameworks have.
+Each integration has one table, in its `options.py`; docs/options.md is written from them.  Tests
+compare their names with those that the installed frameworks have.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ class Handling(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option of a host.
+    """One option of a framework.
 
     Args:
-        name: As in the host's configuration; dotted below its root.
+        name: As in the framework's configuration; dotted below its root.
         handling: What becomes of it.
         text: One sentence or two: who obeys it, why it is refused, or what happens instead.
         when: For which configurations it is refused or warned of. None: an obeyed one for none, another one wherever
-            its value is not the host's default.
+            its value is not the framework's default.
         remedy: What a user does where it is refused.
         shown: As a user writes it; empty for the name.
-        since: The host's first release that has it, as "megatron-core 0.19"; empty where all in the window do.
+        since: The framework's first release that has it, as "megatron-core 0.19"; empty where all in the window do.
         until: The first release without it.
     """
 
@@ -66,7 +66,7 @@ class Given(NamedTuple):
 
 
 def given_by(owner: Any, prefix: str = "") -> dict[str, Given]:
-    """What a dataclass of a host's says, by dotted name; private fields are left out."""
+    """What a dataclass of a framework says, by dotted name; private fields are left out."""
     found = {}
     for each in fields(owner):
         if not each.name.startswith("_"):
@@ -81,7 +81,7 @@ def check(
     """Refuse what the format cannot do; the result says what has no effect.
 
     Args:
-        config: The host's configuration, which `Option.when` gets.
+        config: The framework's configuration, which `Option.when` gets.
         given: What it says.
         table: What becomes of it.
         written: A setting as a user writes it, from its name there and its value.
@@ -136,7 +136,7 @@ def tell(texts: Iterable[str]) -> None:
 
 
 def warn(text: str) -> None:
-    """Print on rank 0, as the hosts print their warnings: both drop log records of the level WARNING by default."""
+    """Print on rank 0, as frameworks print their warnings: both drop log records of the level WARNING by default."""
     if _rank() == 0:
         print(f"WARNING: {text}", flush=True)
 
@@ -147,7 +147,7 @@ def forget() -> None:
 
 
 def _rank() -> int:
-    """Hosts check their configuration before they make process groups."""
+    """Frameworks check their configuration before they make process groups."""
     dist: Any = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         return int(dist.get_rank())
@@ -155,7 +155,7 @@ def _rank() -> int:
 
 
 def check_fills(*, skips: bool) -> None:
-    """Refuse a load that is to fill nothing: in both hosts it is torch's FSDP2 that has filled the model before.
+    """Refuse a load that is to fill nothing: in both frameworks it is torch's FSDP2 that has filled the model before.
 
     Args:
         skips: The argument `skip_load_to_model_and_opt`.

@@ -1,7 +1,7 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""The save that goes on beside a host's training, and what is still to follow it.
+"""The asynchronous save of a framework's training, and what is still to follow it.
 
-What a host tells others of a checkpoint (loggers, callbacks) and what it does with old ones is the business of the
+What a framework tells others of a checkpoint (loggers, callbacks) and what it does with old ones is the business of the
 thread that trains: it looks, once a step, whether the save has ended.
 """
 

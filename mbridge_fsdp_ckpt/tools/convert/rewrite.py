@@ -29,7 +29,7 @@ from mbridge_fsdp_ckpt.format.payload import PayloadWriter, number_of
 from mbridge_fsdp_ckpt.format.rows import Row
 from mbridge_fsdp_ckpt.format.source import StoredChunk
 from mbridge_fsdp_ckpt.format.values import decode_mapping
-from mbridge_fsdp_ckpt.format.write_results import Told, count_keys, together, write_group_index, write_own_index
+from mbridge_fsdp_ckpt.format.write_results import WriteResult, count_keys, together, write_group_index, write_own_index
 from mbridge_fsdp_ckpt.io.host_bytes import host_pieces
 from mbridge_fsdp_ckpt.io.store import AnyPath
 from mbridge_fsdp_ckpt.plan.boxes import Box, whole
@@ -110,14 +110,14 @@ def rewrite(commit: Commit, work: Rewriting) -> int:
         DamagedCheckpointError, ManifestError: The source is damaged.  Nothing was committed.
         OSError: The storage refused.
     """
-    told, payloads, files = [], 0, Files(token(), commit.suffix)
+    result, payloads, files = [], 0, Files(token(), commit.suffix)
     ranks = sorted({*work.writers, *work.description.records})
     for group in batched(ranks, _OPEN_FILES):
         written = _write_payload(commit, work, group, ranks[0])
         own = [_write_index(commit, files, work.description, rank, written.get(rank), ranks[0]) for rank in group]
-        told.append(write_group_index(commit.directory, files, group[0], together(own)))
+        result.append(write_group_index(commit.directory, files, group[0], together(own)))
         payloads += sum(writer.payload is not None for writer in written.values())
-    _finish(commit, work, files, together(told))
+    _finish(commit, work, files, together(result))
     return payloads
 
 
@@ -206,7 +206,7 @@ def _rows(box: Box) -> tuple[int, int]:
 
 def _write_index(
     commit: Commit, files: Files, description: Description, rank: int, writer: _Writer | None, first: int
-) -> Told:
+) -> WriteResult:
     """Write a rank's index file; the first one's has what belongs to no rank."""
     record = description.records.get(rank, Record({"rank": rank}))
     parameters, writer = description.parameters, writer or _Writer(commit.directory)
@@ -224,18 +224,18 @@ def _write_index(
     return write_own_index(commit.directory, files, said, writer.rows, hyperparameters)
 
 
-def _finish(commit: Commit, work: Rewriting, files: Files, told: Told) -> None:
+def _finish(commit: Commit, work: Rewriting, files: Files, result: WriteResult) -> None:
     said = work.description
     manifest = metadata(
         writer=said.writer,
         topology=said.topology,
         sections=said.sections,
         files=files,
-        told=told,
-        keys=count_keys(commit.directory, files, told),
+        result=result,
+        keys=count_keys(commit.directory, files, result),
         values=said.values,
     )
-    view_of = decode_mapping(said.values) if work.stock_view(told["chunks"]) else None
+    view_of = decode_mapping(said.values) if work.stock_view(result["chunks"]) else None
     replaced = finish(
         commit,
         manifest,

@@ -37,17 +37,16 @@ class IndexFile:
         size: Its size, which somebody has looked at.
         files: The save that it must be of.
         opened: Reads it.
-        prefix: What its own `prefix` was when it was read and checked; more bytes may follow.
 
     Raises:
         ManifestError: It contradicts the format, itself, or is of another save.
         DamagedCheckpointError: It is shorter than its size.
     """
 
-    def __init__(self, path: AnyPath, size: int, files: Files, opened: OpenFiles, prefix: Bytes | None = None) -> None:
+    def __init__(self, path: AnyPath, size: int, files: Files, opened: OpenFiles) -> None:
         self.path, self._opened = path, opened
         self._found: dict[str, int | None] = {}
-        self.prefix = _read_prefix(path, size, opened) if prefix is None else prefix[: columns.prefix_bytes(prefix)]
+        self.prefix = _read_prefix(path, size, opened)
         header, directory = self._parsed(size)
         self.header = header
         if (header.save, header.suffix) != (files.save, files.suffix):
@@ -63,7 +62,7 @@ class IndexFile:
         self.numbers = take(columns.NUMBER, header.numbers)
         self._checks = take(columns.CHECK, columns.block_count(header))
         self.texts = memoryview(directory[take.position : take.position + header.texts])
-        if prefix is None and (defect := directory_defect(header, self.ranks, self.keys, self.names, self.numbers)):
+        if defect := directory_defect(header, self.ranks, self.keys, self.names, self.numbers):
             raise malformed(path, defect, "others")
 
     def _parsed(self, size: int) -> tuple[IndexHeader, Bytes]:

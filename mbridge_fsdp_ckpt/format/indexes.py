@@ -12,8 +12,7 @@ from mbridge_fsdp_ckpt.format.names import MANIFEST_NAME, Files
 from mbridge_fsdp_ckpt.format.schema import Manifest
 from mbridge_fsdp_ckpt.io.entries import FileEntry
 from mbridge_fsdp_ckpt.io.files import check_file, malformed, size_of
-from mbridge_fsdp_ckpt.io.ranges import Bytes, OpenFiles
-from mbridge_fsdp_ckpt.io.shared import once_a_host
+from mbridge_fsdp_ckpt.io.ranges import OpenFiles
 from mbridge_fsdp_ckpt.io.store import AnyPath
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 
@@ -23,7 +22,7 @@ class Indexes:
 
     Args:
         directory: The checkpoint, held.
-        manifest: Its prefix.
+        manifest: Its own.
         near: See `SafeSource`.
         opened: Reads files.
     """
@@ -36,20 +35,8 @@ class Indexes:
 
     @cached_property
     def all(self) -> Directory:
-        """The directories of all groups' index files; in a load they are read once a host."""
-        if self.near_ranks:
-            what = f"index of {self._directory}, {self._manifest.checksum}"
-            prefixes = once_a_host(what, lambda: (group.prefix for group in self.share(0, 1)))
-            if prefixes is not None:
-                return Directory(list(self._read_before(prefixes)))
+        """The directories of all groups' index files."""
         return Directory(list(self.share(0, 1)))
-
-    def _read_before(self, prefixes: Bytes) -> Iterator[IndexFile]:
-        """The groups' index files whose prefixes another rank of this host has read and checked."""
-        for entry in self._manifest.index:
-            group = IndexFile(self._directory / entry.name, entry.size, self._files, self._opened, prefixes)
-            prefixes = prefixes[len(group.prefix) :]
-            yield group
 
     def share(self, index: int, count: int) -> Iterator[IndexFile]:
         """One of `count` shares of the groups' index files."""

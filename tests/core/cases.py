@@ -15,7 +15,6 @@ import torch
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.format.columns import PREAMBLE
 from mbridge_fsdp_ckpt.io.ranges import Bytes, OpenFiles
-from mbridge_fsdp_ckpt.io.shared import PREFIX
 from mbridge_fsdp_ckpt.io.store import AnyPath
 from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import find_fsdp_module, local_shard
 from mbridge_fsdp_ckpt.plan import records
@@ -102,20 +101,19 @@ def load_and_save(directory: str, again: str, recipe: Recipe, more_steps: int = 
 
 
 def load_counting(directory: str, recipe: Recipe) -> dict[str, Any]:
-    """Load: groups' index files whose heads, or rows, this rank read from storage, and what it still shares."""
+    """Load: groups' index files whose prefixes, or rows, this rank read."""
     trainable, plain = prepared(recipe, seed=999), OpenFiles.read
-    heads: list[str] = []
+    prefixes: list[str] = []
     rows: list[str] = []
 
     def read(self: OpenFiles, path: AnyPath, offset: int, length: int, *further: Any) -> Bytes:
         if path.name.startswith("group_") and length > PREAMBLE.size:
-            (rows if offset else heads).append(path.name)
+            (rows if offset else prefixes).append(path.name)
         return plain(self, path, offset, length, *further)
 
     with patch.object(OpenFiles, "read", read):
         mbridge_fsdp_ckpt.load(directory, model=trainable.model, optimizer=trainable.optimizer)
-    shared = [line for line in Path("/proc/self/maps").read_text().splitlines() if PREFIX in line]
-    return {"live": oracle.live(trainable), "heads": heads, "rows": rows, "shared": shared}
+    return {"live": oracle.live(trainable), "prefixes": prefixes, "rows": rows}
 
 
 def names_in(directory: str | Path) -> list[str]:

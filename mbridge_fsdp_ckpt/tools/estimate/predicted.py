@@ -90,7 +90,7 @@ def index_of(found: Estimate) -> IndexBytes:
 
 
 def _elsewhere(found: Estimate, rates: Bandwidths, other: Estimate, index: IndexBytes) -> LoadElsewhere:
-    ratio, a_rank = read_over_held(found, other), index.directories // rates.ranks  # read once a host
+    ratio, a_rank = read_over_held(found, other), index.directories
     read = (other.tally.held_bytes * ratio).astype(np.int64) + a_rank
     seconds = rates.read_seconds(read) + other.planning[0]
     return LoadElsewhere(other.layout, ratio, seconds)

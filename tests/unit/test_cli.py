@@ -34,7 +34,7 @@ SURFACE = {
     "convert": [],
     "diff": ["--atol", "--json", "--key", "--no-values", "--rtol", "--values", "a", "b"],
     "families": ["--json", "checkpoint"],
-    "inspect": ["--html", "--json", "--key", "--png", "checkpoint"],
+    "inspect": ["--html", "--json", "--key", "checkpoint"],
     "prune": ["--dry-run", "--json", "--keep", "--yes", "-y", "root"],
     "estimate": [
         "--cp", "--ep", "--etp", "--host-read", "--host-write", "--json", "--main-weights", "--moments", "--offload",
@@ -43,7 +43,7 @@ SURFACE = {
     ],
     "repair": ["--dry-run", "--force", "--json", "--stock-view", "--yes", "-y", "root"],
     "run": ["--module", "--takeover", "-m", "command"],
-    "timeline": ["--html", "--json", "--png", "checkpoint"],
+    "timeline": ["--html", "--json", "checkpoint"],
     "verify": ["--header", "--json", "--workers", "checkpoint"],
 }  # fmt: skip
 

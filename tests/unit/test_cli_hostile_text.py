@@ -7,7 +7,6 @@ The text would set a terminal's title, clear it, fill the clipboard, run backwar
 from __future__ import annotations
 
 import re
-import warnings
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -176,13 +175,6 @@ def test_the_page_of_the_shard_map_runs_nothing(evil: Path, tmp_path: Path) -> N
     assert re.sub(r"[^\S ]", "", found).isprintable()
     assert "img" not in Page(found).tags
     assert Page(found).text.count("<img onerror=x>") >= 6
-
-
-def test_the_picture_of_the_shard_map_is_drawn_as_text(evil: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    with warnings.catch_warnings(action="ignore"):  # of glyphs that the font lacks
-        assert call("inspect", evil, "--png", tmp_path / "map.png", "--key", "*").exit_code == 0
-    assert (tmp_path / "map.png").stat().st_size > 1000
 
 
 def test_a_progress_bar_takes_no_orders(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import re
-import struct
-import sys
 import warnings
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
@@ -119,38 +117,6 @@ def test_an_object_store_is_inspected_as_well(directory: Path) -> None:
     for path in directory.iterdir():
         (place / path.name).write_bytes(path.read_bytes())
     assert data("inspect", str(place))["max_over_mean"] == 1.2
-
-
-def test_the_picture_is_a_png(eight: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "map.png"
-    shown = call("inspect", eight, "--png", picture)
-    assert shown.stdout.splitlines()[-1] == f"Wrote {picture}"
-    metadata = picture.read_bytes()[:24]
-    assert metadata[:8] == b"\x89PNG\r\n\x1a\n"
-    width, height = struct.unpack(">II", metadata[16:])
-    assert width == 1680
-    assert 2500 < height < 4000
-
-
-def test_the_picture_has_the_ranks_colours_where_their_rows_are(eight: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    image = pytest.importorskip("PIL.Image")
-    call("inspect", eight, "--png", tmp_path / "map.png", "--key", "model.layers.3.weight")
-    picture = image.open(tmp_path / "map.png").convert("RGB")
-    palette = [tuple(bytes.fromhex(colour[1:])) for colour in colours(range(8)).values()]
-    rows = [[picture.getpixel((x, y)) for x in range(picture.width)] for y in range(picture.height)]
-    seen = [[colour for colour in dict.fromkeys(row) if colour in palette] for row in rows]
-    assert sum(row == palette for row in seen) > 100  # the balance above, and the bar
-
-
-def test_without_matplotlib_the_error_says_what_to_install(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    shown = call("inspect", directory, "--png", directory.parent / "map.png")
-    assert (shown.exit_code, shown.stdout) == (1, "")
-    assert shown.stderr.startswith("ConfigurationError: ")
-    assert "pip install 'mbridge-fsdp-ckpt[tools]'" in shown.stderr
-    assert call("inspect", directory, "--html", directory.parent / "map.html").exit_code == 0
 
 
 class Page(HTMLParser):

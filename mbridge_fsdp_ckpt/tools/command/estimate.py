@@ -140,7 +140,7 @@ def estimate(
 
 
 def _check_picture(picture: str | None) -> None:
-    from mbridge_fsdp_ckpt.tools.drawing import require_matplotlib
+    from mbridge_fsdp_ckpt.tools.estimate.picture import require_matplotlib
 
     if picture is None:
         return
@@ -148,7 +148,7 @@ def _check_picture(picture: str | None) -> None:
         raise ConfigurationError(
             expected="--picture FILE.png or FILE.svg", found=repr(picture), remedy="Give the file such a name."
         )
-    require_matplotlib("The table needs nothing.")
+    require_matplotlib()
 
 
 class _Answer(NamedTuple):

@@ -33,18 +33,13 @@ _OTHER = " (not loaded by this package; no checksums)"
 @app.command(epilog=EXIT_CODES)
 def inspect(
     checkpoint: Checkpoint,
-    png: Annotated[str | None, typer.Option(metavar="FILE", help="Draw a map of the shards; needs matplotlib.")] = None,
-    html: Annotated[str | None, typer.Option(metavar="FILE", help="Write the map as a page with tooltips.")] = None,
+    html: Annotated[str | None, typer.Option(metavar="FILE", help="Draw a map of the shards, as a page.")] = None,
     key: Annotated[
         str | None, typer.Option(metavar="PATTERN", help=f"List keys like this, and draw them (default {_MODEL_KEYS}).")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show what a checkpoint holds: format, topology, sizes, families, and how the ranks share it."""
-    if png is not None:
-        from mbridge_fsdp_ckpt.tools.drawing import require_matplotlib
-
-        require_matplotlib()  # before a long read
     from mbridge_fsdp_ckpt.io.files import hold
     from mbridge_fsdp_ckpt.tools.shard_map.blocks import ShardMap
     from mbridge_fsdp_ckpt.tools.survey import survey, visit_chunks
@@ -54,7 +49,7 @@ def inspect(
     shown = ShardMap.of(found, key or _MODEL_KEYS)
     visit_chunks(directory, found, shown.visit)
     listed = shown if key is not None else None
-    written = _draw(found, shown, png, html)
+    written = _draw(found, shown, html)
     if as_json:
         print_json(_as_data(found, listed, written))
         return
@@ -63,11 +58,10 @@ def inspect(
         say(f"Wrote {path}")
 
 
-def _draw(found: Survey, shown: ShardMap, png: str | None, html: str | None) -> list[str]:
+def _draw(found: Survey, shown: ShardMap, html: str | None) -> list[str]:
     from mbridge_fsdp_ckpt.tools.shard_map.html import draw_html
-    from mbridge_fsdp_ckpt.tools.shard_map.png import draw_png
 
-    return draw_to((png, lambda: draw_png(found, shown)), (html, lambda: draw_html(found, shown).encode()))
+    return draw_to(html, lambda: draw_html(found, shown))
 
 
 def _as_data(found: Survey, listed: ShardMap | None, written: list[str]) -> dict[str, Any]:

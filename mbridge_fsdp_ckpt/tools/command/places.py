@@ -73,18 +73,12 @@ def _check_is_root(root: AnyPath, names: set[str]) -> None:
     )
 
 
-def draw_to(*drawings: tuple[str | None, Callable[[], bytes]]) -> list[str]:
-    """Write pictures and pages to the files that a user named; returns their names.
-
-    Args:
-        drawings: The file, None where the user wants none, and what draws it.
-    """
+def draw_to(name: str | None, draw: Callable[[], str]) -> list[str]:
+    """Write a page to the file that a user named, if they did; returns the names of what was written."""
     from mbridge_fsdp_ckpt.io.files import replace_file
     from mbridge_fsdp_ckpt.io.store import as_path
 
-    written = []
-    for name, draw in drawings:
-        if name is not None:
-            replace_file(as_path(name), draw())
-            written.append(name)
-    return written
+    if name is None:
+        return []
+    replace_file(as_path(name), draw().encode())
+    return [name]

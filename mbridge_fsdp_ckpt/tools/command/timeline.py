@@ -28,20 +28,15 @@ _NAMED = 20  # stragglers
 @app.command(epilog=EXIT_CODES)
 def timeline(
     checkpoint: Checkpoint,
-    png: Annotated[str | None, typer.Option(metavar="FILE", help="Draw ranks and phases; needs matplotlib.")] = None,
-    html: Annotated[str | None, typer.Option(metavar="FILE", help="Write them as a page with tooltips.")] = None,
+    html: Annotated[str | None, typer.Option(metavar="FILE", help="Draw ranks and phases, as a page.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show how long each rank's part of a save took, phase by phase, and who kept the others waiting."""
-    if png is not None:
-        from mbridge_fsdp_ckpt.tools.drawing import require_matplotlib
-
-        require_matplotlib()  # before a long read
     from mbridge_fsdp_ckpt.io.files import hold
     from mbridge_fsdp_ckpt.tools.timeline import lanes
 
     found = lanes.timeline(hold(checkpoint_at(checkpoint)))
-    written = _draw(found, png, html)
+    written = _draw(found, html)
     if as_json:
         print_json(_as_data(found, written))
         return
@@ -50,11 +45,10 @@ def timeline(
         say(f"Wrote {path}")
 
 
-def _draw(found: Timeline, png: str | None, html: str | None) -> list[str]:
+def _draw(found: Timeline, html: str | None) -> list[str]:
     from mbridge_fsdp_ckpt.tools.timeline.html import draw_html
-    from mbridge_fsdp_ckpt.tools.timeline.png import draw_png
 
-    return draw_to((png, lambda: draw_png(found)), (html, lambda: draw_html(found).encode()))
+    return draw_to(html, lambda: draw_html(found))
 
 
 def _as_data(found: Timeline, written: list[str]) -> dict[str, Any]:

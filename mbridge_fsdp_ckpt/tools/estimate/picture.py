@@ -3,19 +3,38 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import numpy as np
 from rich.filesize import decimal
 
+from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.printable import printable
-from mbridge_fsdp_ckpt.tools.drawing import FAINT, INK, content_of, require_matplotlib, tidy
 from mbridge_fsdp_ckpt.tools.estimate.cuts import Counts
 from mbridge_fsdp_ckpt.tools.estimate.estimate import Estimate
 
+_INK, _FAINT = "#222222", "#666666"
 _COLOURS = ("#2f7fc1", "#d4a72c", "#4ac26b", "#b45f9c", "#8c959f")
 _COLUMNS = 1_200
 """At most so many ranks are drawn one by one; of more, a column is the heaviest of its ranks."""
+
+
+def require_matplotlib() -> Any:
+    """The class `Figure` of matplotlib.
+
+    Raises:
+        ConfigurationError: It is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigurationError(
+            expected="matplotlib, to draw a picture",
+            found=str(error),
+            remedy="Install it: pip install 'mbridge-fsdp-ckpt[tools]'. The table needs nothing.",
+        ) from error
+    return Figure
 
 
 def draw(found: Estimate, kind: str) -> bytes:
@@ -35,7 +54,9 @@ def draw(found: Estimate, kind: str) -> bytes:
     _draw_parts(lower, found.layout.world, parts)
     total = decimal(int(found.tally.bytes.sum()))
     figure.suptitle(printable(f"{found.name}: {total} from {found.layout.said}"), x=0.01, ha="left", parse_math=False)
-    return content_of(figure, kind)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=kind, dpi=120)
+    return buffer.getvalue()
 
 
 def _draw_bytes(axes: Any, found: Estimate, parts: dict[str, Counts]) -> None:
@@ -49,12 +70,12 @@ def _draw_bytes(axes: Any, found: Estimate, parts: dict[str, Counts]) -> None:
         axes.stairs(bottom + shown, edges, baseline=bottom, fill=True, color=colour, label=part, linewidth=0)
         bottom = bottom + shown
     mean = float(found.tally.bytes.mean())
-    axes.axhline(mean, color=INK, linewidth=0.8, linestyle=":")
+    axes.axhline(mean, color=_INK, linewidth=0.8, linestyle=":")
     axes.set_title(f"bytes that each rank writes; dotted the mean, max/mean {found.balance.ratio:.2f}", **_title())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: decimal(round(value))))
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False, fontsize=8, ncols=len(parts), loc="upper left", bbox_to_anchor=(0, -0.02))
-    tidy(axes, keep="")
+    _tidy(axes)
 
 
 def _draw_parts(axes: Any, world: int, parts: dict[str, Counts]) -> None:
@@ -67,8 +88,8 @@ def _draw_parts(axes: Any, world: int, parts: dict[str, Counts]) -> None:
     names = [f"{part}, up to {decimal(most)}" for part, most in zip(parts, heaviest, strict=True)]
     axes.set_yticks(range(len(parts)), names)
     axes.set_title("who writes which part: nothing is white, what the heaviest rank has of it is dark", **_title())
-    axes.set_xlabel("rank", fontsize=9, color=FAINT)
-    tidy(axes, keep="")
+    axes.set_xlabel("rank", fontsize=9, color=_FAINT)
+    _tidy(axes)
 
 
 def _heaviest(sizes: Counts) -> Counts:
@@ -79,4 +100,11 @@ def _heaviest(sizes: Counts) -> Counts:
 
 
 def _title() -> dict[str, Any]:
-    return {"fontsize": 10, "color": INK, "loc": "left"}
+    return {"fontsize": 10, "color": _INK, "loc": "left"}
+
+
+def _tidy(axes: Any) -> None:
+    """Axes without a frame."""
+    for side in ("left", "right", "top", "bottom"):
+        axes.spines[side].set_visible(False)
+    axes.tick_params(length=0, labelcolor=_INK, labelsize=8)

@@ -1,5 +1,5 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""A progress bar of bytes on a terminal; anywhere else, nothing."""
+"""A progress bar of bytes on a terminal; anywhere else, and where rich is not installed, nothing."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.progress import Progress as Shown
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from mbridge_fsdp_ckpt.io.progress import Progress, Unwatched
 from mbridge_fsdp_ckpt.printable import printable
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Shown
 
 PATIENCE = 1.5
 """Seconds that a save or load of a job may take before its bar appears."""
@@ -58,22 +59,32 @@ def progress_bar(*, after: float = 0.0, wanted: bool = True) -> Iterator[Progres
         after: Seconds that the body may take before anything is shown.
         wanted: Whether to show anything at all.
     """
-    console = Console(stderr=True)
-    if not (wanted and console.is_terminal):
+    shown = _drawn() if wanted and find_spec("rich") is not None else None
+    if shown is None:
         yield Unwatched()
         return
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    shown = Shown(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False)
     try:
         yield Bar(shown, after)
     finally:
         shown.stop()
+
+
+def _drawn() -> Shown | None:
+    """What draws a bar on standard error; None where that is no terminal."""
+    from rich import progress
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        return None
+    columns = (
+        progress.TextColumn("{task.description}", markup=False),
+        progress.BarColumn(),
+        progress.DownloadColumn(),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    return progress.Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False)
 
 
 def job_bar(rank: int, *, wanted: bool) -> AbstractContextManager[Progress]:

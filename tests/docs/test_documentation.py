@@ -144,8 +144,8 @@ def test_the_launches(page: str, command: str, folder: Path) -> None:
 
 
 def test_the_package_installs(tmp_path: Path) -> None:
-    """`pip install .` of what git has, with all that it depends on already there."""
-    assert "pip install ." in [text for _, text in COMMANDS]
+    """What git has installs, with all that it depends on already there."""
+    assert 'pip install ".[tools]"' in [text for _, text in COMMANDS]
     in_shell(f"git archive HEAD | tar -x -C {tmp_path}", REPOSITORY).check_returncode()
     target = tmp_path / "installed"
     ended = in_shell(f"{sys.executable} -m uv pip install --no-deps --target {target} .", tmp_path)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -29,8 +30,14 @@ def application() -> typer.Typer:
     return app
 
 
+def _is_missing(package: str) -> bool:
+    return find_spec(package) is None
+
+
 def main() -> None:
     """Run the command."""
+    if (missing := next(filter(_is_missing, ("typer", "rich")), None)) is not None:
+        sys.exit(f"The command needs {missing}: pip install 'mbridge-fsdp-ckpt[tools]'")
     try:
         application()()
     except KeyboardInterrupt:  # during the imports; afterwards Typer's own handling comes first

@@ -149,7 +149,7 @@ class Page(HTMLParser):
     """Tags, and text outside of tags; none has a handler of events."""
 
     KNOWN = frozenset(
-        {"html", "metadata", "meta", "title", "style", "body", "h1", "h2", "p", "code", "div", "span"}
+        {"html", "head", "meta", "title", "style", "body", "h1", "h2", "p", "code", "div", "span"}
         | {"table", "thead", "tbody", "tr", "th", "td", "svg", "rect", "text"}
     )
 

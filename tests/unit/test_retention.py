@@ -140,7 +140,7 @@ def test_a_link_that_leads_elsewhere_by_now_takes_no_pruning_with_it(root: Path,
     assert [left(root), left(other)] == [[30, 50], [10, 20, 30, 40, 50]]
 
 
-@pytest.mark.parametrize("moment", ["has_readable_head", "keeps"])
+@pytest.mark.parametrize("moment", ["has_readable_metadata", "keeps"])
 def test_what_another_pruning_takes_first_fails_nobody(
     moment: str, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -234,7 +234,8 @@ def _measured(format_name: str, meter: Meter, report: RankReport) -> Iterator[No
 
     from mbridge_fsdp_ckpt.coordination.coordination import Coordination
     from mbridge_fsdp_ckpt.loading import fill
-    from mbridge_fsdp_ckpt.saving import snapshot, write_plan
+    from mbridge_fsdp_ckpt.saving import snapshot
+    from mbridge_fsdp_ckpt.saving.write_plan import PlanComparison
 
     create = setup.create_checkpoint_manager
 
@@ -252,7 +253,7 @@ def _measured(format_name: str, meter: Meter, report: RankReport) -> Iterator[No
         ("preparation", checkpointing, checkpointing.preprocess_fsdp_dtensor_state_dict),
         ("preparation", snapshot, snapshot.observe),
         ("preparation", snapshot, snapshot.plan_save),
-        ("preparation", write_plan, write_plan.announce),
+        ("preparation", PlanComparison, PlanComparison.message),
         ("gather", fill, fill.refresh),
     ]
     for part, owner, function in parts:

@@ -29,7 +29,8 @@ import torch.distributed as dist
 
 from benchmarks.scale import polling
 from mbridge_fsdp_ckpt.coordination.coordination import Coordination
-from mbridge_fsdp_ckpt.coverage import plans
+from mbridge_fsdp_ckpt.coordination.rounds import Round
+from mbridge_fsdp_ckpt.coverage.buckets import BUCKETS, added
 from mbridge_fsdp_ckpt.plan.tiling import PRIME
 
 RANKS = 64, 256, 1024
@@ -151,13 +152,13 @@ def _serve(folder: Path) -> None:
 def _attend(folder: Path, size: int, port: int, repeats: int, rank: int) -> None:
     store = Counted(port)
     coordination = Coordination("scale", rank, size, _LIMIT_S, store)
-    message = [(rank + 1) * bucket * 0x9E3779B97F4A7C15 % PRIME for bucket in range(plans.BUCKETS)]
+    message = [(rank + 1) * bucket * 0x9E3779B97F4A7C15 % PRIME for bucket in range(BUCKETS)]
 
     def tree(number: int) -> None:
-        coordination.meet(f"meeting {number}", message, _decide, plans.added)
+        coordination.meet(_Sums(f"meeting {number}", message))
 
     def poll(number: int) -> None:
-        polling.meet(store, f"polled/{number}", rank, size, message, lambda all_of: _decide(plans.added(all_of)))
+        polling.meet(store, f"polled/{number}", rank, size, message, lambda all_of: _bad(added(all_of)))
 
     for protocol, meet in zip(PROTOCOLS, (tree, poll), strict=True):
         ends = []
@@ -171,8 +172,25 @@ def _attend(folder: Path, size: int, port: int, repeats: int, rank: int) -> None
         _write(folder / f"{protocol}_{rank}", json.dumps({"ends": ends, "requests": store.requests.total()}))
 
 
-def _decide(fingerprint: list[int]) -> int:
-    return len(plans.remainders_of(fingerprint))
+@dataclass
+class _Sums(Round[list[int], int]):
+    """As in a save's first meeting."""
+
+    phase: str
+    fingerprint: list[int]
+
+    def message(self) -> list[int]:
+        return self.fingerprint
+
+    def combine(self, messages: list[list[int]]) -> list[int]:
+        return added(messages)
+
+    def decide(self, whole: list[int]) -> int:
+        return _bad(whole)
+
+
+def _bad(fingerprint: list[int]) -> int:
+    return sum(map(bool, fingerprint))
 
 
 def _write(path: Path, text: str) -> None:

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch.distributed as dist
 
@@ -27,8 +28,8 @@ from mbridge_fsdp_ckpt.coordination.connection import Connection, Store
 from mbridge_fsdp_ckpt.coordination.heartbeat import STORE_ERRORS, Heartbeats, Watch
 from mbridge_fsdp_ckpt.coordination.incarnation import KEPT, connection, end_without, hosts_of, incarnation
 from mbridge_fsdp_ckpt.coordination.meeting import Meeting, lost
-from mbridge_fsdp_ckpt.coordination.messages import Combining, Deciding, combined, decided, to_wire
 from mbridge_fsdp_ckpt.coordination.protocol import Node
+from mbridge_fsdp_ckpt.coordination.rounds import Round, Wire, brought, combined, decided
 from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError
 from mbridge_fsdp_ckpt.settings import DEFAULT_STORAGE_LIMIT, DEFAULT_TIME_LIMIT
 
@@ -80,27 +81,21 @@ class Coordination:
         """This rank, if it leads a group, where the messages of the group meet: each rank is in one; see `protocol`."""
         return self.rank if Node(self.rank, self.world_size).leads else None
 
-    def meet[M, V](self, phase: str, message: M | CheckpointError, decide: Deciding[M, V], combine: Combining[M]) -> V:
-        """Bring a message; get what `decide`, called on rank 0 with all messages combined, returns.
-
-        Args:
-            phase: What this meeting is for, in errors.
-            message: JSON-able and bounded, or a `CheckpointError` that this rank failed with.
-            decide: Raises a `CheckpointError` to fail everyone alike.
-            combine: See `Combining`; what it returns is bounded, too.
+    def meet[M, V](self, round: Round[M, V]) -> V:
+        """Meet all ranks; get what rank 0 decides.
 
         Raises:
-            CheckpointError: The same on every rank: what a rank brought or a function raised, or `RankMissingError`
-                naming the ranks that did not arrive.
+            CheckpointError: The same on every rank: what a rank brought or a function of the round raised, or
+                `RankMissingError` naming the ranks that did not arrive.
         """
         self._meetings, self._fenced = self._meetings + 1, False
-        wire = to_wire(message, phase, self.rank)
+        decision: Wire[V]
         if self.store is None:
-            whole = wire if "failed" in wire else combined([wire["value"]], combine, phase, self.rank)
-            decision = decided(whole, decide, phase)
+            own = brought(round, self.rank)
+            decision = decided(round, own if "failed" in own else combined(round, [own["value"]], self.rank))
         else:
-            self._last = self._enter(self.store, phase)
-            decision = self._last.meet(wire, decide, combine)
+            self._last = self._enter(self.store, round)
+            decision = self._last.meet()
             self.keys += self._last.keys(failed="failed" in decision)
         if "failed" in decision:
             error = CheckpointError.from_wire(decision["failed"])
@@ -109,11 +104,11 @@ class Coordination:
             raise error
         return decision["value"]
 
-    def _enter(self, store: Store, phase: str) -> Meeting:
+    def _enter(self, store: Store, round: Round[Any, Any]) -> Meeting:
         return Meeting(
             store,
             f"{self.name}/{self._meetings}",
-            phase,
+            round,
             self.rank,
             self.world_size,
             self.time_limit,

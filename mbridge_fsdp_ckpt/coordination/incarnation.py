@@ -36,6 +36,7 @@ from mbridge_fsdp_ckpt.coordination.connection import Connection, Store
 from mbridge_fsdp_ckpt.coordination.heartbeat import STORE_ERRORS, Heartbeats, Watch
 from mbridge_fsdp_ckpt.coordination.meeting import Meeting, a_while, wait_for
 from mbridge_fsdp_ckpt.coordination.protocol import DECISION
+from mbridge_fsdp_ckpt.coordination.rounds import Arrival
 from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError, RankMissingError
 
 _ROOT = "mbridge_fsdp_ckpt"
@@ -295,8 +296,9 @@ class _Sequences:
     ) -> CheckpointError:
         """Let a sequence that this rank will not join fail on all that have; returns what it failed with."""
         rank, size, name = self.job.rank, self.job.world_size, f"{found.name}/1"
-        met = Meeting(store, name, "beginning", rank, size, limit, heartbeats, lambda: None, hosts_of(name))
-        told = met.meet({"failed": error.to_wire()}, lambda whole: None, lambda messages: None)
+        begun = Arrival("beginning", error)
+        met = Meeting(store, name, begun, rank, size, limit, heartbeats, lambda: None, hosts_of(name))
+        told = met.meet()
         met.leave()
         return CheckpointError.from_wire(told["failed"]) if "failed" in told else error
 

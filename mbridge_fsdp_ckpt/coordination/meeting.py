@@ -23,13 +23,11 @@ import torch.distributed as dist
 from mbridge_fsdp_ckpt.coordination import protocol
 from mbridge_fsdp_ckpt.coordination.connection import Store
 from mbridge_fsdp_ckpt.coordination.heartbeat import STORE_ERRORS, Heartbeats, Watch
-from mbridge_fsdp_ckpt.coordination.messages import Combining, Deciding, Wire, combined, decided
 from mbridge_fsdp_ckpt.coordination.protocol import (
     FENCED,
     NAMES,
     OUTCOME,
     Combine,
-    Decide,
     Drop,
     Gather,
     Late,
@@ -42,6 +40,7 @@ from mbridge_fsdp_ckpt.coordination.protocol import (
     Steps,
     There,
 )
+from mbridge_fsdp_ckpt.coordination.rounds import Round, Wire, brought, combined, decided
 from mbridge_fsdp_ckpt.errors import CheckpointError, ErrorData, RankMissingError, brief
 
 GRACE = 15.0
@@ -55,8 +54,6 @@ _RENEWED = 60.0  # seconds after which rank 0, while it waits, does what it does
 
 _log = logging.getLogger(__name__)
 
-Thinking = Callable[[Combine | Decide], Wire[Any]]
-
 
 @dataclass(slots=True)
 class Meeting:
@@ -65,7 +62,7 @@ class Meeting:
     Args:
         store: The store.
         name: Common to all ranks, and new for each meeting.
-        phase: What the meeting is for, in errors.
+        round: What this rank brings, and how all of it is combined and decided.
         rank: This rank.
         world_size: All ranks.
         time_limit: See `Coordination`.
@@ -76,7 +73,7 @@ class Meeting:
 
     store: Store
     name: str
-    phase: str
+    round: Round[Any, Any]
     rank: int
     world_size: int
     time_limit: float
@@ -90,23 +87,17 @@ class Meeting:
     def __post_init__(self) -> None:
         self._watch, self._renewed = Watch(self.heartbeats, self.time_limit), time.monotonic()
 
-    def meet[M, V](self, wire: Wire[M], decide: Deciding[M, V], combine: Combining[M]) -> Wire[V]:
+    def meet(self) -> Wire[Any]:
         """Bring what this rank has to say; returns the decision."""
-
-        def think(request: Combine | Decide) -> Wire[Any]:
-            messages = [json.loads(message) for message in request.messages]
-            with self.heartbeats.at_work():
-                whole = combined(messages, combine, self.phase, self.rank)
-                return whole if isinstance(request, Combine) else decided(whole, decide, self.phase)
-
+        own = brought(self.round, self.rank)
         try:
-            if "failed" in wire:
-                steps = protocol.fail(self._node, json.dumps(wire))
+            if "failed" in own:
+                steps = protocol.fail(self._node, json.dumps(own))
             else:
-                steps = protocol.attend(self._node, json.dumps(wire["value"]))
-            decision: Wire[V] = json.loads(self._run(steps, think))
+                steps = protocol.attend(self._node, json.dumps(own["value"]))
+            decision: Wire[Any] = json.loads(self._run(steps))
         except STORE_ERRORS as error:
-            return {"failed": lost(error, self.phase, self.rank).to_wire()}
+            return {"failed": lost(error, self.round.phase, self.rank).to_wire()}
         return decision
 
     def fence(self) -> None:
@@ -116,7 +107,7 @@ class Meeting:
             CheckpointError: Somebody has, or has failed.
         """
         if self._answer(Settle(OUTCOME, FENCED)) != FENCED:
-            decision = json.loads(self._run(protocol.follow(self._node), _nothing_to_think))
+            decision = json.loads(self._run(protocol.follow(self._node)))
             raise CheckpointError.from_wire(decision["failed"])
 
     def was_fenced(self) -> bool:
@@ -153,7 +144,7 @@ class Meeting:
     def _at(self, key: str) -> str:
         return f"{self.name}/{key}"
 
-    def _run(self, steps: Steps, think: Thinking) -> str:
+    def _run(self, steps: Steps) -> str:
         """Answer all requests; returns what the meeting came to."""
         answer: Any = None
         while True:
@@ -161,16 +152,22 @@ class Meeting:
                 request = steps.send(answer)
             except StopIteration as stop:
                 return str(stop.value)
-            if not isinstance(request, Combine | Decide):
+            if not isinstance(request, Combine):
                 answer = self._answer(request)
                 continue
-            wire = think(request)
-            if isinstance(request, Decide):
+            wire = self._think(request)
+            if request.decides:
                 answer = json.dumps(wire)
             elif "failed" in wire:
                 steps, answer = protocol.fail(self._node, json.dumps(wire)), None
             else:
                 answer = json.dumps(wire["value"])
+
+    def _think(self, request: Combine) -> Wire[Any]:
+        messages = [json.loads(message) for message in request.messages]
+        with self.heartbeats.at_work():
+            whole = combined(self.round, messages, self.rank)
+            return decided(self.round, whole) if request.decides else whole
 
     def _answer(self, request: Request) -> Any:
         match request:
@@ -216,7 +213,7 @@ class Meeting:
         stalled = fenced or (absent == (0,) and self._answer(There(protocol.here(0))))
         remedy = "Look at the logs of these ranks; raise the time limit if they were only slow."
         return RankMissingError(
-            expected=f"all {self.world_size} ranks at {self.phase!r} within {self.time_limit:g} s",
+            expected=f"all {self.world_size} ranks at {self.round.phase!r} within {self.time_limit:g} s",
             found=f"no {'decision' if stalled else 'sign'} of rank {named}",
             remedy=f"It was about to finish: look whether the checkpoint is there. {remedy}" if fenced else remedy,
         ).to_wire()
@@ -256,7 +253,3 @@ def lost(error: BaseException, phase: str, rank: int) -> RankMissingError:
         f"{'is stopped or out of reach: look at its host' if frozen else 'has ended: look at its log'}.",
         rank=rank,
     )
-
-
-def _nothing_to_think(request: Combine | Decide) -> Wire[Any]:
-    raise AssertionError(request)

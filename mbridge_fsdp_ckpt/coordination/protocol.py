@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 ARITY = 32
 """Children a rank: three levels for 32,768 ranks."""
@@ -75,53 +75,46 @@ def here(rank: int) -> str:
     return f"{rank}/here"
 
 
-@dataclass(frozen=True, slots=True)
-class Put:
+class Put(NamedTuple):
     """Write a key.  Answer: None."""
 
     key: str
     value: str
 
 
-@dataclass(frozen=True, slots=True)
-class Settle:
+class Settle(NamedTuple):
     """Write a key unless it has a value.  Answer: the value that holds."""
 
     key: str
     value: str
 
 
-@dataclass(frozen=True, slots=True)
-class Gather:
+class Gather(NamedTuple):
     """Wait a little for all of some keys.  Answer: their values; None where one is not there yet."""
 
     keys: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
+class Read(NamedTuple):
     """Wait a little for a key, or not at all.  Answer: its value, or None."""
 
     key: str
     waits: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class There:
+class There(NamedTuple):
     """Answer: whether a key has a value."""
 
     key: str
 
 
-@dataclass(frozen=True, slots=True)
-class Drop:
+class Drop(NamedTuple):
     """Delete keys that nobody needs any more.  Answer: None."""
 
     keys: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Patience:
+class Patience(NamedTuple):
     """Begin a limit.  Answer: None.
 
     Args:
@@ -131,13 +124,11 @@ class Patience:
     for_messages: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Late:
+class Late(NamedTuple):
     """Answer: whether the limit has passed without a heartbeat."""
 
 
-@dataclass(frozen=True, slots=True)
-class Missing:
+class Missing(NamedTuple):
     """Answer: the decision that names ranks of which no sign has come.
 
     Args:
@@ -149,21 +140,19 @@ class Missing:
     fenced: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Decide:
-    """Let the coordinator decide, on rank 0; it may fence the outcome itself.  Answer: what it says, as text."""
+class Combine(NamedTuple):
+    """Make one message of several.  Answer: it, as text.
+
+    Args:
+        messages: This rank's own, and those of its children.
+        decides: Of rank 0: what the coordinator says of it is the answer; it may fence the outcome itself.
+    """
 
     messages: tuple[str, ...]
+    decides: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Combine:
-    """Make one message of several.  Answer: it, as text."""
-
-    messages: tuple[str, ...]
-
-
-Request = Put | Settle | Gather | Read | There | Drop | Patience | Late | Missing | Decide | Combine
+Request = Put | Settle | Gather | Read | There | Drop | Patience | Late | Missing | Combine
 Steps = Generator[Request, Any, str]
 """Requests, and what the meeting came to in the end: a decision."""
 
@@ -185,7 +174,7 @@ def attend(node: Node, own: str) -> Steps:
         yield Put(message_of(node.rank), (yield Combine(messages)))
         decision = yield from follow(node)
     else:
-        decision = yield from _end(node, FENCED, (yield Decide(messages)))
+        decision = yield from _end(node, FENCED, (yield Combine(messages, decides=True)))
     if below:  # not before: until then they tell who has arrived
         yield Drop((*below, here(node.rank)))
     return str(decision)

@@ -1,29 +1,35 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""What ranks tell each other about their plans, bounded, and what rank 0 makes of it.
+"""Whether the plans of all ranks write every element of every tensor once: sums in buckets, then rows (`buckets`).
 
-Each rank adds up fingerprints of its blocks in a fixed number of buckets, by key.  A block's fingerprint has three
-parts; added up over all ranks, each is zero if
+A block's share has three parts; added up over all ranks, each is zero if
 
     replicas    every replica that somebody holds tiles the tensor by itself
     writers     the blocks that are written tile it, too
     presence    all n replicas are there, and one of them writes: each counts 1/n of a word, the writer less a whole one
 
 Where every bucket is zero, each element of each tensor is written once, or by ranks that know nothing of each other
-at all: the index then has a key's first element twice, which `merged` sees when all have written.  Otherwise the ranks
-name their blocks in the bad buckets, and these are compared one by one: a tensor that only some ranks hold is in order
-if its writer is one of them.
+at all: the index then has a key's first element twice, which `merged` sees when all have written.  Of blocks that are
+named one by one, a tensor that only some ranks hold is in order if its writer is one of them.
 """
 
 from __future__ import annotations
 
-import hashlib
-import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from mbridge_fsdp_ckpt.coverage.rows import IN_ALL, OF_ONE_RANK, Place, Rows, rows_of, together
+from mbridge_fsdp_ckpt.coverage import buckets
+from mbridge_fsdp_ckpt.coverage.buckets import (
+    IN_ALL,
+    OF_ONE_RANK,
+    Place,
+    RowRound,
+    key_word,
+    listed,
+    ranks_listed,
+    share_of_one,
+)
 from mbridge_fsdp_ckpt.errors import PlanDisagreementError
 from mbridge_fsdp_ckpt.live.local_shards import LocalShard
 from mbridge_fsdp_ckpt.plan.boxes import Box, Shape, whole
@@ -32,7 +38,6 @@ from mbridge_fsdp_ckpt.plan.keys import Kind
 from mbridge_fsdp_ckpt.plan.layout import Axis
 from mbridge_fsdp_ckpt.plan.tiling import PRIME, TilingFingerprint, tiling_defect
 
-BUCKETS = 256
 _KEYS_NAMED = 10
 
 
@@ -86,6 +91,16 @@ class Block:
         """Whether it holds the tensor's first element; an empty block counts, since nothing else tells of it."""
         return not any(self.box.offset) or not self.box.volume
 
+    @property
+    def share(self) -> int:
+        """See above."""
+        return _share(self)
+
+    @property
+    def place(self) -> Place:
+        """What only some ranks hold is mostly in order, and is replicated: named first, so that all is compared."""
+        return self.replica.count == 1 and not self.is_copy, self.key
+
     def to_wire(self) -> BlockRow:
         """As JSON-able data."""
         tensor = self.key, self.dtype, self.kind, list(self.shape)
@@ -98,30 +113,6 @@ class Block:
         key, dtype, kind, shape, offset, size, index, count, is_copy, writes = row
         box = Box(tuple(offset), tuple(size))
         return cls(key, dtype, kind, tuple(shape), box, Axis(index, count), is_copy, writes)
-
-
-def bucket_of(key: str) -> int:
-    """The bucket a key falls into."""
-    return zlib.crc32(key.encode()) % BUCKETS
-
-
-def key_word(key: str) -> int:
-    """A pseudo-random number for a key, modulo `PRIME`."""
-    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") % PRIME
-
-
-def share_of_one(replica: Axis) -> int:
-    """1/n, modulo `PRIME`, for one of n replicas: they add up to one."""
-    return pow(replica.count, -1, PRIME)
-
-
-def in_buckets(shares: Iterable[tuple[str, int]]) -> list[int]:
-    """Shares added up by the buckets of their keys."""
-    buckets = [0] * BUCKETS
-    for key, share in shares:
-        bucket = bucket_of(key)
-        buckets[bucket] = (buckets[bucket] + share) % PRIME
-    return buckets
 
 
 def fingerprint(blocks: Iterable[Block]) -> list[int]:
@@ -140,7 +131,7 @@ def fingerprint(blocks: Iterable[Block]) -> list[int]:
             remedy="Do two modules have the same name on disk? Nothing was written.",
             key=twice[0],
         )
-    return in_buckets((block.key, _share(block)) for block in blocks)
+    return buckets.fingerprint(blocks)
 
 
 @lru_cache(maxsize=1 << 16)
@@ -163,67 +154,30 @@ def _part_of_tiling(identity: str, block: Block) -> int:
     return part - tiling.of_whole() if block.is_origin else part
 
 
-def added(fingerprints: Iterable[list[int]]) -> list[int]:
-    """Fingerprints of several ranks, as one."""
-    return [sum(column) % PRIME for column in zip(*fingerprints, strict=True)]
+class DisputedPlans[V](RowRound[Block, V]):
+    """Only where plans do not add up: tensors that some ranks do not hold may be in order all the same."""
 
+    __slots__ = ()
+    phase, kind = "disagreement on the plan", Block
 
-def remainders_of(fingerprint: list[int]) -> dict[int, int]:
-    """Buckets that do not add up to zero, with their remainders."""
-    return {bucket: total for bucket, total in enumerate(fingerprint) if total}
+    def check(self, held: list[tuple[int, Block]], *, all_named: bool) -> None:
+        """Name the keys and ranks that contradict each other.
 
-
-def add(fingerprints: Iterable[list[int]]) -> dict[int, int]:
-    """Buckets of all ranks that do not add up to zero, with their remainders."""
-    return remainders_of(added(fingerprints))
-
-
-def blocks_in(rank: int, blocks: Iterable[Block], buckets: Iterable[int]) -> Rows[BlockRow]:
-    """This rank's blocks in the given buckets, as data, up to a bound."""
-    wanted = set(buckets)
-    return rows_of(rank, [block.to_wire() for block in blocks if bucket_of(block.key) in wanted], _place)
-
-
-def combine(messages: Sequence[Rows[BlockRow]]) -> Rows[BlockRow]:
-    """What several ranks gave of `blocks_in`."""
-    return together(messages, _place)
-
-
-def _place(row: BlockRow) -> Place:
-    """What only some ranks hold is mostly in order, and is replicated: named first, so that all of it is compared."""
-    block = Block.from_wire(row)
-    return block.replica.count == 1 and not block.is_copy, block.key
-
-
-def decide(rows: Rows[BlockRow], remainders: Mapping[int, int]) -> None:
-    """Decide the blocks that ranks named one by one.
-
-    Args:
-        rows: What `blocks_in` gave, combined.
-        remainders: What `add` found.
-
-    Raises:
-        PlanDisagreementError: It names the keys and ranks that contradict each other.
-    """
-    by_key: dict[str, list[tuple[int, Block]]] = defaultdict(list)
-    for rank, found in rows["by_rank"]:
-        for block in map(Block.from_wire, found):
+        Raises:
+            PlanDisagreementError: Some do.
+        """
+        by_key: dict[str, list[tuple[int, Block]]] = defaultdict(list)
+        for rank, block in held:
             by_key[block.key].append((rank, block))
-    defects = [f"{key}: {text}" for key, held in sorted(by_key.items()) if (text := _defect(held))]
-    named = in_buckets((block.key, _share(block)) for held in by_key.values() for _, block in held)
-    if not defects and all(named[bucket] == remainder for bucket, remainder in remainders.items()):
-        return
-    shown = (
-        "; ".join(defects[:_KEYS_NAMED])
-        or f"contradictions beyond the blocks named, {OF_ONE_RANK} of a rank and {IN_ALL} in all"
-    )
-    more = f"; and {len(defects) - _KEYS_NAMED} more keys" if len(defects) > _KEYS_NAMED else ""
-    raise PlanDisagreementError(
-        expected="plans that write every element of every tensor once",
-        found=shown + more,
-        remedy="The ranks hold different models, or a parameter's metadata was changed on the ranks named. "
-        "Nothing was written.",
-    )
+        defects = [f"{key}: {text}" for key, of_key in sorted(by_key.items()) if (text := _defect(of_key))]
+        if defects or not all_named:
+            beyond = f"contradictions beyond the blocks named, {OF_ONE_RANK} of a rank and {IN_ALL} in all"
+            raise PlanDisagreementError(
+                expected="plans that write every element of every tensor once",
+                found=listed(defects, _KEYS_NAMED) or beyond,
+                remedy="The ranks hold different models, or a parameter's metadata was changed on the ranks named. "
+                "Nothing was written.",
+            )
 
 
 def _defect(held: list[tuple[int, Block]]) -> str:
@@ -269,9 +223,3 @@ def _tiling_defect(held: list[tuple[int, Box]], shape: Shape) -> str:
 def _nobody_writes(held: list[tuple[int, Block]]) -> str:
     ranks, count = ranks_listed([rank for rank, _ in held]), held[0][1].replica.count
     return f"no rank writes it: rank {ranks} hold it, but not the one of {count} that is to"
-
-
-def ranks_listed(ranks: Iterable[int]) -> str:
-    """Ranks for an error, up to a bound."""
-    found = sorted(set(ranks))
-    return ", ".join(map(str, found[:8])) + (", ..." if len(found) > 8 else "")

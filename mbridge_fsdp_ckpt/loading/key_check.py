@@ -1,5 +1,5 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""Whether somebody asks for every key of a checkpoint: what ranks bring to a load's meetings, and what comes of it.
+"""A load's meetings before anything changes: do all read the same, and does somebody ask for every key?
 
 First sums, by buckets of keys: each rank adds the keys that it asks for, and takes off its share of those that the
 checkpoint has.  Where these do not add up, the keys themselves, a bounded number at a time.
@@ -9,10 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TypedDict
 
-from mbridge_fsdp_ckpt.coverage import plans
-from mbridge_fsdp_ckpt.errors import ConfigurationError, ErrorData, KeyMismatchError, PlanDisagreementError
+from mbridge_fsdp_ckpt.coordination.outcome import Outcome
+from mbridge_fsdp_ckpt.coordination.rounds import Round
+from mbridge_fsdp_ckpt.coverage.buckets import BUCKETS, added, bucket_of, in_buckets, key_word, share_of_one
+from mbridge_fsdp_ckpt.errors import (
+    CheckpointError,
+    ConfigurationError,
+    ErrorData,
+    KeyMismatchError,
+    PlanDisagreementError,
+)
 from mbridge_fsdp_ckpt.loading import exchange
 from mbridge_fsdp_ckpt.loading.match import NAMED, listed
 from mbridge_fsdp_ckpt.loading.opened import Opened
@@ -46,7 +55,7 @@ class Asked(TypedDict):
 
 
 class KeysDecided(TypedDict):
-    """What a load's first meeting found.
+    """What the verification found.
 
     Args:
         disputed: The buckets in which keys do not add up, as many at a time as one meeting takes.
@@ -63,15 +72,117 @@ type AskedByName = dict[str, tuple[str, bool, bool]]
 """By key: for which replicas somebody asked, as the bits of a number, whether for one twice, whether it is there."""
 
 
-def announce(opened: Opened, lost: ErrorData | None = None) -> Asked:
-    """The bounded message for the verification."""
+@dataclass(slots=True)
+class SameCheckpoint(Round[list[str], None]):
+    """Before ranks read for each other: have all opened the same checkpoint?"""
+
+    opened: Outcome[Opened]
+    phase = "comparison of what to read"
+
+    def message(self) -> list[str] | CheckpointError:
+        """What tells the checkpoint from all others."""
+        return self.opened.message(lambda own: [own.source.metadata.identity])
+
+    def combine(self, messages: list[list[str]]) -> list[str]:
+        """The same of several ranks, up to a bound."""
+        return sorted({one for message in messages for one in message})[:_IDENTITIES]
+
+    def decide(self, whole: list[str]) -> None:
+        """Refuse more than one."""
+        if len(whole) > 1:
+            raise ConfigurationError(
+                expected="all ranks to read the same checkpoint",
+                found=f"{len(whole)} different ones: {', '.join(whole)}",
+                remedy="Is the directory on a file system that all hosts share, and settled?",
+            )
+
+
+@dataclass(slots=True)
+class KeyCheck(Round[Asked, KeysDecided]):
+    """First meeting of a load, once what a rank opened is staged: does somebody ask for every key of the checkpoint?"""
+
+    opened: Outcome[Opened]
+    staged: Outcome[int]
+    phase = "verification"
+
+    def message(self) -> Asked | CheckpointError:
+        """What this rank asks for, bounded."""
+        return exchange.message(self.staged, lambda lost: _asked(self.opened.value, lost))
+
+    def combine(self, messages: list[Asked]) -> Asked:
+        """What several ranks ask for."""
+        return {
+            "checkpoints": SameCheckpoint(self.opened).combine([message["checkpoints"] for message in messages]),
+            "asked": added(message["asked"] for message in messages),
+            "slots": sum(message["slots"] for message in messages) % PRIME,
+            "replicas": max(message["replicas"] for message in messages),
+            "skipped": sorted({key for message in messages for key in message["skipped"]})[:NAMED],
+            "lost": exchange.first([message["lost"] for message in messages]),
+        }
+
+    def decide(self, whole: Asked) -> KeysDecided:
+        """Find the buckets whose keys are to be named."""
+        exchange.decide(whole["lost"])
+        SameCheckpoint(self.opened).decide(whole["checkpoints"])
+        bad = [bucket for bucket, total in enumerate(whole["asked"]) if total]
+        groups = at_a_time(bad, len(self.opened.value.source.metadata.keys), whole["replicas"])
+        return {"disputed": list(groups), "slots_differ": whole["slots"] != 0, "skipped": whole["skipped"]}
+
+
+@dataclass(slots=True)
+class UnexpectedKeys(Round[AskedByName, None]):
+    """Only where the keys in some buckets do not add up: name those that nobody asks for.  One rank may be enough."""
+
+    opened: Opened
+    buckets: Sequence[int]
+    phase = "unexpected keys"
+
+    def message(self) -> AskedByName:
+        """Keys that this rank asked for, and its share of those that are there."""
+        wanted = set(self.buckets)
+        own = [(key, 1 << slice_.replica.index) for key, slice_ in _declared(self.opened) if bucket_of(key) in wanted]
+        there = [key for key in _offered(self.opened) if bucket_of(key) in wanted]
+        asked: list[AskedByName] = [{key: (f"{bit:x}", False, False)} for key, bit in own]
+        return self.combine([*asked, *({key: ("0", False, True)} for key in there)])
+
+    def combine(self, messages: list[AskedByName]) -> AskedByName:
+        """What several ranks asked for."""
+        asked: dict[str, tuple[int, bool, bool]] = {}
+        for message in messages:
+            for key, (replicas, twice, there) in message.items():
+                bits, (known, was_twice, was_there) = int(replicas, 16), asked.get(key, (0, False, False))
+                asked[key] = known | bits, was_twice or twice or bool(known & bits), was_there or there
+        return {key: (f"{bits:x}", twice, there) for key, (bits, twice, there) in sorted(asked.items())}
+
+    def decide(self, whole: AskedByName) -> None:
+        """Refuse keys that nobody asks for, and those for which one replica asks twice."""
+        unexpected = [key for key, (replicas, _, there) in whole.items() if there and not int(replicas, 16)]
+        if unexpected:
+            raise KeyMismatchError(
+                expected="every key of the checkpoint to have a place in the model",
+                found=f"{len(unexpected)} unexpected: {listed(unexpected)}",
+                remedy=remedy(
+                    "Load a checkpoint of the same model.", "Or name keys to leave unread in {allow_unexpected}."
+                ),
+            )
+        several = [key for key, (_, twice, _) in whole.items() if twice]
+        if several:
+            raise PlanDisagreementError(
+                expected="one rank to hold the first element of a replica",
+                found=f"{len(several)} keys of which several do: {listed(several)}",
+                remedy="The ranks hold different models, or do not know of each other. Nothing was changed.",
+                key=several[0],
+            )
+
+
+def _asked(opened: Opened, lost: ErrorData | None) -> Asked:
     declared = _declared(opened)
-    shares = [(key, plans.key_word(key) * plans.share_of_one(slice_.replica)) for key, slice_ in declared]
-    shares += [(key, -plans.key_word(key)) for key in _offered(opened)]
+    shares = [(key, key_word(key) * share_of_one(slice_.replica)) for key, slice_ in declared]
+    shares += [(key, -key_word(key)) for key in _offered(opened)]
     unread = (key for key in opened.offered if opened.settings.may_be_unexpected(key))
     return {
         "checkpoints": [opened.source.metadata.identity],
-        "asked": plans.in_buckets(shares),
+        "asked": in_buckets(shares),
         "slots": _slots_word(opened),
         "replicas": max((slice_.replica.count for _, slice_ in declared), default=1),
         "skipped": sorted({*unread, *opened.skipped})[:NAMED],
@@ -86,24 +197,12 @@ def _slots_word(opened: Opened) -> int:
         if plan.layout.is_copy or not plan.slices:
             continue
         slots = sorted({slot for slice_ in plan.slices for slot in opened.slots[plan.state_name(slice_.component)]})
-        word = plans.key_word(" ".join((plan.layout.optimizer_name, *slots)))
+        word = key_word(" ".join((plan.layout.optimizer_name, *slots)))
         volume = sum(math.prod(component.global_shape) for component in plan.components)
         for slice_ in plan.slices:
             first = slice_.is_origin and slice_.component == plan.components[0]
-            total += word * plans.share_of_one(slice_.replica) * (slice_.box.volume - first * volume)
+            total += word * share_of_one(slice_.replica) * (slice_.box.volume - first * volume)
     return total % PRIME
-
-
-def combine(messages: list[Asked]) -> Asked:
-    """What several ranks ask for, as one message."""
-    return {
-        "checkpoints": combine_identities([message["checkpoints"] for message in messages]),
-        "asked": plans.added(message["asked"] for message in messages),
-        "slots": sum(message["slots"] for message in messages) % PRIME,
-        "replicas": max(message["replicas"] for message in messages),
-        "skipped": sorted({key for message in messages for key in message["skipped"]})[:NAMED],
-        "lost": exchange.first([message["lost"] for message in messages]),
-    }
 
 
 def _declared(opened: Opened) -> list[tuple[str, Slice]]:
@@ -123,30 +222,6 @@ def _origins(plan: ParameterPlan) -> list[Slice]:
     return [] if plan.layout.is_copy else [slice_ for slice_ in plan.slices if slice_.is_origin]
 
 
-def combine_identities(messages: list[list[str]]) -> list[str]:
-    """What tells the checkpoints that several ranks read from all others."""
-    return sorted({one for message in messages for one in message})[:_IDENTITIES]
-
-
-def decide_identities(identities: list[str]) -> None:
-    """Do all ranks read the same checkpoint?"""
-    if len(identities) > 1:
-        raise ConfigurationError(
-            expected="all ranks to read the same checkpoint",
-            found=f"{len(identities)} different ones: {', '.join(identities)}",
-            remedy="Is the directory on a file system that all hosts share, and settled?",
-        )
-
-
-def decide(opened: Opened, asked: Asked) -> KeysDecided:
-    """First meeting: does somebody ask for every key of the checkpoint?"""
-    exchange.decide(asked["lost"])
-    decide_identities(asked["checkpoints"])
-    bad = list(plans.remainders_of(asked["asked"]))
-    groups = at_a_time(bad, len(opened.source.metadata.keys), asked["replicas"])
-    return {"disputed": list(groups), "slots_differ": asked["slots"] != 0, "skipped": asked["skipped"]}
-
-
 def at_a_time(buckets: Sequence[int], keys: int, replicas: int) -> Iterator[list[int]]:
     """Buckets in groups whose keys fit into one message.
 
@@ -156,7 +231,7 @@ def at_a_time(buckets: Sequence[int], keys: int, replicas: int) -> Iterator[list
         replicas: Of one block, at most.
     """
     most = min(_KEYS_AT_ONCE, _BYTES_AT_ONCE // (150 + replicas // 4))
-    step = max(1, most * plans.BUCKETS // max(1, keys))
+    step = max(1, most * BUCKETS // max(1, keys))
     for first in range(0, len(buckets), step):
         yield list(buckets[first : first + step])
 
@@ -175,43 +250,3 @@ def _is_wanted(opened: Opened, key: str) -> bool:
     if named is None or not opened.with_state:
         return False
     return include is None or include(named[0].removeprefix(opened.state_prefix))
-
-
-def by_name(opened: Opened, buckets: Sequence[int]) -> AskedByName:
-    """Keys that this rank asked for, and its share of those that are there, in buckets that did not add up."""
-    wanted = set(buckets)
-    own = [(key, 1 << slice_.replica.index) for key, slice_ in _declared(opened) if plans.bucket_of(key) in wanted]
-    there = [key for key in _offered(opened) if plans.bucket_of(key) in wanted]
-    asked: list[AskedByName] = [{key: (f"{bit:x}", False, False)} for key, bit in own]
-    return combine_named([*asked, *({key: ("0", False, True)} for key in there)])
-
-
-def combine_named(messages: list[AskedByName]) -> AskedByName:
-    """What several ranks asked for, as one message."""
-    asked: dict[str, tuple[int, bool, bool]] = {}
-    for message in messages:
-        for key, (replicas, twice, there) in message.items():
-            bits, (known, was_twice, was_there) = int(replicas, 16), asked.get(key, (0, False, False))
-            asked[key] = known | bits, was_twice or twice or bool(known & bits), was_there or there
-    return {key: (f"{bits:x}", twice, there) for key, (bits, twice, there) in sorted(asked.items())}
-
-
-def decide_named(asked: AskedByName) -> None:
-    """Only where the keys do not add up: name those that nobody asks for.  Some ranks alone may ask for one."""
-    unexpected = [key for key, (replicas, _, there) in asked.items() if there and not int(replicas, 16)]
-    if unexpected:
-        raise KeyMismatchError(
-            expected="every key of the checkpoint to have a place in the model",
-            found=f"{len(unexpected)} unexpected: {listed(unexpected)}",
-            remedy=remedy(
-                "Load a checkpoint of the same model.", "Or name keys to leave unread in {allow_unexpected}."
-            ),
-        )
-    several = [key for key, (_, twice, _) in asked.items() if twice]
-    if several:
-        raise PlanDisagreementError(
-            expected="one rank to hold the first element of a replica",
-            found=f"{len(several)} keys of which several do: {listed(several)}",
-            remedy="The ranks hold different models, or do not know of each other. Nothing was changed.",
-            key=several[0],
-        )

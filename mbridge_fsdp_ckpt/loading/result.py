@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict
 
+from mbridge_fsdp_ckpt.coordination.outcome import Outcome
+from mbridge_fsdp_ckpt.coordination.rounds import Round
 from mbridge_fsdp_ckpt.errors import CheckpointError, ErrorData, LoadInterruptedError
 from mbridge_fsdp_ckpt.format.source import RankRecord
 from mbridge_fsdp_ckpt.loading import exchange
@@ -93,17 +95,31 @@ class Filled(TypedDict):
     unknown_slots: list[str]
 
 
-def combine(messages: list[Filled]) -> Filled:
-    """What several ranks say, as one message."""
-    lost = exchange.first([message["lost"] for message in messages])
-    slots = sorted({slot for message in messages for slot in message["unknown_slots"]})[:NAMED]
-    return {"lost": lost, "bytes": sum(message["bytes"] for message in messages), "unknown_slots": slots}
+@dataclass(slots=True)
+class Completion(Round[Filled, Filled]):
+    """Second meeting of a load: has every rank filled what it had read and verified?"""
 
+    filled: Outcome[None]
+    read: int
+    unknown_slots: list[str]
+    phase = "completion of the load"
 
-def decide(filled: Filled) -> Filled:
-    """Second meeting: what all ranks say together, unless one lost those that read for it."""
-    exchange.decide(filled["lost"])
-    return filled
+    def message(self) -> Filled | CheckpointError:
+        """What this rank says when it is through."""
+        return exchange.message(
+            self.filled, lambda lost: Filled(lost=lost, bytes=self.read, unknown_slots=self.unknown_slots)
+        )
+
+    def combine(self, messages: list[Filled]) -> Filled:
+        """What several ranks say."""
+        lost = exchange.first([message["lost"] for message in messages])
+        slots = sorted({slot for message in messages for slot in message["unknown_slots"]})[:NAMED]
+        return {"lost": lost, "bytes": sum(message["bytes"] for message in messages), "unknown_slots": slots}
+
+    def decide(self, whole: Filled) -> Filled:
+        """What all ranks say together, unless one lost those that read for it."""
+        exchange.decide(whole["lost"])
+        return whole
 
 
 def interrupted(error: CheckpointError) -> CheckpointError:

@@ -12,23 +12,23 @@ from functools import partial
 
 from mbridge_fsdp_ckpt.commit.retention import reading
 from mbridge_fsdp_ckpt.coordination.coordination import Coordination, next_coordination
-from mbridge_fsdp_ckpt.coordination.messages import nothing
 from mbridge_fsdp_ckpt.coordination.outcome import Outcome
+from mbridge_fsdp_ckpt.coordination.rounds import Arrival
 from mbridge_fsdp_ckpt.errors import CheckpointError
 from mbridge_fsdp_ckpt.io.progress_bar import job_bar
 from mbridge_fsdp_ckpt.io.store import AnyPath, as_path, called
 from mbridge_fsdp_ckpt.live.optimizer import loss_scales
-from mbridge_fsdp_ckpt.loading import exchange, fill, key_check, opened, state
-from mbridge_fsdp_ckpt.loading import result as loaded
+from mbridge_fsdp_ckpt.loading import fill, opened, state
 from mbridge_fsdp_ckpt.loading.budget import read_budget
-from mbridge_fsdp_ckpt.loading.key_check import combine_identities, decide_identities
+from mbridge_fsdp_ckpt.loading.key_check import KeyCheck, SameCheckpoint, UnexpectedKeys
 from mbridge_fsdp_ckpt.loading.match import NAMED
 from mbridge_fsdp_ckpt.loading.opened import Opened, Wanted
-from mbridge_fsdp_ckpt.loading.result import LoadResult
+from mbridge_fsdp_ckpt.loading.result import Completion, Filled, LoadResult, interrupted
 from mbridge_fsdp_ckpt.loading.sharing import reads_are_shared
 from mbridge_fsdp_ckpt.phases import Phases, tell
 from mbridge_fsdp_ckpt.settings import Settings
 
+_DOING = "reading the checkpoint"
 _log = logging.getLogger(__name__)
 
 Accept = Callable[[LoadResult], Callable[[], None]]
@@ -58,20 +58,20 @@ def run(
         progress = stack.enter_context(job_bar(coordination.rank, wanted=settings.progress))
         with phases("open"), coordination.at_work():
             coordination.on_heartbeat = stack.enter_context(reading(source, enabled=coordination.rank == 0))
-            prepared = Outcome.of(prepare, coordination.rank, "reading the checkpoint")
+            prepared = Outcome.of(prepare, coordination.rank, _DOING)
+        found = prepared.then(lambda own: own.staged.opened, coordination.rank, _DOING)
         if shared:
             with phases("agree"):
-                read = prepared.message(lambda own: [own.opened.source.metadata.identity])
-                coordination.meet("comparison of what to read", read, decide_identities, combine_identities)
+                coordination.meet(SameCheckpoint(found))
             stack.callback(prepared.value.staged.exchange.leave)
         stage = partial(fill.stage, budget=read_budget(settings), coordination=coordination)
-        staged = prepared.then(lambda own: stage(own.staged), coordination.rank, "reading the checkpoint")
+        staged = prepared.then(lambda own: stage(own.staged), coordination.rank, _DOING)
         with phases("agree"):
-            skipped = _agree(prepared, staged, coordination)
+            skipped = _agree(found, staged, coordination)
         filled = _fill(prepared.value, staged.value, coordination, phases)
-    if prepared.value.opened.with_weights:
+    if found.value.with_weights:
         with phases("refresh"):
-            fill.refresh(prepared.value.opened.module)
+            fill.refresh(found.value.module)
     done = prepared.value.loaded.with_results(skipped, filled, staged.value, phases)
     if coordination.rank == 0:
         _tell(directory, done)
@@ -93,29 +93,20 @@ class _Prepared:
     put_in_place: list[Callable[[], None]]
     unknown_slots: list[str]
 
-    @property
-    def opened(self) -> Opened:
-        """The checkpoint."""
-        return self.staged.opened
 
-
-def _agree(prepared: Outcome[_Prepared], staged: Outcome[int], coordination: Coordination) -> list[str]:
+def _agree(found: Outcome[Opened], staged: Outcome[int], coordination: Coordination) -> list[str]:
     """The first meeting, and those that it calls for; returns the keys that were skipped."""
-    asked = exchange.message(staged, lambda lost: key_check.announce(prepared.value.opened, lost))
-    decided = coordination.meet(
-        "verification", asked, lambda whole: key_check.decide(prepared.value.opened, whole), key_check.combine
-    )
-    found = prepared.value.opened
+    decided = coordination.meet(KeyCheck(found, staged))
+    own = found.value
     if decided["slots_differ"]:
-        found_again = Outcome.of(lambda: opened.look_again(found), coordination.rank, "reading the index again")
-        coordination.meet("slots of parameters", found_again.brought, nothing, nothing)
+        again = Outcome.of(lambda: opened.look_again(own), coordination.rank, "reading the index again")
+        coordination.meet(Arrival("slots of parameters", again.brought))
     for buckets in decided["disputed"]:
-        named = key_check.by_name(found, buckets)
-        coordination.meet("unexpected keys", named, key_check.decide_named, key_check.combine_named)
+        coordination.meet(UnexpectedKeys(own, buckets))
     return decided["skipped"]
 
 
-def _fill(prepared: _Prepared, read: int, coordination: Coordination, phases: Phases) -> loaded.Filled:
+def _fill(prepared: _Prepared, read: int, coordination: Coordination, phases: Phases) -> Filled:
     """Change what is live, and the second meeting; returns what all ranks say of it.
 
     Raises:
@@ -130,13 +121,10 @@ def _fill(prepared: _Prepared, read: int, coordination: Coordination, phases: Ph
                 step()
 
     filled = Outcome.of(action, coordination.rank, "filling tensors")
-    message = exchange.message(
-        filled, lambda lost: loaded.Filled(lost=lost, bytes=read, unknown_slots=prepared.unknown_slots)
-    )
     try:
         with phases("agree"):
-            whole = coordination.meet("completion of the load", message, loaded.decide, loaded.combine)
+            whole = coordination.meet(Completion(filled, read, prepared.unknown_slots))
             coordination.end()
     except CheckpointError as error:
-        raise loaded.interrupted(error) from error
+        raise interrupted(error) from error
     return whole

@@ -1,5 +1,5 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""Rank 0's side of a save: it checks what all ranks bring, and commits what they wrote."""
+"""Rank 0's side of a save: where all ranks write, and the commit of what they wrote."""
 
 from __future__ import annotations
 
@@ -16,36 +16,29 @@ from mbridge_fsdp_ckpt.commit.content import Commit
 from mbridge_fsdp_ckpt.commit.finishing import finish, metadata
 from mbridge_fsdp_ckpt.commit.target import check_replaceable
 from mbridge_fsdp_ckpt.coordination.coordination import Coordination
-from mbridge_fsdp_ckpt.coverage import plans, replicas
-from mbridge_fsdp_ckpt.coverage.plans import BlockRow
-from mbridge_fsdp_ckpt.coverage.replicas import CopyRow
-from mbridge_fsdp_ckpt.coverage.rows import Rows
-from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError, ReplicaMismatchError, describe_unexpected
+from mbridge_fsdp_ckpt.errors import CheckpointError, describe_unexpected
 from mbridge_fsdp_ckpt.format.names import Files, token
 from mbridge_fsdp_ckpt.format.values import encode_mapping
-from mbridge_fsdp_ckpt.format.write_results import WriteResult, count_keys, together
+from mbridge_fsdp_ckpt.format.write_results import WriteResult, count_keys
 from mbridge_fsdp_ckpt.io.store import AnyPath
 from mbridge_fsdp_ckpt.plan.keys import Section
-from mbridge_fsdp_ckpt.saving.write_plan import Announced
-from mbridge_fsdp_ckpt.saving.writer import Place, Written
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.versions import writer_versions
 
 _log = logging.getLogger(__name__)
 
 
-class PlansDecided(TypedDict):
-    """Where to write; or, for now, the buckets in which plans do not add up."""
+class Place(TypedDict):
+    """Where all ranks write, and what their files are called: see `Files`."""
 
-    disputed: list[int]
-    place: Place | None
+    directory: str
+    save: str
+    suffix: str
 
 
-class WrittenDecided(TypedDict):
-    """Buckets in which copies do not add up; without any, it is committed.  And what all wrote, in bytes of payload."""
-
-    differing: list[int]
-    bytes: int
+def files_of(place: Place) -> Files:
+    """What files are called at a place."""
+    return Files(place["save"], place["suffix"])
 
 
 @cache
@@ -61,7 +54,7 @@ def say_view_left_out(chunks: int) -> None:
 
 @dataclass(slots=True)
 class Job:
-    """One save, as rank 0 does it: it decides at the meetings, owns the staging directory, and commits.
+    """One save, as rank 0 does it: it owns the staging directory, and commits.
 
     `working` is the directory that the training process works in, where that is another one.
     """
@@ -75,31 +68,9 @@ class Job:
     working: Path | None = None
     _commit: Commit | None = field(default=None)
     _replaced: list[AnyPath] = field(default_factory=list)
-    _sections: tuple[Section, ...] = field(default=())
-    _topology: dict[str, int | str] = field(default_factory=dict)
-    _remainders: dict[int, int] = field(default_factory=dict)
     _files: Files = field(default_factory=lambda: Files(""))
-    _result: WriteResult = field(default_factory=lambda: together([]))
 
-    def decide_plans(self, announced: Announced) -> PlansDecided:
-        """First meeting: do the plans tile every tensor?  Makes the staging directory if so."""
-        sections, *others = map(tuple, announced["sections"])
-        if others:
-            raise ConfigurationError(
-                expected="all ranks to save the same sections",
-                found=" and ".join(", ".join(s) for s in announced["sections"]),
-                remedy="Pass the optimizer on every rank, or on none.",
-            )
-        self._sections, self._topology = sections, announced["topology"]
-        self._remainders = plans.remainders_of(announced["fingerprint"])
-        return {"disputed": list(self._remainders), "place": None if self._remainders else self._begin()}
-
-    def decide_dispute(self, rows: Rows[BlockRow]) -> Place:
-        """Only where plans do not add up: tensors that some ranks do not hold may be in order all the same."""
-        plans.decide(rows, self._remainders)
-        return self._begin()
-
-    def _begin(self) -> Place:
+    def begin(self) -> Place:
         """Make the staging directory, unless something else than a checkpoint is in the way; returns where to write."""
         check_replaceable(self.target, self.working)
         methods.recover(self.target)
@@ -108,32 +79,20 @@ class Job:
         self._files = Files(token(), self._commit.suffix)
         return {"directory": str(self._commit.directory), "save": self._files.save, "suffix": self._files.suffix}
 
-    def decide_written(self, written: Written) -> WrittenDecided:
-        """Second meeting: commit what all ranks wrote, unless there are buckets in which copies do not add up."""
-        self._result = written["result"]
-        self._remainders = plans.remainders_of(written["replicas"])
-        if not self._remainders:
-            self._finish()
-        return {"differing": list(self._remainders), "bytes": self._result["bytes"]}
+    def finish(self, result: WriteResult, sections: tuple[Section, ...], topology: dict[str, int | str]) -> None:
+        """Check what all ranks wrote, write the metadata, commit.
 
-    def decide_replicas(self, rows: Rows[CopyRow]) -> None:
-        """Only where hashes of copies do not add up: name the copies, then commit or not, as the settings say."""
-        error = replicas.mismatch(rows, self._remainders)
-        if error is not None and (self.settings.replicas == "error" or not isinstance(error, ReplicaMismatchError)):
-            raise error
-        if error is not None:
-            _log.warning("%s", error)
-        self._finish()
-
-    def _finish(self) -> None:
-        """Check what all ranks wrote, write the metadata, commit."""
+        Args:
+            result: What all ranks wrote.
+            sections: Of the checkpoint.
+            topology: See `WritePlan`.
+        """
         assert self._commit is not None
-        result = self._result
         keys = count_keys(self._commit.directory, self._files, result)
         manifest = metadata(
             writer=writer_versions(training=True),
-            topology=self._topology,
-            sections=self._sections,
+            topology=topology,
+            sections=sections,
             files=self._files,
             result=result,
             keys=keys,

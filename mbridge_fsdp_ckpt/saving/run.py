@@ -5,17 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from mbridge_fsdp_ckpt.coordination.coordination import Coordination
-from mbridge_fsdp_ckpt.coordination.messages import nothing
 from mbridge_fsdp_ckpt.coordination.outcome import Outcome
-from mbridge_fsdp_ckpt.coverage import plans, replicas
+from mbridge_fsdp_ckpt.coordination.rounds import Arrival
+from mbridge_fsdp_ckpt.coverage.plans import DisputedPlans
+from mbridge_fsdp_ckpt.coverage.replicas import DifferingCopies
 from mbridge_fsdp_ckpt.errors import CheckpointError
-from mbridge_fsdp_ckpt.saving import write_plan, writer
-from mbridge_fsdp_ckpt.saving.commit import Job
+from mbridge_fsdp_ckpt.saving import writer
+from mbridge_fsdp_ckpt.saving.commit import Job, Place
 from mbridge_fsdp_ckpt.saving.result import SaveResult
-from mbridge_fsdp_ckpt.saving.write_plan import Elements, WritePlan
+from mbridge_fsdp_ckpt.saving.write_plan import Elements, PlanComparison, WritePlan
+from mbridge_fsdp_ckpt.saving.writer import CommitRound, Written
 
 
 def run(
@@ -62,35 +63,32 @@ def give_up(coordination: Coordination, error: CheckpointError) -> int:
         CheckpointError: This error, or the one that the ranks have agreed on before.
     """
     try:
-        decided: Any = coordination.meet("comparison of plans", error, nothing, nothing)
+        decided = coordination.meet(Arrival(PlanComparison.phase, error))
         if decided["place"] is None:
-            coordination.meet("disagreement on the plan", error, nothing, nothing)
-        decided = coordination.meet("commit", error, nothing, nothing)
-        if decided["differing"]:
-            coordination.meet("comparison of copies", error, nothing, nothing)
+            coordination.meet(Arrival(DisputedPlans.phase, error))
+        decided = coordination.meet(Arrival(CommitRound.phase, error))
+        if decided["sums"]:
+            coordination.meet(Arrival(DifferingCopies.phase, error))
         return int(decided["bytes"])
     finally:
         coordination.close()
 
 
-def _agree_to_write(job: Job, planned: Outcome[WritePlan]) -> writer.Place:
+def _agree_to_write(job: Job, planned: Outcome[WritePlan]) -> Place:
     """The first meeting, and the one that it may call for; returns where to write."""
     coordination = job.coordination
-    message = planned.message(write_plan.announce)
-    decided = coordination.meet("comparison of plans", message, job.decide_plans, write_plan.combine)
+    decided = coordination.meet(PlanComparison(planned, job.begin))
     if decided["place"] is not None:
         return decided["place"]
-    disputed = write_plan.disputed(coordination.rank, planned.value, decided["disputed"])
-    return coordination.meet("disagreement on the plan", disputed, job.decide_dispute, plans.combine)
+    return coordination.meet(DisputedPlans(coordination.rank, planned.value.blocks, decided["sums"], job.begin))
 
 
-def _commit(job: Job, own: WritePlan, written: Outcome[writer.Written], place: writer.Place) -> int:
+def _commit(job: Job, own: WritePlan, written: Outcome[Written], place: Place) -> int:
     """The second meeting, and the one that it may call for; returns the bytes that all ranks wrote."""
-    coordination = job.coordination
-    combine = partial(writer.combine, place, coordination.leads)
-    decided = coordination.meet("commit", written.brought, job.decide_written, combine)
-    if decided["differing"]:
-        named = write_plan.differing(coordination.rank, own, decided["differing"])
-        coordination.meet("comparison of copies", named, job.decide_replicas, replicas.combine)
+    coordination, choice = job.coordination, job.settings.replicas
+    committing = CommitRound(job, own, place, written)
+    decided = coordination.meet(committing)
+    if sums := decided["sums"]:
+        coordination.meet(DifferingCopies(coordination.rank, own.copies, sums, committing.finish, choice))
     coordination.end()
     return decided["bytes"]

@@ -1,20 +1,24 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""What one rank is about to write, as data: all of it but the elements of its tensors."""
+"""What one rank is about to write, as data: all of it but the elements of its tensors; and how ranks compare it."""
 
 from __future__ import annotations
 
-from collections.abc import Buffer, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Buffer, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypedDict
 
-from mbridge_fsdp_ckpt.coverage import plans, replicas
-from mbridge_fsdp_ckpt.coverage.plans import Block, BlockRow
-from mbridge_fsdp_ckpt.coverage.replicas import Copy, CopyRow
-from mbridge_fsdp_ckpt.coverage.rows import Rows
+from mbridge_fsdp_ckpt.coordination.outcome import Outcome
+from mbridge_fsdp_ckpt.coordination.rounds import Round
+from mbridge_fsdp_ckpt.coverage import replicas
+from mbridge_fsdp_ckpt.coverage.buckets import added
+from mbridge_fsdp_ckpt.coverage.plans import Block
+from mbridge_fsdp_ckpt.coverage.replicas import Copy
+from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError
 from mbridge_fsdp_ckpt.format.own_index import RankIndex
 from mbridge_fsdp_ckpt.format.rows import Scalar
 from mbridge_fsdp_ckpt.io.files import Json
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry, Section
+from mbridge_fsdp_ckpt.saving.commit import Place
 
 
 @dataclass(slots=True)
@@ -78,32 +82,48 @@ class Announced(TypedDict):
 
     fingerprint: list[int]
     sections: list[list[Section]]
-    topology: dict[str, int | str]
 
 
-def announce(write_plan: WritePlan) -> Announced:
-    """The bounded message for the coordination."""
-    return {
-        "fingerprint": write_plan.fingerprint,
-        "sections": [list(write_plan.sections)],
-        "topology": write_plan.topology,
-    }
+class PlansDecided(TypedDict):
+    """Where to write; or, for now, what plans add up to where that is not zero."""
+
+    sums: list[int]
+    place: Place | None
 
 
-def combine(messages: list[Announced]) -> Announced:
-    """What several ranks announce, as one message; the topology is the first one's."""
-    return {
-        "fingerprint": plans.added(message["fingerprint"] for message in messages),
-        "sections": [list(one) for one in sorted({tuple(one) for message in messages for one in message["sections"]})],
-        "topology": messages[0]["topology"],
-    }
+@dataclass(slots=True)
+class PlanComparison(Round[Announced, PlansDecided]):
+    """First meeting of a save: do the plans tile every tensor?
 
+    Args:
+        planned: What this rank writes, or why it can't.
+        begin: Makes the staging directory, on rank 0.
+    """
 
-def disputed(rank: int, write_plan: WritePlan, buckets: Iterable[int]) -> Rows[BlockRow]:
-    """This rank's blocks in the buckets that did not add up."""
-    return plans.blocks_in(rank, write_plan.blocks, buckets)
+    planned: Outcome[WritePlan]
+    begin: Callable[[], Place]
+    phase = "comparison of plans"
 
+    def message(self) -> Announced | CheckpointError:
+        """What this rank announces, bounded."""
+        return self.planned.message(lambda own: Announced(fingerprint=own.fingerprint, sections=[list(own.sections)]))
 
-def differing(rank: int, write_plan: WritePlan, buckets: Iterable[int]) -> Rows[CopyRow]:
-    """This rank's hashes of copies in the buckets that did not add up."""
-    return replicas.copies_in(rank, write_plan.copies, buckets)
+    def combine(self, messages: list[Announced]) -> Announced:
+        """What several ranks announce."""
+        sections = {tuple(one) for message in messages for one in message["sections"]}
+        return {
+            "fingerprint": added(message["fingerprint"] for message in messages),
+            "sections": [list(one) for one in sorted(sections)],
+        }
+
+    def decide(self, whole: Announced) -> PlansDecided:
+        """Make the staging directory if plans add up."""
+        if len(whole["sections"]) > 1:
+            raise ConfigurationError(
+                expected="all ranks to save the same sections",
+                found=" and ".join(map(", ".join, whole["sections"])),
+                remedy="Pass the optimizer on every rank, or on none.",
+            )
+        if any(whole["fingerprint"]):
+            return {"sums": whole["fingerprint"], "place": None}
+        return {"sums": [], "place": self.begin()}

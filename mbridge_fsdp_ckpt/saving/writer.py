@@ -1,5 +1,5 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""Writing what one rank holds, and rolling it back."""
+"""Writing what one rank holds, the meeting that commits it, and rolling it back."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from typing import TypedDict
 
 from mbridge_fsdp_ckpt.commit import lease
 from mbridge_fsdp_ckpt.coordination.coordination import Coordination
-from mbridge_fsdp_ckpt.coverage import plans, replicas
-from mbridge_fsdp_ckpt.coverage.replicas import Copy
-from mbridge_fsdp_ckpt.format.names import Files
+from mbridge_fsdp_ckpt.coordination.outcome import Outcome
+from mbridge_fsdp_ckpt.coordination.rounds import Round
+from mbridge_fsdp_ckpt.coverage.buckets import added, fingerprint
+from mbridge_fsdp_ckpt.coverage.replicas import Copy, is_compared
+from mbridge_fsdp_ckpt.errors import CheckpointError
 from mbridge_fsdp_ckpt.format.payload import PayloadWriter
 from mbridge_fsdp_ckpt.format.rows import Chunk
 from mbridge_fsdp_ckpt.format.write_results import WriteResult, together, write_group_index, write_own_index
@@ -22,17 +24,10 @@ from mbridge_fsdp_ckpt.io.progress import Meter, Progress, Unwatched
 from mbridge_fsdp_ckpt.io.store import AnyPath, as_path, is_local, store_of
 from mbridge_fsdp_ckpt.phases import Phases
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
+from mbridge_fsdp_ckpt.saving.commit import Job, Place, files_of
 from mbridge_fsdp_ckpt.saving.write_plan import Elements, WritePlan
 
 _log = logging.getLogger(__name__)
-
-
-class Place(TypedDict):
-    """Where all ranks write, and what their files are called: see `Files`."""
-
-    directory: str
-    save: str
-    suffix: str
 
 
 class Written(TypedDict):
@@ -40,11 +35,6 @@ class Written(TypedDict):
 
     result: WriteResult
     replicas: list[int]
-
-
-def files_of(place: Place) -> Files:
-    """What files are called at a place."""
-    return Files(place["save"], place["suffix"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +85,13 @@ def write(
         write_plan.copies += _copies_of_numbers(write_plan, choice)
         compared = write_plan.compared(choice)
         for number, digested in zip(compared, elements.digests(compared), strict=True):
-            write_plan.copies.append(replicas.copy_of(write_plan.blocks[number], digested))
+            write_plan.copies.append(Copy(write_plan.blocks[number], digested))
             coordination.heartbeat()
     with phases("index"):
         timed = write_plan.said.own.model_copy(update={"begun": phases.begun, "phases": tuple(phases.rounded)})
         said = replace(write_plan.said, keys=write_plan.keys, rank=coordination.rank, payload=file, own=timed)
         result = write_own_index(staging, files, said, [*chunks, *write_plan.numbers], write_plan.hyperparameters)
-        return {"result": result, "replicas": replicas.fingerprint(write_plan.copies)}
+        return {"result": result, "replicas": fingerprint(write_plan.copies)}
 
 
 def _write_chunks(
@@ -129,12 +119,12 @@ def _write_chunks(
         with watching.phases("write"):
             for number, pieces in zip(numbers, elements.each(numbers), strict=True):
                 block = write_plan.blocks[number]
-                hasher = Hasher() if replicas.is_compared(block, choice) else None
+                hasher = Hasher() if is_compared(block, choice) else None
                 if hasher is not None:
                     pieces = _hashed(pieces, hasher)
                 rows += payload.add_block(block.key, dtype_from_name(block.dtype), pieces, block.box)
                 if hasher is not None:
-                    write_plan.copies.append(replicas.copy_of(block, hasher.number()))
+                    write_plan.copies.append(Copy(block, hasher.number()))
                 coordination.heartbeat()
         with watching.phases("flush"):
             return rows, payload.close()
@@ -151,22 +141,56 @@ def _hashed(pieces: Iterable[Buffer], hasher: Hasher) -> Iterator[Buffer]:
 def _copies_of_numbers(write_plan: WritePlan, choice: str) -> Iterator[Copy]:
     data_of = {number.key: number.data for number in write_plan.numbers}
     for block in write_plan.blocks:
-        if block.is_scalar and replicas.is_compared(block, choice):
-            yield replicas.copy_of(block, digest(data_of[block.key]))
+        if block.is_scalar and is_compared(block, choice):
+            yield Copy(block, digest(data_of[block.key]))
 
 
-def combine(place: Place, leader: int | None, messages: list[Written]) -> Written:
-    """What several ranks wrote, as one message; who leads their group merges their index files.
+class WrittenDecided(TypedDict):
+    """What copies add up to where that is not zero; otherwise it is committed.  And the bytes of payload of all."""
+
+    sums: list[int]
+    bytes: int
+
+
+@dataclass(slots=True)
+class CommitRound(Round[Written, WrittenDecided]):
+    """Second meeting of a save: groups of ranks merge their index files, and rank 0 commits what all have written.
 
     Args:
-        place: Where they wrote.
-        leader: This rank, if it leads a group.
-        messages: Theirs.
+        job: The save.
+        own: What this rank wrote.
+        place: Where.
+        written: What came of it.
     """
-    result = together(message["result"] for message in messages)
-    if leader is not None:
-        result = write_group_index(as_path(place["directory"]), files_of(place), leader, result)
-    return {"result": result, "replicas": plans.added(message["replicas"] for message in messages)}
+
+    job: Job
+    own: WritePlan
+    place: Place
+    written: Outcome[Written]
+    _result: WriteResult = field(default_factory=lambda: together([]))
+    phase = "commit"
+
+    def message(self) -> Written | CheckpointError:
+        """What this rank wrote."""
+        return self.written.brought
+
+    def combine(self, messages: list[Written]) -> Written:
+        """What several ranks wrote; who leads their group merges their index files."""
+        result = together(message["result"] for message in messages)
+        if (leader := self.job.coordination.leads) is not None:
+            result = write_group_index(as_path(self.place["directory"]), files_of(self.place), leader, result)
+        return {"result": result, "replicas": added(message["replicas"] for message in messages)}
+
+    def decide(self, whole: Written) -> WrittenDecided:
+        """Commit, unless copies do not add up."""
+        self._result, sums = whole["result"], whole["replicas"] if any(whole["replicas"]) else []
+        if not sums:
+            self.finish()
+        return {"sums": sums, "bytes": self._result["bytes"]}
+
+    def finish(self) -> None:
+        """Commit what all ranks wrote, on rank 0."""
+        self.job.finish(self._result, self.own.sections, self.own.topology)
 
 
 def roll_back(place: Place, coordination: Coordination) -> None:

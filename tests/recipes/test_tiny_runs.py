@@ -43,7 +43,7 @@ STANDSTILL = ("optimizer.lr=0.0", "optimizer.min_lr=0.0")
 DEATHS = (
     ("megatron.bridge.training.train:training_log", range(RANKS)),
     ("mbridge_fsdp_ckpt.saving.writer:write", range(RANKS)),
-    ("mbridge_fsdp_ckpt.saving.commit:Job.decide_written", range(1)),
+    ("mbridge_fsdp_ckpt.saving.writer:CommitRound.decide", range(1)),
     ("mbridge_fsdp_ckpt.commit.rename:put_in_place", range(1)),
 )
 

@@ -57,7 +57,7 @@ EVERYBODY = (0, 1)
 STEPS = (
     Step("saving.snapshot:plan_save", EVERYBODY),
     Step("coordination.coordination:Coordination.meet", EVERYBODY, times=2),
-    Step("saving.commit:Job.decide_plans"),
+    Step("saving.write_plan:PlanComparison.decide"),
     Step("commit.methods:condemn_leftovers"),
     Step("commit.methods:begin"),
     Step("saving.writer:write", EVERYBODY),
@@ -66,7 +66,7 @@ STEPS = (
     Step("format.write_results:write_file", EVERYBODY),
     Step("format.write_results:write_file", times=2),
     Step("io.direct_writer:os.fsync", EVERYBODY, times=2),
-    Step("saving.commit:Job.decide_written"),
+    Step("saving.writer:CommitRound.decide"),
     Step("dcp.writer:write_dcp_view"),
     Step("commit.rename:write_file"),
     Step("coordination.coordination:Coordination.fence"),

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from mbridge_fsdp_ckpt.coverage import plans as fingerprints
-from mbridge_fsdp_ckpt.coverage.plans import Block
+from mbridge_fsdp_ckpt.coverage.buckets import added
+from mbridge_fsdp_ckpt.coverage.plans import Block, DisputedPlans, fingerprint
 from mbridge_fsdp_ckpt.errors import PlanDisagreementError
 from mbridge_fsdp_ckpt.format.columns import Columns
 from mbridge_fsdp_ckpt.format.group_index import merged
@@ -27,6 +27,7 @@ from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.plan.layout import Axis, ParameterLayout
 from mbridge_fsdp_ckpt.plan.slices import plan_parameter
+from tests.unit.rounds import met
 
 Plans = list[list[Block]]
 """By rank."""
@@ -240,10 +241,9 @@ def _index_of(rank: int, blocks: list[Block]) -> Columns:
 def refusal(plans: Plans) -> str:
     """The meetings of a save about a plan, as data that passed through the store; why it is refused, or nothing."""
     try:
-        bad = fingerprints.add(json.loads(json.dumps([fingerprints.fingerprint(blocks) for blocks in plans])))
-        if bad:
-            named = [fingerprints.blocks_in(rank, blocks, bad) for rank, blocks in enumerate(plans)]
-            fingerprints.decide(fingerprints.combine(json.loads(json.dumps(named))), bad)
+        sums = added(json.loads(json.dumps([fingerprint(blocks) for blocks in plans])))
+        if any(sums):
+            met([DisputedPlans(rank, blocks, sums, lambda: None) for rank, blocks in enumerate(plans)])
         merged([_index_of(rank, blocks) for rank, blocks in enumerate(plans)])
     except PlanDisagreementError as error:
         return str(error)

@@ -194,7 +194,7 @@ SCENARIOS = {
 STEPS = {
     "plan_save": "planning",
     "Coordination.meet": "a meeting",
-    "Job.decide_plans": "rank 0 compares the plans",
+    "PlanComparison.decide": "rank 0 compares the plans",
     "condemn_leftovers": "leftovers are renamed",
     "begin": "the staging directory is made",
     "write": "writing all chunks and the index file",
@@ -202,7 +202,7 @@ STEPS = {
     "PayloadWriter.close": "closing the payload file",
     "write_file": "writing an index file, or the metadata",
     "os.fsync": "flushing a file",
-    "Job.decide_written": "rank 0 checks and commits",
+    "CommitRound.decide": "rank 0 checks and commits",
     "write_dcp_view": "writing DCP metadata",
     "Coordination.fence": "the fence before the rename",
     "put_in_place": "putting the checkpoint in its place",

@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
 from mbridge_fsdp_ckpt.errors import ErrorData, KeyMismatchError, RankMissingError
-from mbridge_fsdp_ckpt.loading import key_check
-from mbridge_fsdp_ckpt.loading.key_check import Asked
+from mbridge_fsdp_ckpt.loading.key_check import Asked, KeyCheck, UnexpectedKeys, at_a_time
+
+NONE: Any = None
+CHECK, NAMED = KeyCheck(NONE, NONE), UnexpectedKeys(NONE, [])
+"""The first meeting, and the one that names keys, of a checkpoint that is not asked."""
 
 
 @pytest.mark.parametrize(
@@ -25,25 +29,25 @@ from mbridge_fsdp_ckpt.loading.key_check import Asked
     ],
 )
 def test_as_many_buckets_at_a_time_as_one_message_takes(keys: int, replicas: int, at_once: int) -> None:
-    groups = list(key_check.at_a_time(range(256), keys, replicas))
+    groups = list(at_a_time(range(256), keys, replicas))
     assert [bucket for group in groups for bucket in group] == list(range(256))
     assert len(groups[0]) == at_once
 
 
 def test_replicas_that_ask_are_told_apart_and_one_that_asks_twice_is_seen() -> None:
-    first = key_check.combine_named([{"a": ("1", False, False), "b": ("2", False, True)}, {"a": ("2", False, False)}])
+    first = NAMED.combine([{"a": ("1", False, False), "b": ("2", False, True)}, {"a": ("2", False, False)}])
     assert first == {"a": ("3", False, False), "b": ("2", False, True)}
-    again = key_check.combine_named([first, {"a": ("4", False, False), "b": ("2", False, False)}])
+    again = NAMED.combine([first, {"a": ("4", False, False), "b": ("2", False, False)}])
     second = json.loads(json.dumps(again))
     assert second == {"a": ["7", False, False], "b": ["2", True, True]}
-    assert key_check.combine_named([{}, second])["b"] == ("2", True, True), "what was seen below is not forgotten"
+    assert NAMED.combine([{}, second])["b"] == ("2", True, True), "what was seen below is not forgotten"
 
 
 def test_a_key_that_is_there_and_that_nobody_asks_for_is_unexpected() -> None:
-    asked = key_check.combine_named([{"a": ("0", False, True)}, {"a": ("1", False, False), "b": ("0", False, True)}])
+    asked = NAMED.combine([{"a": ("0", False, True)}, {"a": ("1", False, False), "b": ("0", False, True)}])
     with pytest.raises(KeyMismatchError, match="1 unexpected: b"):
-        key_check.decide_named(asked)
-    key_check.decide_named({"a": asked["a"], "c": ("2", False, False)})
+        NAMED.decide(asked)
+    NAMED.decide({"a": asked["a"], "c": ("2", False, False)})
 
 
 def lost_at(rank: int) -> ErrorData:
@@ -62,11 +66,11 @@ def test_checkpoints_that_ranks_opened_are_all_named_up_to_a_bound() -> None:
         }
         for n in range(40)
     ]
-    whole = key_check.combine(messages)
+    whole = CHECK.combine(messages)
     assert whole["asked"] == [40, 80]
     assert whole["replicas"] == 39
     assert len(whole["checkpoints"]) == 8
     assert whole["skipped"] == [f"key {n:02}" for n in range(20)]
-    assert key_check.combine(messages[:2])["checkpoints"] == ["0"]
+    assert CHECK.combine(messages[:2])["checkpoints"] == ["0"]
     assert whole["lost"] == lost_at(6), "of ranks that lost their peers the first is named"
-    assert key_check.combine(messages[:2])["lost"] is None
+    assert CHECK.combine(messages[:2])["lost"] is None

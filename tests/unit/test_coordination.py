@@ -22,6 +22,7 @@ from mbridge_fsdp_ckpt.errors import (
     RankMissingError,
     StorageError,
 )
+from tests.unit.rounds import Asked
 
 AMPLE = 300.0  # a limit that no test waits for; the machine may be busy
 SOON = 60.0  # seconds in which what needs no waiting is over
@@ -92,11 +93,7 @@ def same_error(found: list[Any], kind: type[CheckpointError]) -> CheckpointError
 def meet(a: Coordination, phase: str, message: Any, decide: Callable[[list[Any]], Any]) -> Any:
     """A meeting at which the coordinator gets all messages, by rank."""
     brought = message if isinstance(message, CheckpointError) else [[a.rank, message]]
-    return a.meet(phase, brought, lambda whole: decide([one for _, one in sorted(whole)]), joined)
-
-
-def joined(messages: list[Any]) -> list[Any]:
-    return [one for message in messages for one in message]
+    return a.meet(Asked(phase, brought, lambda whole: decide([one for _, one in sorted(whole)])))
 
 
 def trouble(rank: int) -> CheckpointError:
@@ -132,7 +129,7 @@ def test_nothing_but_the_decisions_stays_in_the_store(server: Server) -> None:
 @pytest.mark.parametrize("size", [0, 1 << 10, 1 << 20, 4 << 20])
 def test_messages_of_any_size_arrive(server: Server, size: int) -> None:
     ranks = server.ranks(2)
-    found = outcomes([lambda a=a: a.meet("size", "x" * size, str, lambda messages: messages[-1]) for a in ranks])
+    found = outcomes([lambda a=a: a.meet(Asked("size", "x" * size, str, lambda messages: messages[-1])) for a in ranks])
     assert [len(answer) for answer in found] == [size] * 2
 
 
@@ -261,6 +258,16 @@ def test_any_failure_of_the_decide_is_everyones(server: Server, raised: Exceptio
     assert error.rank == 0
     assert "the plan" in error.expected
     assert str(raised) in error.found
+
+
+def test_a_rank_that_fails_at_its_own_message_keeps_nobody_waiting(server: Server) -> None:
+    class Failing(Asked):
+        def message(self) -> Any:
+            return 1 // self.brought
+
+    found = outcomes([lambda a=a: a.meet(Failing("the plan", a.rank, len)) for a in server.ranks(3)])
+    error = same_error(found, RankFailedError)
+    assert (error.rank, "by zero" in error.found) == (0, True)
 
 
 def test_an_answer_that_cannot_be_sent_is_an_error_of_everyone(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,25 +6,30 @@ from collections.abc import Sequence
 
 import pytest
 
-from mbridge_fsdp_ckpt.coverage import plans
-from mbridge_fsdp_ckpt.coverage.plans import Block, BlockRow
+from mbridge_fsdp_ckpt.coverage import buckets, plans
+from mbridge_fsdp_ckpt.coverage.plans import Block, BlockRow, DisputedPlans
 from mbridge_fsdp_ckpt.errors import PlanDisagreementError
 from mbridge_fsdp_ckpt.live.local_shards import LocalShard
 from mbridge_fsdp_ckpt.plan.boxes import Shape
 from mbridge_fsdp_ckpt.plan.slices import owner
+from tests.unit.rounds import met
 from tests.unit.shards import scalar, shards
 
 
-def remainders(ranks: Sequence[Sequence[LocalShard]]) -> dict[int, int]:
-    return plans.add(json.loads(json.dumps([plans.fingerprint(map(Block.of, rank)) for rank in ranks])))
+def sums(ranks: Sequence[Sequence[LocalShard]]) -> list[int]:
+    return buckets.added(json.loads(json.dumps([plans.fingerprint(map(Block.of, rank)) for rank in ranks])))
+
+
+def bad(ranks: Sequence[Sequence[LocalShard]]) -> list[int]:
+    """The buckets that are not zero."""
+    return [bucket for bucket, total in enumerate(sums(ranks)) if total]
 
 
 def decide(ranks: Sequence[Sequence[LocalShard]]) -> None:
     """Both meetings about a plan."""
-    bad = remainders(ranks)
-    if bad:
-        rows = [plans.blocks_in(number, map(Block.of, rank), bad) for number, rank in enumerate(ranks)]
-        plans.decide(plans.combine(json.loads(json.dumps(rows))), bad)
+    total = sums(ranks)
+    if any(total):
+        met([DisputedPlans(n, list(map(Block.of, rank)), total, lambda: None) for n, rank in enumerate(ranks)])
 
 
 def named(ranks: Sequence[Sequence[LocalShard]]) -> str:
@@ -33,17 +38,17 @@ def named(ranks: Sequence[Sequence[LocalShard]]) -> str:
     return caught.value.found
 
 
-BUCKET = plans.bucket_of("model.weight")
+BUCKET = buckets.bucket_of("model.weight")
 
 
 def test_buckets_come_from_a_checksum_that_every_process_computes_alike() -> None:
-    assert plans.bucket_of("123456789") == 0xCBF43926 % 256 == 38
+    assert buckets.bucket_of("123456789") == 0xCBF43926 % 256 == 38
 
 
 def test_words_of_keys_differ_and_repeat() -> None:
-    words = {plans.key_word(f"model.layers.{n}.weight") for n in range(100)}
+    words = {buckets.key_word(f"model.layers.{n}.weight") for n in range(100)}
     assert len(words) == 100
-    assert plans.key_word("a") == plans.key_word("a") < 1 << 64
+    assert buckets.key_word("a") == buckets.key_word("a") < 1 << 64
 
 
 @pytest.mark.parametrize(
@@ -61,7 +66,7 @@ def test_words_of_keys_differ_and_repeat() -> None:
     ],
 )
 def test_plans_that_tile_leave_no_bucket(ranks: list[list[LocalShard]]) -> None:
-    assert remainders(ranks) == {}
+    assert bad(ranks) == []
     decide(ranks)
 
 
@@ -81,20 +86,21 @@ def test_plans_that_tile_leave_no_bucket(ranks: list[list[LocalShard]]) -> None:
     ],
 )
 def test_plans_that_do_not_tile_leave_the_bucket_of_their_key(ranks: list[list[LocalShard]]) -> None:
-    assert list(remainders(ranks)) == [BUCKET]
+    assert bad(ranks) == [BUCKET]
     named(ranks)
 
 
 def test_a_bad_component_is_told_from_a_good_one() -> None:
     ranks = [shards(0, 6, gated=True), shards(9, 12, gated=True)]
-    assert list(remainders(ranks)) == [plans.bucket_of("model.weight_v")]
+    assert bad(ranks) == [buckets.bucket_of("model.weight_v")]
 
 
 def test_blocks_are_those_in_the_wanted_buckets() -> None:
     mine = shards(2, 8) + shards(0, 12, key="other") + [scalar("model.weight")]
-    assert plans.bucket_of("model.other") != BUCKET
+    assert buckets.bucket_of("model.other") != BUCKET
     weight = "model.weight", "float32", "sharded", [4, 3]
-    [(rank, rows)] = plans.blocks_in(7, map(Block.of, mine), [BUCKET])["by_rank"]
+    alone = [int(bucket == BUCKET) for bucket in range(buckets.BUCKETS)]
+    [(rank, rows)] = DisputedPlans(7, map(Block.of, mine), alone, lambda: None).message()["by_rank"]
     assert rank == 7
     assert rows == [
         (*weight, [0, 2], [1, 1], 0, 1, False, True),
@@ -107,7 +113,7 @@ def test_blocks_are_those_in_the_wanted_buckets() -> None:
 def test_a_rank_names_a_bounded_number_of_blocks_the_replicated_first() -> None:
     many = [block for n in range(1000) for block in map(Block.of, shards(0, 12, key=f"weight{n:04d}"))]
     many += map(Block.of, shards(0, 12, replica=(1, 2)))
-    named = plans.blocks_in(0, many, range(plans.BUCKETS))
+    named = DisputedPlans(0, many, [1] * buckets.BUCKETS, lambda: None).message()
     [(_, rows)] = named["by_rank"]
     assert len(rows) == 500
     assert [row[6:8] for row in rows[:2]] == [(1, 2), (0, 1)]
@@ -143,13 +149,11 @@ def row(key: str, offset: list[int], size: list[int], shape: Sequence[int] = (4,
 def decided(rows: list[list[BlockRow]], unnamed: int = 0) -> str:
     """What is found in blocks that the ranks named, where others that add up to `unnamed` were not."""
     blocks = [[Block.from_wire(row) for row in rank] for rank in rows]
-    bad = plans.add(map(plans.fingerprint, blocks))
-    assert bad or unnamed
+    total = buckets.added(map(plans.fingerprint, blocks))
+    assert any(total) or unnamed
+    total[BUCKET] += unnamed
     with pytest.raises(PlanDisagreementError) as caught:
-        plans.decide(
-            {"by_rank": list(enumerate(rows)), "beyond": None},
-            {bucket: bad.get(bucket, 0) + unnamed for bucket in bad or [BUCKET]},
-        )
+        met([DisputedPlans(rank, held, total, lambda: None) for rank, held in enumerate(blocks)])
     return caught.value.found
 
 
@@ -181,7 +185,7 @@ def test_a_tensor_whose_writer_is_missing_is_refused() -> None:
 
 def test_a_tensor_that_only_its_writer_holds_is_in_order() -> None:
     ranks = [shards(0, 12, replica=(WRITER, 2)), shards(0, 12, key="other")]
-    assert list(remainders(ranks)) == [BUCKET]
+    assert bad(ranks) == [BUCKET]
     decide(ranks)
 
 
@@ -191,7 +195,7 @@ def test_a_scalar_whose_writer_is_missing_is_refused() -> None:
 
 @pytest.mark.parametrize("shape", [(0,), (0, 4), (3, 0)])
 def test_a_tensor_without_elements_is_written_once(shape: Shape) -> None:
-    assert remainders([shards(0, 0, shape=shape, replica=(r, 3)) for r in range(3)]) == {}
+    assert bad([shards(0, 0, shape=shape, replica=(r, 3)) for r in range(3)]) == []
     writer = owner("weight", 3)
     lost = [shards(0, 0, shape=shape, replica=(r, 3)) for r in range(3) if r != writer]
     assert "no rank writes it" in named(lost)
@@ -216,4 +220,4 @@ def test_a_later_stages_copies_are_in_order_where_the_first_stage_writes() -> No
 
 def test_two_that_do_not_know_of_each_other_leave_nothing_in_the_fingerprint() -> None:
     """See test_group_index.py: their first elements are counted when the index is merged."""
-    assert remainders([shards(0, 12), shards(0, 12)]) == {}
+    assert bad([shards(0, 12), shards(0, 12)]) == []

@@ -20,7 +20,8 @@ from mbridge_fsdp_ckpt.coordination.heartbeat import Heartbeats
 from mbridge_fsdp_ckpt.coordination.meeting import Meeting
 from mbridge_fsdp_ckpt.coordination.protocol import ARITY, Node
 from mbridge_fsdp_ckpt.errors import CheckpointError, KeyMismatchError, RankFailedError, RankMissingError
-from tests.unit.test_coordination import AMPLE, Server, joined, outcomes, same_error, trouble
+from tests.unit.rounds import Asked, joined
+from tests.unit.test_coordination import AMPLE, Server, outcomes, same_error, trouble
 
 WORLD = 5  # at two children a rank: 0 has 1 and 2, 1 has 3 and 4
 
@@ -63,7 +64,7 @@ def ranks(server: Server, time_limit: float = AMPLE) -> list[Coordination]:
 
 
 def meet(a: Coordination) -> Any:
-    return a.meet("commit", [a.rank], sorted, joined)
+    return a.meet(Asked("commit", [a.rank], sorted))
 
 
 def test_everybodys_message_passes_through_the_tree(server: Server, small_tree: None) -> None:
@@ -78,7 +79,7 @@ def test_who_combines_gets_its_own_message_first_and_then_those_below_it(server:
             seen[a.rank] = messages
             return joined(messages)
 
-        return a.meet("commit", [a.rank], len, combine)
+        return a.meet(Asked("commit", [a.rank], len, combine))
 
     assert outcomes([lambda a=a: bring(a) for a in ranks(server)]) == [WORLD] * WORLD
     assert seen == {0: [[0], [1, 3, 4], [2]], 1: [[1], [3], [4]], 2: [[2]], 3: [[3]], 4: [[4]]}
@@ -127,7 +128,7 @@ def test_an_error_of_who_combines_is_everyones(
                 raise raised
             return joined(messages)
 
-        return a.meet("commit", [a.rank], len, combine)
+        return a.meet(Asked("commit", [a.rank], len, combine))
 
     error = same_error(outcomes([lambda a=a: bring(a) for a in ranks(server)]), kind)
     assert error.rank == (at if kind is RankFailedError else 7)
@@ -135,7 +136,7 @@ def test_an_error_of_who_combines_is_everyones(
 
 def test_messages_that_become_too_large_together_are_an_error_of_everyone(server: Server, small_tree: None) -> None:
     def bring(a: Coordination) -> Any:
-        return a.meet("commit", "x" * (5 << 20), len, "".join)
+        return a.meet(Asked("commit", "x" * (5 << 20), len, "".join))
 
     error = outcomes([lambda a=a: bring(a) for a in ranks(server)])
     assert "at most" in str(same_error(error, type(error[0])))
@@ -145,7 +146,7 @@ def test_an_error_is_heard_at_once_though_others_never_come(server: Server, smal
     present = [a for a in ranks(server) if a.rank not in (2, 3)]
 
     def bring(a: Coordination) -> Any:
-        return a.meet("commit", trouble(4) if a.rank == 4 else [a.rank], len, joined)
+        return a.meet(Asked("commit", trouble(4) if a.rank == 4 else [a.rank], len))
 
     assert same_error(outcomes([lambda a=a: bring(a) for a in present]), KeyMismatchError).rank == 4
 
@@ -156,7 +157,7 @@ def test_who_combines_for_long_is_not_silent(server: Server, small_tree: None) -
             time.sleep(2.0 if a.rank == 1 else 0.0)
             return joined(messages)
 
-        return a.meet("commit", [a.rank], len, combine)
+        return a.meet(Asked("commit", [a.rank], len, combine))
 
     assert outcomes([lambda a=a: bring(a) for a in ranks(server, 0.6)]) == [WORLD] * WORLD
 
@@ -169,7 +170,7 @@ def saved(world: int) -> list[Counter[str]]:
 
     def run(rank: int) -> None:
         a = Coordination("save", rank, world, AMPLE, stores[rank])
-        assert a.meet("commit", [rank], len, joined) == world
+        assert a.meet(Asked("commit", [rank], len)) == world
         a.end()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
@@ -234,5 +235,5 @@ def test_a_missing_leaf_of_a_large_job_is_found_without_asking_for_everybody() -
     store = Watched(common)
     a = Coordination("save", 1, world, 0.1, store)
     with patch.object(meeting, "GRACE", 0.1), pytest.raises(RankMissingError, match=f"no sign of rank {missing}[.]"):
-        a.meet("commit", [], len, joined)
+        a.meet(Asked("commit", [], len))
     assert store.requests.total() < 40 + 4 * ARITY

@@ -20,7 +20,6 @@ from mbridge_fsdp_ckpt.coordination.protocol import (
     FENCED,
     OUTCOME,
     Combine,
-    Decide,
     Drop,
     Gather,
     Late,
@@ -133,9 +132,9 @@ def answered(case: Case, world: World, rank: int) -> Iterator[World]:
             yield told(case, world, rank, True, store)
         case Missing(ranks, fenced):
             yield told(case, world, rank, lost(list(ranks), fenced=fenced), store)
-        case Combine(messages):
+        case Combine(messages, False):
             yield told(case, world, rank, together(messages), store)
-        case Decide(messages):
+        case Combine(messages):
             assert json.loads(together(messages)) == list(range(case.size)), "decided without all messages"
             held = store.get(OUTCOME, FENCED)
             if not case.fences:

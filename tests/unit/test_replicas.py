@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mbridge_fsdp_ckpt.coverage import plans, replicas
+from mbridge_fsdp_ckpt.coverage.buckets import added, fingerprint
 from mbridge_fsdp_ckpt.coverage.plans import Block
-from mbridge_fsdp_ckpt.coverage.replicas import Copy
+from mbridge_fsdp_ckpt.coverage.replicas import Copy, DifferingCopies, is_compared
 from mbridge_fsdp_ckpt.errors import CheckpointError, ReplicaMismatchError, UnsupportedStateError
 from mbridge_fsdp_ckpt.io.checksums import digest
 from mbridge_fsdp_ckpt.io.host_bytes import host_bytes
@@ -21,6 +21,7 @@ from mbridge_fsdp_ckpt.opening import open_checkpoint
 from mbridge_fsdp_ckpt.plan.slices import owner
 from mbridge_fsdp_ckpt.settings import Settings
 from tests.unit import test_saving as saves
+from tests.unit.rounds import met
 from tests.unit.shards import scalar, shards
 
 WRITER, OTHER, THIRD = owner("weight", 3), (owner("weight", 3) + 1) % 3, (owner("weight", 3) + 2) % 3
@@ -35,22 +36,30 @@ def filled(value: float, key: str = "weight", replica: tuple[int, int] = (0, 3))
 
 
 def copies_of(ranks: list[list[LocalShard]], choice: str = "warn") -> list[list[Copy]]:
-    return [[copy_of(h) for h in held if replicas.is_compared(Block.of(h), choice)] for held in ranks]
+    return [[copy_of(h) for h in held if is_compared(Block.of(h), choice)] for held in ranks]
 
 
 def copy_of(shard: LocalShard) -> Copy:
-    return replicas.copy_of(Block.of(shard), digest(host_bytes(shard.elements())))
+    return Copy(Block.of(shard), digest(host_bytes(shard.elements())))
+
+
+def sums(seen: list[list[Copy]]) -> list[int]:
+    return added(json.loads(json.dumps([fingerprint(rank) for rank in seen])))
 
 
 def found(ranks: list[list[LocalShard]], choice: str = "warn") -> CheckpointError | None:
-    """Both meetings about copies."""
+    """Both meetings about copies: what is an error if the settings say so."""
     seen = copies_of(ranks, choice)
-    bad = plans.add(json.loads(json.dumps([replicas.fingerprint(rank) for rank in seen])))
-    if not bad:
-        return None
-    return replicas.mismatch(
-        replicas.combine(json.loads(json.dumps([replicas.copies_in(n, rank, bad) for n, rank in enumerate(seen)]))), bad
-    )
+    total = sums(seen)
+    return raised(seen, total) if any(total) else None
+
+
+def raised(seen: list[list[Copy]], total: list[int]) -> CheckpointError | None:
+    try:
+        met([DifferingCopies(number, rank, total, lambda: None, "error") for number, rank in enumerate(seen)])
+    except CheckpointError as error:
+        return error
+    return None
 
 
 def three(values: tuple[float, float, float], key: str = "weight") -> list[list[LocalShard]]:
@@ -61,7 +70,7 @@ def three(values: tuple[float, float, float], key: str = "weight") -> list[list[
 def test_copies_that_are_alike_leave_nothing(value: float) -> None:
     seen = copies_of(three((value, value, value)))
     assert sum(map(len, seen)) == 6
-    assert plans.add(map(replicas.fingerprint, seen)) == {}
+    assert not any(sums(seen))
 
 
 @pytest.mark.parametrize("unlike", range(3))
@@ -89,13 +98,12 @@ def test_blocks_that_one_rank_holds_are_not_hashed() -> None:
 
 def test_a_tensor_that_some_ranks_do_not_hold_is_no_difference() -> None:
     ranks = three((1.0, 1.0, 2.0))[:2]
-    assert plans.add(map(replicas.fingerprint, copies_of(ranks)))
+    assert any(sums(copies_of(ranks)))
     assert found(ranks) is None
 
 
 def test_a_difference_beyond_the_named_copies_is_one() -> None:
-    bad = plans.add(map(replicas.fingerprint, copies_of(three((1.0, 1.0, 2.0)))))
-    assert "beyond" in str(replicas.mismatch({"by_rank": [], "beyond": None}, bad))
+    assert "beyond" in str(raised([[], []], sums(copies_of(three((1.0, 1.0, 2.0))))))
 
 
 def test_many_keys_are_counted_not_listed() -> None:

@@ -11,7 +11,9 @@ import torch
 
 from mbridge_fsdp_ckpt.commit import removal
 from mbridge_fsdp_ckpt.coordination.coordination import Coordination
-from mbridge_fsdp_ckpt.coverage import plans, replicas
+from mbridge_fsdp_ckpt.coordination.outcome import Outcome
+from mbridge_fsdp_ckpt.coverage.plans import DisputedPlans
+from mbridge_fsdp_ckpt.coverage.replicas import DifferingCopies
 from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError, DamagedCheckpointError, PlanDisagreementError
 from mbridge_fsdp_ckpt.format.metadata import has_metadata
 from mbridge_fsdp_ckpt.format.own_index import RankIndex
@@ -19,10 +21,13 @@ from mbridge_fsdp_ckpt.live.local_shards import LocalShard
 from mbridge_fsdp_ckpt.opening import open_checkpoint
 from mbridge_fsdp_ckpt.plan.keys import Section
 from mbridge_fsdp_ckpt.plan.slices import owner
-from mbridge_fsdp_ckpt.saving import write_plan, writer
-from mbridge_fsdp_ckpt.saving.commit import Job, say_view_left_out
+from mbridge_fsdp_ckpt.saving import writer
+from mbridge_fsdp_ckpt.saving.commit import Job, Place, say_view_left_out
 from mbridge_fsdp_ckpt.saving.snapshot import Prepared, write_plan_of
+from mbridge_fsdp_ckpt.saving.write_plan import PlanComparison, WritePlan
+from mbridge_fsdp_ckpt.saving.writer import CommitRound, Written
 from mbridge_fsdp_ckpt.settings import Settings
+from tests.unit.rounds import met
 from tests.unit.shards import scalar, shards
 
 
@@ -37,7 +42,7 @@ def prepared(held: list[LocalShard], sections: tuple[Section, ...] = ("model",))
     )
 
 
-def write(held: Prepared, place: writer.Place, rank: int, choice: str = "warn") -> writer.Written:
+def write(held: Prepared, place: Place, rank: int, choice: str = "warn") -> Written:
     return writer.write(held.read(), held.elements, place, coordination(rank), choice)
 
 
@@ -58,23 +63,28 @@ def save(target: Path, ranks: list[Prepared], settings: Settings = NO_VIEW, afte
 
 def saved(running: Job, ranks: list[Prepared]) -> None:
     """The same of a save that was set up already."""
-    settings = running.settings
+    plans, choice = [rank.write_plan for rank in ranks], running.settings.replicas
     try:
-        decided = running.decide_plans(write_plan.combine([write_plan.announce(rank.write_plan) for rank in ranks]))
-        place = decided["place"]
-        if place is None:
-            place = running.decide_dispute(
-                plans.combine(
-                    [write_plan.disputed(n, own.write_plan, decided["disputed"]) for n, own in enumerate(ranks)]
-                )
-            )
-        written = [write(rank, place, n, settings.replicas) for n, rank in enumerate(ranks)]
-        if differing := running.decide_written(writer.combine(place, 0, written))["differing"]:
-            running.decide_replicas(
-                replicas.combine([write_plan.differing(n, rank.write_plan, differing) for n, rank in enumerate(ranks)])
-            )
+        place = agreed(running, plans)
+        written = [write(rank, place, n, choice) for n, rank in enumerate(ranks)]
+        commit = rounds(running, plans, place, written)
+        if sums := met(commit)["sums"]:
+            met([DifferingCopies(n, own.copies, sums, commit[0].finish, choice) for n, own in enumerate(plans)])
     finally:
         running.clean_up()
+
+
+def agreed(running: Job, plans: list[WritePlan]) -> Place:
+    """Where all write."""
+    decided = met([PlanComparison(Outcome(own), running.begin) for own in plans])
+    if decided["place"] is not None:
+        return decided["place"]
+    return met([DisputedPlans(n, own.blocks, decided["sums"], running.begin) for n, own in enumerate(plans)])
+
+
+def rounds(running: Job, plans: list[WritePlan], place: Place, written: list[Written]) -> list[CommitRound]:
+    """The second meeting, of each rank."""
+    return [CommitRound(running, own, place, Outcome(one)) for own, one in zip(plans, written, strict=True)]
 
 
 @pytest.fixture
@@ -225,13 +235,13 @@ def test_what_fails_after_the_commit_says_that_the_checkpoint_stands(target: Pat
 @pytest.mark.parametrize("name", ["__1_0.distcp", "rank_00001.index"])
 def test_a_file_that_was_not_written_completely_is_named_and_not_committed(target: Path, name: str) -> None:
     ranks, running = [prepared(shards(0, 6)), prepared(shards(6, 12))], job(target)
-    place = running.decide_plans(write_plan.combine([write_plan.announce(rank.write_plan) for rank in ranks]))["place"]
-    assert place is not None
+    plans = [rank.write_plan for rank in ranks]
+    place = agreed(running, plans)
     staging = Path(place["directory"])
     written = [write(rank, place, number) for number, rank in enumerate(ranks)]
     (staging / name).write_bytes((staging / name).read_bytes()[:-1])
     with pytest.raises(DamagedCheckpointError) as caught:
-        running.decide_written(writer.combine(place, 0, written))
+        met(rounds(running, plans, place, written))
     assert caught.value.key == str(staging / name)
     running.clean_up()
     assert nothing_was_left(target)

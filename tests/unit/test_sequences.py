@@ -14,6 +14,7 @@ import pytest
 from mbridge_fsdp_ckpt.coordination import incarnation, meeting
 from mbridge_fsdp_ckpt.coordination.coordination import Coordination
 from mbridge_fsdp_ckpt.coordination.incarnation import Incarnation, _Sequences
+from mbridge_fsdp_ckpt.coordination.rounds import Arrival
 from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError, RankMissingError
 from tests.unit.test_coordination import Server, outcomes
 
@@ -62,7 +63,7 @@ class Rank:
             found = self.sequences.join(purpose, limit, limit)
         store = self.job.store(limit, "call")
         a = Coordination(found.name, self.rank, self.job.world_size, limit, store)
-        a.meet(purpose, None, lambda whole: None, lambda messages: None)
+        a.meet(Arrival(purpose, None))
         a.end()
         return found.number
 

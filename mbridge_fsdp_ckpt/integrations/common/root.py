@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from mbridge_fsdp_ckpt.commit import trackers
 from mbridge_fsdp_ckpt.commit.methods import recover
 from mbridge_fsdp_ckpt.coordination.coordination import next_coordination
 from mbridge_fsdp_ckpt.coordination.outcome import Outcome
-from mbridge_fsdp_ckpt.errors import NotACheckpointError
+from mbridge_fsdp_ckpt.coordination.rounds import Round
+from mbridge_fsdp_ckpt.errors import CheckpointError, NotACheckpointError
 from mbridge_fsdp_ckpt.format.metadata import has_metadata
 from mbridge_fsdp_ckpt.format.names import ITERATION, iteration_name
 from mbridge_fsdp_ckpt.io.files import entries, what_is_there
@@ -19,6 +21,7 @@ from mbridge_fsdp_ckpt.settings import Settings
 _LISTED = 8  # iterations that an error names: the newest
 _VERLS = "global_step_"
 _TENSORS = ("actor/model/dist_ckpt", "model/dist_ckpt")  # of an actor, of the SFT trainer
+_DOING = "looking for the checkpoint to load"
 _VIEWS = 4  # different things that ranks see, of which an error tells
 
 
@@ -37,36 +40,46 @@ def same_on_all_ranks[T](look: Callable[[], T], describe: Callable[[T], str], se
         NotACheckpointError: Ranks find different things; the same on every rank.
         CheckpointError: What `look` raised on some rank; the same on every rank.
     """
-
-    def look_and_describe() -> tuple[T, str]:
-        found = look()
-        return found, describe(found)
-
-    coordination = next_coordination("finding the checkpoint to load", settings.time_limit, settings.storage_limit)
+    coordination = next_coordination(_SameView.phase, settings.time_limit, settings.storage_limit)
     with coordination.at_work():
-        seen = Outcome.of(look_and_describe, coordination.rank, "looking for the checkpoint to load")
-    message = seen.message(lambda found: [(found[1], coordination.rank)])
-    coordination.meet("finding the checkpoint to load", message, _check_alike, _one_of_each)
+        found = Outcome.of(look, coordination.rank, _DOING)
+        view = found.then(lambda own: [(describe(own), coordination.rank)], coordination.rank, _DOING)
+    coordination.meet(_SameView(view.brought))
     coordination.end()
-    return seen.value[0]
+    return found.value
 
 
-def _one_of_each(views: list[list[tuple[str, int]]]) -> list[tuple[str, int]]:
-    """Each view with the first rank that has it."""
-    first: dict[str, int] = {}
-    for view, rank in (each for found in views for each in found):
-        first[view] = min(rank, first.get(view, rank))
-    return sorted(first.items(), key=lambda each: each[1])[:_VIEWS]
+type _Views = list[tuple[str, int]]
+"""What ranks see, each view with the first rank that has it."""
 
 
-def _check_alike(views: list[tuple[str, int]]) -> None:
-    if len(views) > 1:
-        raise NotACheckpointError(
-            expected="all ranks to find the same checkpoint to load",
-            found="; ".join(f"on rank {rank} {view}" for view, rank in views),
-            remedy="Check that the path leads to the same shared directory on every host, and start again once each "
-            "host's file system shows its present state.",
-        )
+@dataclass(frozen=True, slots=True)
+class _SameView(Round[_Views, None]):
+    """Do all ranks find the same?"""
+
+    view: _Views | CheckpointError
+    phase = "finding the checkpoint to load"
+
+    def message(self) -> _Views | CheckpointError:
+        """What this rank sees."""
+        return self.view
+
+    def combine(self, messages: list[_Views]) -> _Views:
+        """What several ranks see, up to a bound."""
+        first: dict[str, int] = {}
+        for view, rank in (each for found in messages for each in found):
+            first[view] = min(rank, first.get(view, rank))
+        return sorted(first.items(), key=lambda each: each[1])[:_VIEWS]
+
+    def decide(self, whole: _Views) -> None:
+        """Refuse more than one view."""
+        if len(whole) > 1:
+            raise NotACheckpointError(
+                expected="all ranks to find the same checkpoint to load",
+                found="; ".join(f"on rank {rank} {view}" for view, rank in whole),
+                remedy="Check that the path leads to the same shared directory on every host, and start again once "
+                "each host's file system shows its present state.",
+            )
 
 
 def find_checkpoint(path: AnyPath) -> AnyPath:

@@ -1,0 +1,116 @@
+# Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
+"""One meeting of all ranks as one object, and what crosses between ranks: bounded data, and errors in its place."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+from mbridge_fsdp_ckpt.errors import CheckpointError, ErrorData, InternalError, describe_unexpected
+
+_MAX_BYTES = 6 << 20  # the store closes the connection of who sends 8 MiB
+
+
+class Round[M, V](ABC):
+    """One meeting of all ranks: what a rank brings, how messages combine, what rank 0 decides.
+
+    Messages and decisions are JSON-able and bounded, however many ranks there are; tuples arrive as lists.
+    """
+
+    __slots__ = ()
+    phase: str
+    """What the meeting is for, in errors."""
+
+    @abstractmethod
+    def message(self) -> M | CheckpointError:
+        """What this rank brings, or the error that it failed with, which all ranks raise then."""
+
+    @abstractmethod
+    def combine(self, messages: list[M]) -> M:
+        """One message of this rank's own and of those below it, which are combined already, by rank; on every rank.
+
+        It may be called with one message, and must not depend on how ranks are grouped.
+        """
+
+    @abstractmethod
+    def decide(self, whole: M) -> V:
+        """The decision, on rank 0, of all messages combined: what it returns or raises, all ranks return or raise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival(Round[None, Any]):
+    """A meeting to which ranks bring no more than that they have come, or the error that they failed with."""
+
+    phase: str
+    failed: CheckpointError | None
+
+    def message(self) -> CheckpointError | None:
+        """See `Round`."""
+        return self.failed
+
+    def combine(self, messages: list[None]) -> None:
+        """See `Round`."""
+
+    def decide(self, whole: None) -> None:
+        """See `Round`."""
+
+
+class Wire[T](TypedDict, total=False):
+    """Either of both."""
+
+    value: T
+    failed: ErrorData
+
+
+def brought[M](round: Round[M, Any], rank: int) -> Wire[M]:
+    """What a rank brings, as data: its message, or the error it failed with."""
+    try:
+        message = round.message()
+    except Exception as error:  # the others must not wait for who fails at its own message
+        message = describe_unexpected(error, rank=rank, doing=round.phase)
+    if isinstance(message, CheckpointError):
+        return {"failed": message.to_wire()}
+    return _checked({"value": message}, round.phase, rank)
+
+
+def combined[M](round: Round[M, Any], messages: list[M], rank: int) -> Wire[M]:
+    """One message of several, as data, or whatever went wrong with it."""
+    return _tried(lambda: round.combine(messages), round.phase, rank)
+
+
+def decided[M, V](round: Round[M, V], whole: Wire[M]) -> Wire[V]:
+    """The decision, as data: an error that a rank brought, or what the coordinator returned or raised."""
+    if "failed" in whole:
+        return {"failed": whole["failed"]}
+    return _tried(lambda: round.decide(whole["value"]), round.phase, 0)
+
+
+def _checked[T](wire: Wire[T], phase: str, rank: int) -> Wire[T]:
+    """The data, or an error in its place where the store cannot carry it."""
+    try:
+        size = len(json.dumps(wire))
+    except (TypeError, ValueError) as error:
+        found = f"{type(error).__name__}: {error}"
+    else:
+        if size <= _MAX_BYTES:
+            return wire
+        found = f"{size} bytes"
+    failure = InternalError(
+        expected=f"a JSON message of at most {_MAX_BYTES} bytes at {phase!r}",
+        found=found,
+        remedy="This is a defect of the caller: what ranks exchange must be bounded data.",
+        rank=rank,
+    )
+    return {"failed": failure.to_wire()}
+
+
+def _tried[T](action: Callable[[], T], phase: str, rank: int) -> Wire[T]:
+    try:
+        return _checked({"value": action()}, phase, rank)
+    except CheckpointError as error:
+        return {"failed": error.to_wire()}
+    except (Exception, SystemExit) as error:  # a callback that leaves the program must not leave the others waiting
+        return {"failed": describe_unexpected(error, rank=rank, doing=phase).to_wire()}

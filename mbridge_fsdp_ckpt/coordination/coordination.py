@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch.distributed as dist
 
@@ -94,7 +93,9 @@ class Coordination:
             own = brought(round, self.rank)
             decision = decided(round, own if "failed" in own else combined(round, [own["value"]], self.rank))
         else:
-            self._last = self._enter(self.store, round)
+            name, renew = f"{self.name}/{self._meetings}", lambda: self.on_heartbeat()
+            who = self.rank, self.world_size, self.time_limit, self._heartbeats
+            self._last = Meeting(self.store, name, round, *who, renew, hosts_of(self.name))
             decision = self._last.meet()
             self.keys += self._last.keys(failed="failed" in decision)
         if "failed" in decision:
@@ -103,19 +104,6 @@ class Coordination:
                 _unended.append((self.name, error))
             raise error
         return decision["value"]
-
-    def _enter(self, store: Store, round: Round[Any, Any]) -> Meeting:
-        return Meeting(
-            store,
-            f"{self.name}/{self._meetings}",
-            round,
-            self.rank,
-            self.world_size,
-            self.time_limit,
-            self._heartbeats,
-            renew=lambda: self.on_heartbeat(),
-            hosts=hosts_of(self.name),
-        )
 
     def end(self) -> bool:
         """After the last meeting: rank 0 stays until the others have read the decision.  An error is a last word too.

@@ -153,7 +153,7 @@ def decided(rows: list[list[BlockRow]], unnamed: int = 0) -> str:
     assert any(total) or unnamed
     total[BUCKET] += unnamed
     with pytest.raises(PlanDisagreementError) as caught:
-        met([DisputedPlans(rank, held, total, lambda: None) for rank, held in enumerate(blocks)])
+        DisputedPlans(0, [], total, lambda: None).decide({"by_rank": list(enumerate(rows)), "beyond": None})
     return caught.value.found
 
 

@@ -55,6 +55,7 @@ def run(
         return _Prepared(staged, read, steps, state.unknown_slots(found, staged.allocated)[:NAMED])
 
     with ExitStack() as stack:
+        stack.callback(coordination.close)
         progress = stack.enter_context(job_bar(coordination.rank, wanted=settings.progress))
         with phases("open"), coordination.at_work():
             coordination.on_heartbeat = stack.enter_context(reading(source, enabled=coordination.rank == 0))

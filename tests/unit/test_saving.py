@@ -106,6 +106,7 @@ def test_ranks_that_tile_make_a_checkpoint(target: Path) -> None:
     chunks = source.chunks(["model.weight"])["model.weight"]
     assert torch.equal(torch.cat([source.read(chunk) for chunk in chunks]), torch.arange(12.0).reshape(4, 3))
     assert source.metadata.values == {"iteration": 10}
+    assert source.metadata.topology == {"strategy": "x"}, "rank 0's own"
     assert [path.name for path in target.parent.iterdir()] == ["iter_0000010"]
 
 

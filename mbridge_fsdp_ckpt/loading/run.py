@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 
@@ -54,8 +54,7 @@ def run(
         staged = fill.prepare(found, coordination, shared=shared, phases=phases, progress=progress)
         return _Prepared(staged, read, steps, state.unknown_slots(found, staged.allocated)[:NAMED])
 
-    with ExitStack() as stack:
-        stack.callback(coordination.close)
+    with closing(coordination), ExitStack() as stack:
         progress = stack.enter_context(job_bar(coordination.rank, wanted=settings.progress))
         with phases("open"), coordination.at_work():
             coordination.on_heartbeat = stack.enter_context(reading(source, enabled=coordination.rank == 0))

@@ -181,15 +181,15 @@ _TOUCHED: dict[Need, dict[str, dict[str, str]]] = {
         },
     },
     "estimate": {
-        "tools/estimate/shards.py": {
+        "tools/estimate/model.py": {
             "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer": (
                 "BucketingPolicy _get_parameter_groups DataParallelBuffer._get_item_slice_in_shard "
                 "_get_dp_buffer_shard_bucket_index build_data_parallel_buffer_index"
             ),
+            "torch.testing._internal.distributed.fake_pg": "FakeStore",
         },
-        "tools/estimate/world.py": {"torch.testing._internal.distributed.fake_pg": "FakeStore"},
     },
-    "FusedAdam": {"tools/estimate/slots.py": {"transformer_engine.pytorch.optimizers": "FusedAdam.initialize_state"}},
+    "FusedAdam": {"tools/estimate/job.py": {"transformer_engine.pytorch.optimizers": "FusedAdam.initialize_state"}},
     "conversion": {
         "integrations/bridge/without_gpu.py": {
             "megatron.core.ssm.mamba_mixer": "HAVE_MAMBA_SSM",

@@ -12,12 +12,14 @@ import sys
 import tempfile
 import time
 from contextlib import nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import mbridge_fsdp_ckpt
+from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.format.names import payload_name
 from mbridge_fsdp_ckpt.integrations.bridge.without_gpu import ExtendedRMSNorm
 from mbridge_fsdp_ckpt.io.progress import Unwatched
@@ -30,9 +32,9 @@ from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import find_fsdp_module, local
 from mbridge_fsdp_ckpt.tools.compare import Tolerance
 from mbridge_fsdp_ckpt.tools.convert.hugging_face import Sizes, arrange
 from mbridge_fsdp_ckpt.tools.diff import differences
-from mbridge_fsdp_ckpt.tools.estimate.choices import Choices, Described, describe
 from mbridge_fsdp_ckpt.tools.estimate.estimate import estimate
-from mbridge_fsdp_ckpt.tools.estimate.layout import JobLayout, in_small, other_than
+from mbridge_fsdp_ckpt.tools.estimate.job import Described, describe, sizes_of
+from mbridge_fsdp_ckpt.tools.estimate.layout import JobLayout
 from recipes.tiny import shrink_model
 from testing.models import torch_adam
 from testing.modules import BRIDGE_MODULES, installed
@@ -41,13 +43,36 @@ from testing.ranks import RankPool, no_process_group
 VOCABULARY_MULTIPLE = 8  # the same vocabulary in every layout
 STEPS = 3.0
 Asked = dict[str, Any]
-"""`model`, `ranks`, and the fields of `Choices`."""
+"""`model`, `ranks`, and what `describe` takes: `layout` and `kept`."""
+
+
+def in_small(layout: JobLayout, world: int) -> JobLayout:
+    """A layout of a few ranks in the shape of another: parallelism that it has is of size two, as far as ranks go."""
+    small = JobLayout(world, outer=layout.outer, strategy=layout.strategy)
+    for name in ("tensor", "expert", "instances", "expert_tensor", "context"):
+        if getattr(layout, name) > 1:
+            small = _changed(small, **{name: 2}) or small
+    return small
+
+
+def other_than(layout: JobLayout) -> JobLayout:
+    """A layout that cuts tensors otherwise: by tensor parallelism, or without it; else on half the ranks."""
+    toggled = _changed(layout, tensor=1 if layout.tensor > 1 else 2)
+    return toggled or _changed(layout, world=layout.world // 2) or JobLayout(layout.world)
+
+
+def _changed(layout: JobLayout, **sizes: Any) -> JobLayout | None:
+    """Another layout; None where the sizes do not fit."""
+    try:
+        return replace(layout, **sizes)
+    except ConfigurationError:
+        return None
 
 
 def _described(asked: Asked, layout: JobLayout | None = None) -> Described:
     """The small job, in its own layout or in another."""
     _let_mamba_be_built()
-    found = describe(asked["model"], Choices(asked["layout"], asked["kept"]))
+    found = describe(asked["model"], asked["layout"], asked["kept"])
     shrink_model(found.provider)
     found.provider.make_vocab_size_divisible_by = VOCABULARY_MULTIPLE
     return Described(found.name, found.provider, layout or in_small(found.layout, asked["ranks"]), found.kept)
@@ -168,8 +193,8 @@ def run_small(pool: RankPool, asked: Asked, folder: Path) -> dict[str, Any]:
     differing = differences(as_path(place), as_path(again), Tolerance(0.0, 0.0), progress=Unwatched())
     sizes = {rank: _size(Path(place) / payload_name(rank)) for rank in range(layout.world)}
     return {
-        "layout": layout.as_data(),
-        "other_layout": other.as_data(),
+        "layout": asdict(layout),
+        "other_layout": asdict(other),
         "bytes": sum(sizes.values()),
         "blocks": sum(rank["blocks"] for rank in own),
         "as_estimated": sizes == estimated,
@@ -191,8 +216,8 @@ def main() -> None:
     parser.add_argument("--optimizer", default="fused", choices=("fused", "torch", "none"))
     parser.add_argument("--ranks", type=int, default=2, choices=range(2, 9), metavar="2..8")
     args = parser.parse_args()
-    choices = Choices({}, {"optimizer": args.optimizer}).laid_out(args.layout)
-    asked = {"model": args.model, "ranks": args.ranks, "layout": choices.layout, "kept": choices.kept}
+    kept = {"optimizer": args.optimizer}
+    asked = {"model": args.model, "ranks": args.ranks, "layout": sizes_of(args.layout), "kept": kept}
     with (
         tempfile.TemporaryDirectory() as folder,
         RankPool(args.ranks, time_limit=600.0, preload=installed(BRIDGE_MODULES)) as pool,

@@ -43,8 +43,8 @@ CALLERS = {
     "integrations/bridge/plain_model.py": "a model that nothing wraps, such as `load_megatron_model` fills",
     "tools/convert/hugging_face.py": "`convert import` and `export`",
     "tools/convert/torch_dist/description.py": "`convert from-torch-dist`",
-    "tools/estimate/shards.py": "`estimate`",
-    "tools/estimate/slots.py": "`estimate`, where the optimizer is FusedAdam",
+    "tools/estimate/model.py": "`estimate`",
+    "tools/estimate/job.py": "`estimate`, where the optimizer is FusedAdam",
     "integrations/megatron_lm/plugin.py": "`megatron_lm.register()`",
     "integrations/verl/plugin.py": "VeRL's plug-in",
 }

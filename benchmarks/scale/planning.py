@@ -22,9 +22,8 @@ from statistics import median
 
 from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import tensors_of
 from mbridge_fsdp_ckpt.saving.snapshot import observe, plan_save
-from mbridge_fsdp_ckpt.tools.estimate.choices import Choices, describe
-from mbridge_fsdp_ckpt.tools.estimate.model import EstimatedModel, Subject, optimizer_over
-from mbridge_fsdp_ckpt.tools.estimate.world import as_rank
+from mbridge_fsdp_ckpt.tools.estimate.job import describe
+from mbridge_fsdp_ckpt.tools.estimate.model import EstimatedModel, Subject, as_rank
 
 _ABOUT = (__doc__ or "").partition("\n")[2].strip()
 MODEL = "recipes.qwen:qwen35_397b_a17b_pretrain"
@@ -68,7 +67,7 @@ def measure(ranks: int) -> list[Planning]:
 def _measure(ranks: int) -> list[Planning]:
     expert = min(ranks, MOST_EXPERTS)
     chosen = {"world": ranks, "tensor": 2, "context": 1, "expert": expert}
-    job = describe(MODEL, Choices(chosen, {})).job()
+    job = describe(MODEL, chosen, {}).job()
     with as_rank(job.layout, 0):
         subject = job.subject()
 
@@ -92,8 +91,8 @@ def _in_process(parent: Connection, subject: Subject, rank: int) -> None:
 
 
 def _planned(subject: Subject, rank: int) -> Planning:
-    model = EstimatedModel(subject, rank)
-    optimizer = optimizer_over(subject, model)
+    model = EstimatedModel(subject)
+    optimizer = model.optimizer()
     gc.collect()
     cpu, wall, blocks = [], [], 0
     for _ in range(1 + LATER):

@@ -9,6 +9,7 @@ what lies there already is copied into the file's blocks alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Buffer, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -128,8 +129,7 @@ class PayloadWriter:
             OSError: The storage refused.
         """
         before, after = _frame(dtype, box.size)
-        start, expected = self.position, box.volume * dtype.itemsize
-        length = len(before) + expected + len(after) + sums_bytes(expected)
+        start, expected, length = self.position, box.volume * dtype.itemsize, record_length(dtype, box.size)
         self._record_hasher = hasher_of(len(before), expected, length)
         self._append(before)
         first = self.position
@@ -182,6 +182,12 @@ class _Stream:
         """All that is left."""
         yield self._begun
         yield from self._views
+
+
+def record_length(dtype: torch.dtype, shape: Shape) -> int:
+    """Bytes of a chunk's record, with the checksums of its parts."""
+    elements = math.prod(shape) * dtype.itemsize
+    return sum(map(len, _frame(dtype, shape))) + elements + sums_bytes(elements)
 
 
 @lru_cache(maxsize=1 << 12)

@@ -11,13 +11,14 @@ writes an equal part of the line.  They all have the same blocks, and cut the li
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
 from mbridge_fsdp_ckpt.families.naming import is_expert_name
+from mbridge_fsdp_ckpt.plan.layout import ParameterLayout
 from mbridge_fsdp_ckpt.plan.slices import ParameterPlan, Slice
 
 SLIVER = 1 << 14
@@ -92,39 +93,57 @@ def shared_out(plans: Sequence[ParameterPlan], bytes_per_element: Sequence[int])
             the same.
         bytes_per_element: Of each, with its optimizer state.
     """
+    divided = divide([(plan.layout, plan.slices) for plan in plans], bytes_per_element)
+    return [
+        replace(plan, slices=tuple(_written_by(slice_, writer) for slice_, writer in slices))
+        for plan, slices in zip(plans, divided, strict=True)
+    ]
+
+
+def divide(
+    held: Sequence[tuple[ParameterLayout, Sequence[Slice]]], bytes_per_element: Sequence[int]
+) -> Iterator[list[tuple[Slice, int | None]]]:
+    """Divide what a rank holds between the ranks that hold the same.
+
+    Args:
+        held: Each parameter's layout and slices; see `shared_out`.
+        bytes_per_element: See `shared_out`.
+
+    Yields:
+        For each parameter its slices, cut where two ranks write a part each, with the number of the rank that writes
+        it among those that hold the same; None for a copy of what another pipeline stage writes.
+    """
     lengths: dict[_Holders, int] = defaultdict(int)
-    for plan, size in zip(plans, bytes_per_element, strict=True):
-        for slice_ in filter(partial(_is_shared, plan), plan.slices):
-            lengths[_holders(plan, slice_)] += size * slice_.box.volume
+    for (layout, slices), size in zip(held, bytes_per_element, strict=True):
+        for slice_ in filter(partial(_is_shared, layout), slices):
+            lengths[_holders(layout, slice_)] += size * slice_.box.volume
     lines = {holders: Line(length, holders[-1]) for holders, length in lengths.items()}
     filled: dict[_Holders, int] = defaultdict(int)
-    found = []
-    for plan, size in zip(plans, bytes_per_element, strict=True):
-        slices: list[Slice] = []
-        for slice_ in plan.slices:
-            if not _is_shared(plan, slice_):
-                slices.append(slice_)
+    for (layout, slices), size in zip(held, bytes_per_element, strict=True):
+        found: list[tuple[Slice, int | None]] = []
+        for slice_ in slices:
+            if not _is_shared(layout, slice_):
+                found.append((slice_, None if layout.is_copy else 0))
                 continue
-            holders, length = _holders(plan, slice_), size * slice_.box.volume
-            slices += _cut(slice_, lines[holders].parts(filled[holders], length, slice_.rows))
+            holders, length = _holders(layout, slice_), size * slice_.box.volume
+            parts = lines[holders].parts(filled[holders], length, slice_.rows)
+            found += ((slice_.part(part.begin, part.end), part.writer) for part in parts)
             filled[holders] += length
-        found.append(replace(plan, slices=tuple(slices)))
-    return found
+        yield found
 
 
-def _is_shared(plan: ParameterPlan, slice_: Slice) -> bool:
-    return slice_.replica.count > 1 and not plan.layout.is_copy
+def _is_shared(layout: ParameterLayout, slice_: Slice) -> bool:
+    return slice_.replica.count > 1 and not layout.is_copy
 
 
-def _holders(plan: ParameterPlan, slice_: Slice) -> _Holders:
+def _holders(layout: ParameterLayout, slice_: Slice) -> _Holders:
     """Ranks that hold the same as this one: the dimensions of which mesh they fill, and how many they are.
 
     The numbers tell apart what is copied over tensor-parallel or expert-parallel ranks besides, which no mesh names.
     """
-    layout = plan.layout
     return is_expert_name(layout.key), layout.copied_along, layout.replica.count, slice_.replica.count
 
 
-def _cut(slice_: Slice, parts: Iterable[Part]) -> Iterator[Slice]:
-    for part in parts:
-        yield replace(slice_.part(part.begin, part.end), writes=part.writer == slice_.replica.index)
+def _written_by(slice_: Slice, writer: int | None) -> Slice:
+    writes = writer == slice_.replica.index
+    return slice_ if slice_.writes == writes else replace(slice_, writes=writes)

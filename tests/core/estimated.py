@@ -16,17 +16,11 @@ from mbridge_fsdp_ckpt.integrations.bridge.without_gpu import without_memory
 from mbridge_fsdp_ckpt.io.store import as_path
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.tools.estimate import estimate as tool
-from mbridge_fsdp_ckpt.tools.estimate.costs import files_of
-from mbridge_fsdp_ckpt.tools.estimate.described import JobToEstimate
-from mbridge_fsdp_ckpt.tools.estimate.elsewhere import read_over_held
+from mbridge_fsdp_ckpt.tools.estimate.costs import files_of, index_of
+from mbridge_fsdp_ckpt.tools.estimate.counted import Work, lengths_of, plan_rank
+from mbridge_fsdp_ckpt.tools.estimate.job import JobToEstimate, Kept, Optimizer
 from mbridge_fsdp_ckpt.tools.estimate.layout import JobLayout, Outer, Strategy
-from mbridge_fsdp_ckpt.tools.estimate.model import Subject
-from mbridge_fsdp_ckpt.tools.estimate.predicted import index_of
-from mbridge_fsdp_ckpt.tools.estimate.rank import RankWork, plan_rank
-from mbridge_fsdp_ckpt.tools.estimate.records import records_in
-from mbridge_fsdp_ckpt.tools.estimate.shards import Sharding
-from mbridge_fsdp_ckpt.tools.estimate.slots import Optimizer, slots_of
-from mbridge_fsdp_ckpt.tools.estimate.world import as_rank
+from mbridge_fsdp_ckpt.tools.estimate.model import Subject, as_rank
 from testing.kernels import replace_cuda_only_kernels
 from testing.models import Recipe, gpt
 from testing.ranks import no_process_group
@@ -45,16 +39,16 @@ def _job(recipe: Recipe, ranks: int) -> JobToEstimate:
         outer=cast(Outer, recipe.outer),
         strategy=cast(Strategy, recipe.strategy),
     )
-    main = torch.float32
-    moments = (recipe.optimizer_settings.get("exp_avg_dtype", main),) * 2
-    optimizer: Optimizer = "torch" if recipe.offload or recipe.optimizer == "torch" else "fused"
-    slots = slots_of(optimizer, main, moments, is_hybrid=recipe.offload is not None)
+    moments = (recipe.optimizer_settings.get("exp_avg_dtype", torch.float32),) * 2
+    optimizer: Optimizer = "fused" if recipe.optimizer == "auto" else "torch"
+    kept = Kept(optimizer, torch.float32, moments, recipe.offload or 0.0)
+    slots = kept.slots()
 
     def subject() -> Subject:
         replace_cuda_only_kernels()
         with without_memory():
             module = gpt(recipe)
-        return Subject(module, Sharding(module, layout), main, slots)
+        return Subject(module, layout, kept.main, slots)
 
     return JobToEstimate("a model of the core tests", layout, subject)
 
@@ -72,7 +66,7 @@ def estimate(recipe: Recipe, ranks: int) -> dict[str, Any]:
     planned = {}
     for rank in range(ranks):
         with as_rank(found.layout, rank):
-            planned[rank] = plan_rank(found.subjects[0], rank)
+            planned[rank] = plan_rank(found.subjects[0])
     return {
         "rows": {rank: _rows(plan) for rank, plan in planned.items()},
         "keys": {rank: _keys(plan) for rank, plan in planned.items()},
@@ -88,12 +82,12 @@ def elsewhere(saved: Recipe, ranks: int, loading: Recipe, other_ranks: int) -> t
     """What a load in another layout reads over what it holds, and all it holds: key, block, bytes of a record."""
     jobs = [tool.estimate(_job(saved, ranks)), tool.estimate(_job(loading, other_ranks))]
     held = [
-        (item.key, item.box, records_in(item.box.size, item.flat.dtype).bytes)
+        (item.key, item.box, sum(lengths_of(item)))
         for plan in jobs[1].plans.values()
         for item in plan.shards
         if not item.is_scalar
     ]
-    return read_over_held(*jobs), held
+    return tool.read_over_held(*jobs), held
 
 
 def really_read(directory: Path, held: list[tuple[str, Box, int]]) -> float:
@@ -108,12 +102,12 @@ def really_read(directory: Path, held: list[tuple[str, Box, int]]) -> float:
 
 
 def _rows(plan: Any) -> Rows:
-    own = [item for item in plan.shards if item.piece.writes]
+    own = [item for item in plan.shards if item.slice_.writes]
     return sorted((item.key, item.box.offset, item.box.size) for item in own)
 
 
 def _keys(plan: Any) -> list[str]:
-    return sorted({item.key for item in plan.shards if item.piece.writes and item.piece.is_origin})
+    return sorted({item.key for item in plan.shards if item.slice_.writes and item.slice_.is_origin})
 
 
 def written(directory: Path) -> dict[str, Any]:
@@ -139,6 +133,6 @@ def written(directory: Path) -> dict[str, Any]:
     return found
 
 
-def counts(work: RankWork) -> tuple[int, int, int]:
+def counts(work: Work[int]) -> tuple[int, int, int]:
     """Chunks, numbers and keys."""
     return work.chunks, work.numbers, work.keys

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.tools.command import console
 from mbridge_fsdp_ckpt.tools.command import estimate as command
-from mbridge_fsdp_ckpt.tools.estimate.choices import Choices, describe
 from mbridge_fsdp_ckpt.tools.estimate.estimate import estimate
+from mbridge_fsdp_ckpt.tools.estimate.job import describe
 from recipes.catalog import FULL
 from testing import small_job
 from testing.ranks import RankPool, no_process_group
@@ -73,8 +73,8 @@ def _check(found: dict[str, Any]) -> None:
 
 @no_process_group
 def on_paper() -> dict[str, Any]:
-    choices = Choices({"world": 1024, "tensor": 4, "instances": 2}, {"optimizer": "fused"})
-    found = estimate(describe(place("qwen3_8b_pretrain"), choices).job())
+    layout = {"world": 1024, "tensor": 4, "instances": 2}
+    found = estimate(describe(place("qwen3_8b_pretrain"), layout, {"optimizer": "fused"}).job())
     tally = found.tally
     return {
         "bytes": int(tally.bytes.sum()),
@@ -103,7 +103,7 @@ def refused(contents: list[str], folder: str) -> list[str]:
     for content in contents:
         (Path(folder) / "config.json").write_text(content)
         try:
-            describe(folder, Choices({"world": 2}, {}))
+            describe(folder, {"world": 2}, {})
         except ConfigurationError as error:
             said.append(str(error))
     return said
@@ -128,7 +128,7 @@ def misfit() -> list[str]:
     said = []
     for name, expert in (("qwen3_30b_a3b_pretrain", 3), ("qwen3_8b_pretrain", 2)):
         with pytest.raises(ConfigurationError) as caught:
-            describe(place(name), Choices({"world": 24, "tensor": 1, "expert": expert}, {})).job()
+            describe(place(name), {"world": 24, "tensor": 1, "expert": expert}, {}).job()
         said.append(str(caught.value))
     return said
 

@@ -15,14 +15,13 @@ from mbridge_fsdp_ckpt.format.payload import PayloadWriter
 from mbridge_fsdp_ckpt.io.host_bytes import host_pieces
 from mbridge_fsdp_ckpt.io.store import as_path
 from mbridge_fsdp_ckpt.plan import records
-from mbridge_fsdp_ckpt.plan.boxes import Box, whole
-from mbridge_fsdp_ckpt.tools.estimate.choices import Choices
+from mbridge_fsdp_ckpt.plan.boxes import whole
 from mbridge_fsdp_ckpt.tools.estimate.costs import Bandwidths, files_of, groups_of
+from mbridge_fsdp_ckpt.tools.estimate.counted import Tally, record_lengths
 from mbridge_fsdp_ckpt.tools.estimate.estimate import Estimate
-from mbridge_fsdp_ckpt.tools.estimate.job import Tally
-from mbridge_fsdp_ckpt.tools.estimate.layout import JobLayout, coordinates, in_small, other_than
-from mbridge_fsdp_ckpt.tools.estimate.records import record_bytes, records_in
-from mbridge_fsdp_ckpt.tools.estimate.shards import shard_rank
+from mbridge_fsdp_ckpt.tools.estimate.job import chosen_kept, chosen_layout, sizes_of
+from mbridge_fsdp_ckpt.tools.estimate.layout import JobLayout
+from testing.small_job import in_small, other_than
 from tests.unit.test_cli import call
 
 
@@ -32,13 +31,12 @@ def test_ranks_of_a_stage_are_laid_out_as_megatron_numbers_them() -> None:
     assert layout.mesh(expert=True, stage=1).tolist() == [
         [[[8], [9]], [[10], [11]], [[12], [13]], [[14], [15]]],
     ]
-    assert coordinates(layout.mesh(expert=True, stage=1), 13) == (0, 2, 1, 0)
 
 
 @pytest.mark.parametrize(("outer", "expected"), [("no_shard", [0, 1, 0, 1]), ("optim", [0, 2, 1, 3])])
 def test_hybrid_sharding_numbers_inner_ranks_first(outer: Any, expected: list[int]) -> None:
     layout = JobLayout(4, instances=2, outer=outer)
-    assert [shard_rank(o, s, layout) for o in range(2) for s in range(2)] == expected
+    assert [layout.shard_rank(o, s) for o in range(2) for s in range(2)] == expected
 
 
 @pytest.mark.parametrize(
@@ -72,11 +70,22 @@ def test_a_layout_in_small_keeps_what_a_few_ranks_can_show() -> None:
 
 @pytest.mark.parametrize("text", ["", "tp", "tp=", "tp=0", "tp=two", "size=4", "tp=2;ep=4"])
 def test_another_layout_is_given_by_sizes(text: str) -> None:
-    given = Choices.of({"world": 8, "tp": 2, "ep": None}, {"strategy": None}, {"moments": None})
-    assert given == Choices({"world": 8, "tensor": 2}, {})
-    assert given.laid_out("world=16, ep=4").layout == {"world": 16, "tensor": 2, "expert": 4}
+    assert sizes_of("world=16, ep=4") == {"world": 16, "expert": 4}
     with pytest.raises(ConfigurationError, match="--to with sizes"):
-        given.laid_out(text)
+        sizes_of(text)
+
+
+def test_what_was_not_chosen_is_left_to_the_configuration() -> None:
+    assert chosen_layout({"world": 8, "tp": 2, "ep": None}, "optim", None) == {
+        "world": 8,
+        "tensor": 2,
+        "outer": "optim",
+    }
+    assert chosen_kept(None, None, None, None) == {}
+    assert chosen_kept("torch", "float32", "bfloat16", 0.0) == {
+        "optimizer": "torch", "main": torch.float32, "moments": (torch.bfloat16,) * 2, "offload": 0.0,
+    }  # fmt: skip
+    assert chosen_kept(None, "bfloat16", None, None) == {"main": None}, "the model's own weights are trained"
 
 
 SHAPES = [
@@ -95,23 +104,19 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
-def test_a_record_is_as_long_as_it_is_written(dtype: torch.dtype, tmp_path: Path) -> None:
-    payload = PayloadWriter(as_path(tmp_path / "payload"))
-    for size in SHAPES * 2:  # what is written around elements is kept by form, here as there
-        elements = torch.zeros(size, dtype=dtype).reshape(-1)
-        chunk = payload.add("key", elements, Box((0,) * len(size), size))
-        assert record_bytes(size, dtype) == chunk.record.length, size
-    payload.close()
-
-
-def test_a_block_takes_what_its_records_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "LARGEST_RECORD", 1000)
+@pytest.mark.parametrize("largest", [None, 1000])
+def test_records_are_as_long_as_they_are_written(
+    largest: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "LARGEST_RECORD", largest or records.LARGEST_RECORD)
     payload = PayloadWriter(as_path(tmp_path / "payload"))
     for size in SHAPES:
-        elements, before = torch.zeros(size, dtype=torch.bfloat16), payload.position
-        chunks = payload.add_block("key", elements.dtype, host_pieces(elements), whole(size))
-        assert records_in(size, elements.dtype) == (payload.position - before, len(chunks)), size
+        for dtype in (torch.float32, torch.bfloat16, torch.uint8):
+            elements, before = torch.zeros(size, dtype=dtype), payload.position
+            chunks = payload.add_block("key", dtype, host_pieces(elements), whole(size))
+            lengths = record_lengths(size, dtype)
+            assert lengths == [chunk.record.length for chunk in chunks], size
+            assert sum(lengths) == payload.position - before, size
     payload.close()
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mbridge_fsdp_ckpt.families import Claim, Segment
 from mbridge_fsdp_ckpt.plan.boxes import FlatRange, Shape
 from mbridge_fsdp_ckpt.plan.layout import Axis, ParameterLayout
-from mbridge_fsdp_ckpt.plan.shares import SLIVER, Line, Part, shared_out
+from mbridge_fsdp_ckpt.plan.shares import SLIVER, Line, Part, divide, shared_out
 from mbridge_fsdp_ckpt.plan.slices import ParameterPlan, plan_parameter
 
 ROW = 1 << 16  # bytes
@@ -109,3 +109,19 @@ def test_a_later_stages_copy_is_shared_out_to_nobody() -> None:
     of = ParameterLayout("key", "", (8, 2), None, Axis(0, 1), FlatRange(0, 16), Axis(0, 2), is_copy=True)
     (plan,) = shared_out([plan_parameter(of, None)], [4 * SLIVER])
     assert [slice_.writes for slice_ in plan.slices] == [False]
+
+
+@pytest.mark.parametrize(
+    ("replica", "is_copy", "expected"),
+    [
+        pytest.param(Axis(1, 2), False, [(0, 4, 0), (4, 4, 1)], id="two ranks hold it"),
+        pytest.param(Axis(0, 1), False, [(0, 8, 0)], id="one rank holds it"),
+        pytest.param(Axis(1, 2), True, [(0, 8, None)], id="another stage writes it"),
+    ],
+)
+def test_each_rank_knows_who_writes_what_it_holds(
+    replica: Axis, is_copy: bool, expected: list[tuple[int, int, int | None]]
+) -> None:
+    of = ParameterLayout("key", "", (8, 2), None, Axis(0, 1), FlatRange(0, 16), replica, is_copy=is_copy)
+    (found,) = divide([(of, plan_parameter(of, None).slices)], [4 * SLIVER])
+    assert [(slice_.box.offset[0], slice_.box.size[0], writer) for slice_, writer in found] == expected

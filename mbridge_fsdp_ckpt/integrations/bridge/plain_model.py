@@ -28,7 +28,8 @@ from mbridge_fsdp_ckpt.plan.keys import MODEL_PREFIX
 from mbridge_fsdp_ckpt.remedies import remedy
 from mbridge_fsdp_ckpt.versions import lacking, require
 
-_DATA, _TENSOR = "data", "tensor"
+OUTER, DATA, _TENSOR = "outer", "data", "tensor"
+"""Dimensions of a mesh."""
 _KEPT = ("tensor_model_parallel", "partition_dim", "partition_stride", "_tensor_parallel_mode")
 
 
@@ -44,12 +45,16 @@ class PlainModel:
     """
 
     param_and_grad_buffer = None
-    ddp_config = SimpleNamespace(data_parallel_sharding_strategy="no_shard", num_distributed_optimizer_instances=1)
+    ddp_config = SimpleNamespace(
+        data_parallel_sharding_strategy="no_shard",
+        num_distributed_optimizer_instances=1,
+        outer_dp_sharding_strategy="no_shard",
+    )
 
     def __init__(self, module: Any, *, narrows: bool = False) -> None:
         require("plain models")
         self.module = module
-        self._index = self._make_index()
+        self._index = Index(self.ddp_config)
         self._narrows = narrows
         _annotate(module)
         parameters = {id(parameter): self._view(name, parameter) for name, parameter in module.named_parameters()}
@@ -85,9 +90,6 @@ class PlainModel:
     def get_distributed_index(self) -> Any:
         """Where this rank lies."""
         return self._index
-
-    def _make_index(self) -> Any:
-        return _Index()
 
     def install_optimized_model_weights(self) -> None:
         """The weights are the compute weights."""
@@ -201,35 +203,48 @@ class _Mesh:
     """One of the two meshes, as far as it is asked: names, ranks and this rank's place.
 
     Args:
-        groups: This rank's data- and tensor-parallel group.  In Megatron's order of ranks a step along a group is the
-            same number everywhere, so that the two tell of all others.
+        groups: This rank's groups along each dimension.  In Megatron's order of ranks a step along a group is the same
+            number everywhere, so that they tell of all others.
     """
 
-    mesh_dim_names = (_DATA, _TENSOR)
-
-    def __init__(self, *groups: dist.ProcessGroup) -> None:
-        self._groups = groups
-        data, tensor = (torch.tensor(dist.get_process_group_ranks(group), device="cpu") for group in groups)
-        self.mesh = data[:, None] + tensor[None, :] - dist.get_rank()
+    def __init__(self, groups: Mapping[str, dist.ProcessGroup]) -> None:
+        self.mesh_dim_names, self._groups = tuple(groups), tuple(groups.values())
+        self.mesh = own = torch.tensor(dist.get_rank(), device="cpu")
+        for group in self._groups:
+            ranks = torch.tensor(dist.get_process_group_ranks(group), device="cpu")
+            self.mesh = self.mesh[..., None] + ranks - own
 
     def get_coordinate(self) -> list[int]:
         """This rank's place along each dimension."""
         return [group.rank() for group in self._groups]
 
 
-class _Index:
-    """Stands for Megatron-FSDP's `FSDPDistributedIndex`."""
+class Index:
+    """Stands for Megatron-FSDP's `FSDPDistributedIndex`, made of Megatron's groups.
 
-    tp_dim, dp_shard_dim, dp_outer_dim = _TENSOR, _DATA, None
-    use_hybrid_fsdp = hsdp_outer_dp_shard = False
+    Args:
+        config: What Megatron's `DistributedDataParallelConfig` says.
+    """
 
-    def __init__(self) -> None:
+    tp_dim, dp_shard_dim = _TENSOR, DATA
+
+    def __init__(self, config: Any) -> None:
         from megatron.core import parallel_state as state
 
-        dense = state.get_data_parallel_group(with_context_parallel=True), state.get_tensor_model_parallel_group()
-        self._dense = _Mesh(*dense)
-        self._expert = _Mesh(state.get_expert_data_parallel_group(), state.get_expert_tensor_parallel_group())
+        is_hybrid = self.use_hybrid_fsdp = config.num_distributed_optimizer_instances > 1
+        self.hsdp_outer_dp_shard = is_hybrid and config.outer_dp_sharding_strategy != "no_shard"
+        self.dp_outer_dim = OUTER if is_hybrid else None
+        outer = {OUTER: state.get_inter_distributed_optimizer_instance_group()} if is_hybrid else {}
+        data = state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=is_hybrid)
+        expert_data = state.get_expert_data_parallel_group(partial_expert_data_parallel=is_hybrid)
+        self._dense = _Mesh(outer | {DATA: data, _TENSOR: state.get_tensor_model_parallel_group()})
+        self._expert = _Mesh(outer | {DATA: expert_data, _TENSOR: state.get_expert_tensor_parallel_group()})
 
     def get_root_mesh(self, *, is_expert_parallel: bool) -> _Mesh:
         """The mesh of experts, or of all else."""
         return self._expert if is_expert_parallel else self._dense
+
+    def place(self, *, expert: bool) -> dict[str, int]:
+        """This rank's place along each dimension of one of them, by name."""
+        mesh = self.get_root_mesh(is_expert_parallel=expert)
+        return dict(zip(mesh.mesh_dim_names, mesh.get_coordinate(), strict=True))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -25,10 +26,9 @@ from mbridge_fsdp_ckpt.tools.command.console import (
 )
 
 if TYPE_CHECKING:
-    from mbridge_fsdp_ckpt.tools.estimate.choices import Choices
-    from mbridge_fsdp_ckpt.tools.estimate.costs import Bandwidths
+    from mbridge_fsdp_ckpt.tools.estimate.costs import Bandwidths, Prediction
     from mbridge_fsdp_ckpt.tools.estimate.estimate import Estimate
-    from mbridge_fsdp_ckpt.tools.estimate.predicted import Prediction
+    from mbridge_fsdp_ckpt.tools.estimate.job import Chosen
 
 
 class StrategyName(StrEnum):
@@ -124,17 +124,16 @@ def estimate(
     """
     be_quiet()
     sys.path.insert(0, str(Path.cwd()))  # MODULE may be the user's own
-    from mbridge_fsdp_ckpt.tools.estimate.choices import Choices
     from mbridge_fsdp_ckpt.tools.estimate.costs import Bandwidths
+    from mbridge_fsdp_ckpt.tools.estimate.job import chosen_kept, chosen_layout
 
-    choices = Choices.of(
-        {"world": world, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp, "outer": outer},
-        {"outer": outer_strategy, "strategy": strategy},
-        {"optimizer": optimizer, "main": main_weights, "moments": moments, "offload": offload},
+    layout = chosen_layout(
+        {"world": world, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp, "outer": outer}, outer_strategy, strategy
     )
+    kept = chosen_kept(optimizer, main_weights, moments, offload)
     rates = Bandwidths(host_write, host_read, storage_write, storage_read, ranks_per_host)
     try:
-        _conclude(_answer(model, choices, to, rates, picture), picture, as_json=as_json)
+        _conclude(_answer(model, layout, kept, to, rates, picture), picture, as_json=as_json)
     except ConfigurationError as error:
         fail(error, 2)
 
@@ -156,17 +155,19 @@ class _Answer(NamedTuple):
     prediction: Prediction
 
 
-def _answer(model: str, choices: Choices, to: str | None, rates: Bandwidths, picture: str | None) -> _Answer:
+def _answer(
+    model: str, layout: Chosen, kept: Chosen, to: str | None, rates: Bandwidths, picture: str | None
+) -> _Answer:
     """Estimate; all that is wrong with the arguments is said before the minute that it takes."""
-    from mbridge_fsdp_ckpt.tools.estimate.choices import describe
+    from mbridge_fsdp_ckpt.tools.estimate.costs import predict
     from mbridge_fsdp_ckpt.tools.estimate.estimate import estimate as estimated
-    from mbridge_fsdp_ckpt.tools.estimate.predicted import predict
+    from mbridge_fsdp_ckpt.tools.estimate.job import describe, sizes_of
 
     _check_picture(picture)
-    jobs = [describe(model, chosen).job() for chosen in (choices, *([choices.laid_out(to)] if to is not None else []))]
+    layouts = [layout] if to is None else [layout, layout | sizes_of(to)]
+    jobs = [describe(model, each, kept).job() for each in layouts]
     found, *others = map(estimated, jobs)
-    prediction = predict(found, rates, others[0] if others else None)
-    return _Answer(found, prediction)
+    return _Answer(found, predict(found, rates, others[0] if others else None))
 
 
 def _conclude(answer: _Answer, picture: str | None, *, as_json: bool) -> None:
@@ -188,13 +189,13 @@ def _conclude(answer: _Answer, picture: str | None, *, as_json: bool) -> None:
 
 
 def _as_data(found: Estimate, prediction: Prediction) -> dict[str, Any]:
-    from mbridge_fsdp_ckpt.tools.estimate.rank import RankWork
+    from mbridge_fsdp_ckpt.tools.estimate.counted import METRICS
 
     tally, elsewhere, rates = found.tally, prediction.elsewhere, prediction.rates
-    ranks = {name: getattr(tally, name).tolist() for name in RankWork.__dataclass_fields__}
+    ranks = {name: getattr(tally, name).tolist() for name in METRICS}
     return {
         "model": found.name,
-        "layout": found.layout.as_data(),
+        "layout": asdict(found.layout),
         "total": {name: sum(numbers) for name, numbers in ranks.items()},
         "max_over_mean": round(found.balance.ratio, 4),
         "files": prediction.files,
@@ -213,7 +214,7 @@ def _as_data(found: Estimate, prediction: Prediction) -> dict[str, Any]:
         },
         "elsewhere": elsewhere
         and {
-            "layout": elsewhere.layout.as_data(),
+            "layout": asdict(elsewhere.layout),
             "read_over_held": elsewhere.read_over_held,
             "seconds": elsewhere.seconds,
         },

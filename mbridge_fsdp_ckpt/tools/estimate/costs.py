@@ -1,5 +1,5 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""What counts besides payload, and seconds: estimates, each in one place."""
+"""What a job's checkpoints cost besides payload, and in seconds: estimates, each in one place."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 from mbridge_fsdp_ckpt.coordination.protocol import Node
 from mbridge_fsdp_ckpt.format import columns
 from mbridge_fsdp_ckpt.settings import Settings
-from mbridge_fsdp_ckpt.tools.estimate.cuts import Counts
-from mbridge_fsdp_ckpt.tools.estimate.job import Tally
-from mbridge_fsdp_ckpt.tools.estimate.slots import Slots
+from mbridge_fsdp_ckpt.tools.estimate.counted import Counts, Tally
+from mbridge_fsdp_ckpt.tools.estimate.estimate import Estimate, read_over_held
+from mbridge_fsdp_ckpt.tools.estimate.layout import JobLayout
 
 MEETINGS = 2
 """Of a save, and of a load, where nothing is in dispute."""
@@ -54,13 +54,9 @@ class IndexBytes:
         return self.own + self.directories + self.rows
 
 
-def index_bytes(tally: Tally, slots: Slots) -> IndexBytes:
-    """Bytes of the index.  A block counts as one of a key of its own: of groups it is a bound.
-
-    Args:
-        tally: What ranks write.
-        slots: What the optimizer keeps of a parameter.
-    """
+def index_of(found: Estimate) -> IndexBytes:
+    """Bytes of the index of an estimated job.  A block counts as one of a key of its own: of groups it is a bound."""
+    tally, slots = found.tally, found.subjects[0].slots
     numbers = sum(spec.kind != "sharded" for spec in slots.values())
     held = int(tally.held_blocks.sum()) * numbers // (1 + len(slots) - numbers)  # a number by each that has a slice
     chunks, blocks, keys = (int(column.sum()) for column in (tally.chunks, tally.blocks, tally.keys))
@@ -113,3 +109,73 @@ class Bandwidths:
     def _seconds(self, by_rank: Counts, host: float, storage: float) -> float:
         hosts = np.add.reduceat(by_rank, np.arange(0, len(by_rank), self.ranks))
         return max(float(hosts.max()) / host, float(hosts.sum()) / storage) / GIGA
+
+
+@dataclass(frozen=True, slots=True)
+class LoadElsewhere:
+    """A load in another layout.
+
+    Args:
+        layout: That layout.
+        read_over_held: Bytes that a rank reads over those of what it holds, of its planned ranks.
+        seconds: What the load takes.
+    """
+
+    layout: JobLayout
+    read_over_held: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a job's checkpoints cost.
+
+    Args:
+        rates: What the machines can do.
+        files: Files of a checkpoint.
+        index: Bytes of those of them that are index files.
+        requests: To the rendezvous store, of all ranks in a save.
+        save: Seconds of the first save.
+        later_save: Seconds of a later one.
+        load: Seconds of a load in the same layout.
+        elsewhere: A load in another one.
+    """
+
+    rates: Bandwidths
+    files: int
+    index: IndexBytes
+    requests: int
+    save: float
+    later_save: float
+    load: float
+    elsewhere: LoadElsewhere | None
+
+
+def predict(found: Estimate, rates: Bandwidths, other: Estimate | None) -> Prediction:
+    """Predict what an estimated job's checkpoints cost.
+
+    Args:
+        found: The job.
+        rates: What the machines can do.
+        other: A job of the same model in another layout, which loads what this one saved.
+    """
+    tally, (first, later), index = found.tally, found.planning, index_of(found)
+    own = index.own // found.layout.world
+    writing = rates.write_seconds(tally.bytes + own)
+    return Prediction(
+        rates=rates,
+        files=files_of(tally),
+        index=index,
+        requests=(MEETINGS * REQUESTS + AROUND) * found.layout.world,
+        save=writing + first,
+        later_save=writing + later,
+        load=rates.read_seconds(tally.held_bytes + own) + first,
+        elsewhere=None if other is None else _elsewhere(found, rates, other, index),
+    )
+
+
+def _elsewhere(found: Estimate, rates: Bandwidths, other: Estimate, index: IndexBytes) -> LoadElsewhere:
+    ratio, a_rank = read_over_held(found, other), index.directories
+    read = (other.tally.held_bytes * ratio).astype(np.int64) + a_rank
+    seconds = rates.read_seconds(read) + other.planning[0]
+    return LoadElsewhere(other.layout, ratio, seconds)

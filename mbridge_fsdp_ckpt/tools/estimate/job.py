@@ -1,179 +1,282 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""All ranks of a job, counted from the parameters of one rank a pipeline stage.
-
-Ranks of a stage have the same parameters, cut at other places.  Where they are cut, and who of those that hold the
-same block writes it, is arithmetic on coordinates: that of `shards`, and of `holders` or `plan.slices.owner`.
-"""
+"""The job that is estimated: what a user chooses of it, and what its configuration says; no network, no weights."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+import importlib
+import io
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
 
-import numpy as np
+import torch
 
-from mbridge_fsdp_ckpt.families.declaration import ParameterContext
-from mbridge_fsdp_ckpt.families.naming import is_expert_name
-from mbridge_fsdp_ckpt.families.registry import default_registry
-from mbridge_fsdp_ckpt.live.mesh import replicated_along
-from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import ModelParameter, model_parameters
-from mbridge_fsdp_ckpt.plan.slices import owner
-from mbridge_fsdp_ckpt.tools.estimate.cuts import Counts, Cutter
-from mbridge_fsdp_ckpt.tools.estimate.holders import Held, Work, groups, shared_out
-from mbridge_fsdp_ckpt.tools.estimate.layout import DENSE, Ranks
-from mbridge_fsdp_ckpt.tools.estimate.model import EstimatedModel, Subject
-from mbridge_fsdp_ckpt.tools.estimate.rank import RankWork
-from mbridge_fsdp_ckpt.tools.estimate.shards import Item
-from mbridge_fsdp_ckpt.tools.estimate.world import as_expert_rank
+from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError
+from mbridge_fsdp_ckpt.integrations.bridge.choice import tokens_of
+from mbridge_fsdp_ckpt.integrations.bridge.without_gpu import as_if_there_was_one, without_memory
+from mbridge_fsdp_ckpt.live.optimizer.adapters import adapter_for
+from mbridge_fsdp_ckpt.live.optimizer.base import STEP, SlotSpec
+from mbridge_fsdp_ckpt.tools.convert.hugging_face import Sizes, arrange, in_one_line
+from mbridge_fsdp_ckpt.tools.estimate.layout import JobLayout, check_experts
+from mbridge_fsdp_ckpt.tools.estimate.model import Slots, Subject
+from mbridge_fsdp_ckpt.versions import require
 
-_PARTS = {
-    ".experts.": "experts",
-    "embedding": "vocabulary",
-    "output_layer": "vocabulary",
-    "self_attention": "attention and mixers",
-    ".mixer.": "attention and mixers",
-    ".mlp.": "MLPs and routers",
+SIZES = {
+    "world": "world",
+    "tp": "tensor",
+    "pp": "pipeline",
+    "cp": "context",
+    "ep": "expert",
+    "etp": "expert_tensor",
+    "outer": "instances",
 }
-OTHERS = "norms and others"
+"""Fields of `JobLayout`, by what the command calls them."""
+
+Optimizer = Literal["fused", "torch", "none"]
+"""Transformer Engine's FusedAdam, which Megatron takes; torch's, which it takes for what is on the host; none."""
+
+Moments = tuple[torch.dtype, torch.dtype]
+Chosen = dict[str, Any]
+"""Fields of a class, by name."""
+
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_HALF, _SINGLE = torch.bfloat16, torch.float32
 
 
-@dataclass(slots=True)
-class Tally:
-    """What each rank has to do, by rank; the fields of `RankWork`.
-
-    Args:
-        world: Ranks.
-        by_part: Bytes that a rank writes, by the part of the model that they belong to.
-    """
-
-    world: int
-    bytes: Counts = field(init=False)
-    chunks: Counts = field(init=False)
-    blocks: Counts = field(init=False)
-    numbers: Counts = field(init=False)
-    keys: Counts = field(init=False)
-    held_bytes: Counts = field(init=False)
-    held_blocks: Counts = field(init=False)
-    by_part: dict[str, Counts] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for name in RankWork.__dataclass_fields__:
-            setattr(self, name, np.zeros(self.world, dtype=np.int64))
-
-    def work(self, rank: int) -> RankWork:
-        """One rank's."""
-        return RankWork(**{name: int(getattr(self, name)[rank]) for name in RankWork.__dataclass_fields__})
+def chosen_layout(sizes: Chosen, outer: str | None, strategy: str | None) -> Chosen:
+    """Fields of `JobLayout` from what a command was given, sizes by the names of `SIZES`; None stands for nothing."""
+    layout = {SIZES[name]: size for name, size in sizes.items()} | {"outer": outer, "strategy": strategy}
+    return {name: value for name, value in layout.items() if value is not None}
 
 
-def count_stage(subject: Subject, stage: int, tally: Tally) -> None:
-    """Count all that the ranks of a pipeline stage hold; this process passes for its first one (`world.as_rank`).
+def chosen_kept(optimizer: str | None, main: str | None, moments: str | None, offload: float | None) -> Chosen:
+    """Fields of `Kept`, likewise; precisions by name."""
+    kept: Chosen = {} if main is None else {"main": _SINGLE if main == "float32" else None}
+    kept |= {} if moments is None else {"moments": (getattr(torch, moments),) * 2}
+    kept |= {} if optimizer is None else {"optimizer": optimizer}
+    return kept | ({} if offload is None else {"offload": offload})
+
+
+def sizes_of(text: str) -> Chosen:
+    """Fields of `JobLayout` from sizes such as `world=64,tp=2`.
 
     Raises:
-        LayoutError, FamilyError: As a save does.
+        ConfigurationError: These are no sizes.
     """
-    _Counter(subject, stage, tally).count()
+    parts = [part.strip().partition("=") for part in text.split(",")]
+    wrong = [f"{name}{mark}{size}" for name, mark, size in parts if name not in SIZES or not size.isdecimal()]
+    if wrong or any(int(size) < 1 for _, _, size in parts):
+        raise ConfigurationError(
+            expected=f"--to with sizes such as world=64,tp=2, of {', '.join(SIZES)}",
+            found=repr(wrong[0] if wrong else text),
+            remedy="What is not named stays as it is.",
+        )
+    return {SIZES[name]: int(size) for name, _, size in parts}
 
 
-class _Counter:
-    def __init__(self, subject: Subject, stage: int, tally: Tally) -> None:
-        self._subject, self._tally = subject, tally
-        self._model = EstimatedModel(subject, stage * subject.layout.stage_world)
-        self._parameters = model_parameters(self._model)
-        self._meshes = [subject.layout.mesh(expert=expert, stage=stage) for expert in (False, True)]
-        self._cutter = Cutter()
-        specs = subject.slots.values()
-        self._slots = tuple(spec.dtype for spec in specs if spec.kind == "sharded")
-        self._numbers = len(specs) - len(self._slots)
-        self._names: dict[int, list[str]] = {}
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What is saved besides the shapes of weights.
 
-    def count(self) -> None:
-        """Count all that the ranks hold."""
-        shared: dict[tuple[bool, tuple[str, ...], bool], list[Held]] = {}
-        for number, parameter in enumerate(self._parameters):
-            if parameter.context is None:
-                self._count_buffer(number, parameter)
-                continue
-            expert, along = is_expert_name(parameter.context.name), self._along(parameter, parameter.context)
-            for held in self._held(parameter):
-                if parameter.layout.is_copy:
-                    self._add_copy(groups(self._meshes[expert], along, shards_outer=self._shards_outer), held)
-                else:
-                    shared.setdefault((expert, along, held.cuts.is_replicated), []).append(held)
-        for (expert, along, is_replicated), helds in shared.items():
-            everywhere = (*along, "tensor") if is_replicated else along
-            ranks = groups(self._meshes[expert], everywhere, shards_outer=self._shards_outer)
-            for work in shared_out(ranks, helds):
-                self._add(work)
+    Args:
+        optimizer: Which one keeps state.
+        main: Of the main weights; None where the model's bf16 weights are trained.
+        moments: Of FusedAdam's two moments.
+        offload: The part of the optimizer that is on the hosts.
+    """
+
+    optimizer: Optimizer = "fused"
+    main: torch.dtype | None = _SINGLE
+    moments: Moments = (_SINGLE, _SINGLE)
+    offload: float = 0.0
+
+    def slots(self) -> Slots:
+        """What the optimizer keeps of a parameter after the first step, asked of itself over one of two elements.
+
+        Raises:
+            ConfigurationError: Parameters differ in that, by what is on the hosts.
+            UnsupportedVersionError: Transformer Engine is not installed.
+        """
+        if 0 < self.offload < 1 and set(self.moments) != {_SINGLE}:
+            raise ConfigurationError(
+                expected="moments of float32 where a part of the optimizer is on the hosts",
+                found=f"--offload {self.offload}, and moments of {self.moments}",
+                remedy="Estimate --offload 0 and --offload 1: what is saved lies between.",
+            )
+        parameter = torch.nn.Parameter(torch.zeros(2, dtype=self.main or _HALF))
+        slots: Slots = {}
+        if self.optimizer != "none":
+            kept = adapter_for(_torch(parameter) if self.is_torch else _fused(parameter, self.moments)).slots(parameter)
+            slots = {name: SlotSpec(slot.kind, slot.tensor.dtype) for name, slot in kept.items()}
+        if self.offload > 0 and slots:
+            slots.setdefault(STEP, SlotSpec("tensor", _SINGLE))  # HybridDeviceOptimizer counts steps a parameter
+        return slots
 
     @property
-    def _shards_outer(self) -> bool:
-        return self._subject.layout.shards_outer
-
-    def _along(self, parameter: ModelParameter, context: ParameterContext) -> tuple[str, ...]:
-        """The dimensions along which ranks hold the same of a parameter."""
-        is_cut, is_whole = parameter.layout.tensor_parallel_dim is not None, self._item(parameter) is None
-        along = replicated_along(self._model.get_distributed_index(), context, is_cut=is_cut, is_whole=is_whole)
-        return tuple(name for name in along if name != "expert" or self._subject.layout.expert > 1)
-
-    def _item(self, parameter: ModelParameter) -> Item | None:
-        """Its place in a bucket; None where every data-parallel rank has all of it: of buffers, too."""
-        if parameter.context is None or not math.prod(parameter.layout.local_shape):
-            return None
-        original: Any = parameter.tensor
-        return self._subject.sharding.item(original.orig_param)
-
-    def _held(self, parameter: ModelParameter) -> Iterator[Held]:
-        """By component."""
-        layout, context = parameter.layout, parameter.context
-        claim = default_registry().claim(context) if context is not None else None
-        is_trained = parameter.tensor.requires_grad
-        dtypes = (parameter.tensor.dtype, *(self._slots if is_trained else ()))
-        numbers = self._numbers if is_trained else 0
-        for cuts in self._cutter.cut(layout, claim, self._item(parameter), dtypes):
-            yield Held(cuts, dtypes, numbers, parameter.bytes_per_element, _part(layout.key))
-
-    def _count_buffer(self, number: int, parameter: ModelParameter) -> None:
-        """A buffer is whole on every rank of its mesh."""
-        mesh = self._meshes[is_expert_name(parameter.layout.key)]
-        ranks = groups(mesh, DENSE, shards_outer=self._shards_outer)
-        for held in self._held(parameter):
-            for expert in range(ranks.shape[2]):
-                key = held.cuts.component.name_of(self._name(number, expert))
-                of_expert = ranks[:, :, expert : expert + 1]
-                writer = owner(key, len(ranks))
-                for blocks in held.cuts.blocks:
-                    writers = of_expert[writer : writer + 1] if not parameter.layout.is_copy else of_expert[:0]
-                    self._add(Work(held, of_expert, writers, blocks.bytes, blocks.records, blocks.origins))
-
-    def _name(self, number: int, expert: int) -> str:
-        """A buffer's key on one expert-parallel rank: experts are numbered over all of them."""
-        if expert not in self._names:
-            with as_expert_rank(expert):
-                self._names[expert] = [parameter.layout.key for parameter in model_parameters(self._model)]
-        return self._names[expert][number]
-
-    def _add_copy(self, ranks: Ranks, held: Held) -> None:
-        """Another stage writes it."""
-        for blocks in held.cuts.blocks:
-            own = ranks[:, blocks.ranks]
-            self._add(Work(held, own, own[:0], blocks.bytes, blocks.records, blocks.origins))
-
-    def _add(self, work: Work) -> None:
-        tally, held = self._tally, work.held
-        size, records, origins = (numbers[:, None, None] for numbers in (work.bytes, work.records, work.origins))
-        tensors = len(held.dtypes)
-        tally.held_bytes[work.holders] += size
-        tally.held_blocks[work.holders] += tensors
-        tally.bytes[work.writers] += size
-        tally.by_part.setdefault(held.part, np.zeros(tally.world, dtype=np.int64))[work.writers] += size
-        tally.chunks[work.writers] += records
-        tally.blocks[work.writers] += tensors
-        first = work.writers[..., :1]  # tensor-parallel ranks after the first have later rows, or columns
-        tally.numbers[first] += origins * held.numbers
-        tally.keys[first] += origins * (tensors + held.numbers)
+    def is_torch(self) -> bool:
+        """Whether torch's AdamW keeps the state, as it does on hosts."""
+        return self.optimizer == "torch" or (self.optimizer == "fused" and self.offload > 0)
 
 
-def _part(key: str) -> str:
-    return next((part for word, part in _PARTS.items() if word in key), OTHERS)
+def _torch(parameter: torch.nn.Parameter) -> Any:
+    optimizer = torch.optim.AdamW([parameter])
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+def _fused(parameter: torch.nn.Parameter, moments: Moments) -> Any:
+    require("FusedAdam")
+    from transformer_engine.pytorch.optimizers import FusedAdam
+
+    with as_if_there_was_one():
+        optimizer = FusedAdam([parameter], exp_avg_dtype=moments[0], exp_avg_sq_dtype=moments[1])
+        optimizer.initialize_state(parameter, store_param_remainders=False)
+    return optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class JobToEstimate:
+    """A job to be estimated.
+
+    Args:
+        name: What it was made from.
+        layout: Its layout.
+        subject: Makes the model of the pipeline stage of the rank that this process passes for (`model.as_rank`).
+    """
+
+    name: str
+    layout: JobLayout
+    subject: Callable[[], Subject]
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A job as it was described.
+
+    Args:
+        name: As the user gave it.
+        provider: Bridge's description of the model.
+        layout: The layout.
+        kept: What is kept of a parameter.
+        bucket_size: Megatron's setting.
+    """
+
+    name: str
+    provider: Any
+    layout: JobLayout
+    kept: Kept
+    bucket_size: int | None = None
+
+    def job(self) -> JobToEstimate:
+        """The job, to be estimated.
+
+        Raises:
+            ConfigurationError: The layout does not fit the model.
+        """
+        provider, layout = self.provider, self.layout
+        check_experts(layout, int(getattr(provider, "num_moe_experts", None) or 0))
+        with _named(self.name):
+            arrange(provider, _HALF, Sizes(layout.tensor, layout.context, layout.expert, layout.expert_tensor))
+            provider.pipeline_model_parallel_size = layout.pipeline
+            provider.finalize()
+        slots = self.kept.slots()
+
+        def subject() -> Subject:
+            with _named(self.name), without_memory(), redirect_stdout(io.StringIO()):  # Bridge prints its size
+                (module, *_) = provider.provide_distributed_model(
+                    wrap_with_ddp=False, init_model_with_meta_device=True, bf16=True
+                )
+            return Subject(module, layout, self.kept.main, slots, self.bucket_size, tokens_of(provider))
+
+        return JobToEstimate(self.name, layout, subject)
+
+
+def describe(model: str, layout: Chosen, kept: Chosen) -> Described:
+    """The job of a model, in a layout.
+
+    Args:
+        model: A Hugging Face configuration, or `MODULE:FUNCTION`, where the function makes Bridge's configuration of a
+            run; its layout and its optimizer are then the defaults.
+        layout: Fields of `JobLayout` that differ from that; the number of ranks is always chosen.
+        kept: Fields of `Kept` that do.
+
+    Raises:
+        ConfigurationError: There is no such thing, or the choices contradict each other.
+    """
+    if "world" not in layout:
+        raise ConfigurationError(expected="the number of ranks", found="none", remedy="Give --world.", key=model)
+    if Path(model).exists() or not _FUNCTION.fullmatch(model):
+        laid_out = JobLayout(**layout)  # it is checked before the model is looked for
+        return Described(model, _provider_of(model), laid_out, Kept(**kept))
+    with _named(model):
+        module, _, function = model.partition(":")
+        config = getattr(importlib.import_module(module), function)()
+    laid_out = JobLayout(**(_layout_of(config) | layout))
+    return Described(model, config.model, laid_out, Kept(**(_kept_of(config) | kept)), config.ddp.bucket_size)
+
+
+def _layout_of(config: Any) -> Chosen:
+    model, ddp = config.model, config.ddp
+    return {
+        "tensor": model.tensor_model_parallel_size,
+        "pipeline": model.pipeline_model_parallel_size,
+        "context": model.context_parallel_size,
+        "expert": model.expert_model_parallel_size,
+        "expert_tensor": model.expert_tensor_parallel_size or 1,
+        "instances": ddp.num_distributed_optimizer_instances,
+        "outer": ddp.outer_dp_sharding_strategy,
+        "strategy": ddp.data_parallel_sharding_strategy,
+    }
+
+
+def _kept_of(config: Any) -> Chosen:
+    optimizer = config.optimizer
+    is_aware = optimizer.use_precision_aware_optimizer
+    return {
+        "main": getattr(config.ddp, "megatron_fsdp_main_params_dtype", _SINGLE),
+        "moments": (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype) if is_aware else (_SINGLE, _SINGLE),
+        "offload": optimizer.optimizer_offload_fraction if optimizer.optimizer_cpu_offload else 0.0,
+    }
+
+
+def _provider_of(place: str) -> Any:
+    """Bridge's description of the model of a Hugging Face configuration: a directory, or a file `config.json`.
+
+    Raises:
+        ConfigurationError: There is none, or Bridge does not know the model.
+    """
+    path = Path(place).expanduser()
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigurationError(
+            expected="a Hugging Face config.json, a directory that has one, or MODULE:FUNCTION",
+            found="no such file",
+            remedy="A function makes the configuration of a run with Megatron-Bridge.",
+            key=place,
+        )
+    with _named(place):
+        from megatron.bridge import AutoBridge
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
+        return AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
+
+
+@contextmanager
+def _named(place: str) -> Iterator[None]:
+    """Whatever Bridge, Megatron and transformers make of a configuration has a name."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise ConfigurationError(
+            expected="a configuration and a layout that the installed Megatron-Bridge builds a model from",
+            found=f"{type(error).__name__}: {in_one_line(error)}",
+            remedy="Change the sizes, or the configuration.",
+            key=place,
+        ) from error

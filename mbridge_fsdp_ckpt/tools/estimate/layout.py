@@ -10,8 +10,10 @@ ranks (megatron_fsdp adapter, `_get_hsdp_tp_mesh`): of experts, and of all else.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -102,12 +104,37 @@ class JobLayout:
         """Ranks over which it spreads experts."""
         return self.stage_world // (self.expert * self.expert_tensor)
 
+    def cut_over(self, *, expert: bool) -> int:
+        """Ranks over which a bucket is cut."""
+        ranks = self.expert_data if expert else self.data
+        return ranks if self.shards_outer else ranks // self.instances
+
+    def shard_rank(self, outer: int, shard: int) -> int:
+        """A rank's number among these, by its coordinates (Megatron-FSDP's `get_logical_hybrid_fsdp_rank`)."""
+        return shard * self.instances + outer if self.shards_outer else shard
+
     def mesh(self, *, expert: bool, stage: int = 0) -> Ranks:
         """The ranks of a stage, by their coordinates along `EXPERT` or `DENSE`."""
         inside = (self.expert, self.expert_tensor) if expert else (self.tensor,)
         first = stage * self.stage_world
         ranks = np.arange(first, first + self.stage_world)
         return ranks.reshape(self.instances, -1, *inside)
+
+    def replica_groups(self, along: Sequence[str], *, expert: bool, stage: int = 0) -> Ranks:
+        """Ranks by their place in their replica group, data-parallel rank, expert-parallel rank, tensor-parallel rank.
+
+        Args:
+            along: The dimensions along which ranks hold the same, the slowest changing first.
+            expert: Which mesh.
+            stage: The stage.
+        """
+        mesh, names = self.mesh(expert=expert, stage=stage), EXPERT if expert else DENSE
+        data = ("shard", "outer") if self.shards_outer else ("outer", "shard")
+        axes = [[names.index(name) for name in along]]
+        for dimensions in (data, ("expert",), ("tensor",)):
+            axes.append([names.index(name) for name in dimensions if name in names and name not in along])
+        shape = [math.prod(mesh.shape[axis] for axis in some) for some in axes]
+        return mesh.transpose([axis for some in axes for axis in some]).reshape(shape)
 
     @property
     def said(self) -> str:
@@ -122,33 +149,6 @@ class JobLayout:
         named = [f"{name} {size}" for name, size in sizes.items() if size > 1]
         outer = [f"{self.instances} x {self.outer}"] if self.is_hybrid else []
         return ", ".join([f"{self.world:,} ranks", *named, self.strategy, *outer])
-
-    def as_data(self) -> dict[str, int | str]:
-        """For JSON."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
-
-
-def in_small(layout: JobLayout, world: int) -> JobLayout:
-    """A layout of a few ranks in the shape of another: parallelism that it has is of size two, as far as ranks go."""
-    small = JobLayout(world, outer=layout.outer, strategy=layout.strategy)
-    for name in ("tensor", "expert", "instances", "expert_tensor", "context"):
-        if getattr(layout, name) > 1:
-            small = _changed(small, **{name: 2}) or small
-    return small
-
-
-def other_than(layout: JobLayout) -> JobLayout:
-    """A layout that cuts tensors otherwise: by tensor parallelism, or without it; else on half the ranks."""
-    toggled = _changed(layout, tensor=1 if layout.tensor > 1 else 2)
-    return toggled or _changed(layout, world=layout.world // 2) or JobLayout(layout.world)
-
-
-def _changed(layout: JobLayout, **sizes: Any) -> JobLayout | None:
-    """Another layout; None where the sizes do not fit."""
-    try:
-        return replace(layout, **sizes)
-    except ConfigurationError:
-        return None
 
 
 def check_experts(layout: JobLayout, experts: int) -> None:
@@ -166,9 +166,3 @@ def check_experts(layout: JobLayout, experts: int) -> None:
 
 def _unfit(expected: str, found: str, remedy: str) -> ConfigurationError:
     return ConfigurationError(expected=expected, found=found, remedy=remedy)
-
-
-def coordinates(mesh: Ranks, rank: int) -> tuple[int, ...]:
-    """A rank's place in a mesh."""
-    found: Any = np.unravel_index(rank - int(mesh.flat[0]), mesh.shape)
-    return tuple(int(index) for index in found)

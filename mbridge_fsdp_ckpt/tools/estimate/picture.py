@@ -11,7 +11,7 @@ from rich.filesize import decimal
 
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.printable import printable
-from mbridge_fsdp_ckpt.tools.estimate.cuts import Counts
+from mbridge_fsdp_ckpt.tools.estimate.counted import Counts
 from mbridge_fsdp_ckpt.tools.estimate.estimate import Estimate
 
 _INK, _FAINT = "#222222", "#666666"

@@ -98,6 +98,16 @@ class CpuNorm:
         return norm
 
 
+def let_mamba_be_built() -> None:
+    """Give Megatron's Mamba layer the norm that it takes from mamba_ssm, which cannot be built without CUDA."""
+    from megatron.core.ssm import mamba_mixer
+
+    from mbridge_fsdp_ckpt.integrations.bridge.without_gpu import ExtendedRMSNorm
+
+    if not mamba_mixer.HAVE_MAMBA_SSM:
+        mamba_mixer.HAVE_MAMBA_SSM, mamba_mixer.ExtendedRMSNorm = True, ExtendedRMSNorm
+
+
 _MEGATRON_TE = "megatron.core.extensions.transformer_engine"
 
 # Importing the Python package is what loads the extension module.

@@ -11,7 +11,6 @@ import json
 import sys
 import tempfile
 import time
-from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ import torch
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.format.names import payload_name
-from mbridge_fsdp_ckpt.integrations.bridge.without_gpu import ExtendedRMSNorm
 from mbridge_fsdp_ckpt.io.progress import Unwatched
 from mbridge_fsdp_ckpt.io.store import as_path
 from mbridge_fsdp_ckpt.live.local_shards import model_shards, optimizer_parts, optimizer_shards
@@ -36,7 +34,8 @@ from mbridge_fsdp_ckpt.tools.estimate.estimate import estimate
 from mbridge_fsdp_ckpt.tools.estimate.job import Described, describe, sizes_of
 from mbridge_fsdp_ckpt.tools.estimate.layout import JobLayout
 from recipes.tiny import shrink_model
-from testing.models import torch_adam
+from testing.kernels import let_mamba_be_built
+from testing.models import adam
 from testing.modules import BRIDGE_MODULES, installed
 from testing.ranks import RankPool, no_process_group
 
@@ -71,26 +70,17 @@ def _changed(layout: JobLayout, **sizes: Any) -> JobLayout | None:
 
 def _described(asked: Asked, layout: JobLayout | None = None) -> Described:
     """The small job, in its own layout or in another."""
-    _let_mamba_be_built()
+    let_mamba_be_built()
     found = describe(asked["model"], asked["layout"], asked["kept"])
     shrink_model(found.provider)
     found.provider.make_vocab_size_divisible_by = VOCABULARY_MULTIPLE
     return Described(found.name, found.provider, layout or in_small(found.layout, asked["ranks"]), found.kept)
 
 
-def _let_mamba_be_built() -> None:
-    """Give Megatron's Mamba layer what it wants of mamba_ssm, which cannot be built without CUDA."""
-    from megatron.core.ssm import mamba_mixer
-
-    if not mamba_mixer.HAVE_MAMBA_SSM:
-        mamba_mixer.HAVE_MAMBA_SSM, mamba_mixer.ExtendedRMSNorm = True, ExtendedRMSNorm
-
-
 def _build(asked: Asked, layout: JobLayout, seed: int) -> tuple[Any, Any]:
     """The small model under Megatron-FSDP, and its optimizer, without state."""
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     described = _described(asked, layout)
     provider, kept = described.provider, described.kept
@@ -109,13 +99,7 @@ def _build(asked: Asked, layout: JobLayout, seed: int) -> tuple[Any, Any]:
         megatron_fsdp_main_params_dtype=kept.main,
     )
     (model,) = provider.provide_distributed_model(ddp_config=ddp, use_megatron_fsdp=True)
-    if kept.optimizer == "none":
-        return model, None
-    config = OptimizerConfig(
-        optimizer="adam", lr=1e-3, use_distributed_optimizer=True, bf16=True, params_dtype=torch.bfloat16, clip_grad=0.0
-    )
-    with torch_adam() if kept.is_torch else nullcontext():
-        return model, get_megatron_optimizer(config, [model])
+    return model, None if kept.optimizer == "none" else adam(model, torch_only=kept.is_torch)
 
 
 def _fill(optimizer: Any, asked: Asked) -> None:

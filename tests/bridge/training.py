@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-
 import mbridge_fsdp_ckpt
+from testing import bridge
 from testing.collectives import count_collectives
-from testing.kernels import CpuNorm, replace_cuda_only_kernels
+from testing.kernels import replace_cuda_only_kernels
 from testing.models import Recipe, Trainable, torch_adam
 from testing.ranks import no_process_group
 from tests.applied import applied_numbers
@@ -52,6 +51,20 @@ class Run:
         """The same run, changed."""
         return replace(self, **changes)
 
+    @property
+    def recipe(self) -> Recipe:
+        """Its model."""
+        return Recipe(
+            layers=3,
+            ffn=64,
+            experts=self.experts,
+            gated_delta_net=True,
+            vocabulary=128,
+            tensor=self.tensor,
+            expert=self.expert,
+            offload=self.offload or None,
+        )
+
 
 @no_process_group
 def train(run: Run, callbacks: Any = None) -> dict[str, Any]:
@@ -72,7 +85,7 @@ def train(run: Run, callbacks: Any = None) -> dict[str, Any]:
         mbridge_fsdp_ckpt.unregister()
     os.environ["MASTER_ADDR"] = os.environ.get("MASTER_ADDR", "127.0.0.1")
     seen = _Observer(run)
-    with seen.installed(), torch_adam() if run.optimizer == "torch" else _nothing(), applied_numbers() as applied:
+    with seen.installed(), torch_adam() if run.optimizer == "torch" else nullcontext(), applied_numbers() as applied:
         bridge_pretrain.pretrain(configuration(run), forward_step, callbacks)
     return {
         "losses": seen.losses,
@@ -137,124 +150,22 @@ class _Observer:
         return watched
 
     def _digests(self, context: Any) -> oracle.Digests:
-        recipe = Recipe(tensor=self.run.tensor, expert=self.run.expert, experts=self.run.experts)
-        return oracle.live(Trainable(recipe, context.model[0], context.optimizer))
+        return oracle.live(Trainable(self.run.recipe, context.model[0], context.optimizer))
 
 
 def configuration(run: Run) -> Any:
     """Bridge's configuration of a run."""
-    from megatron.bridge.models.gpt_provider import GPTModelProvider
-    from megatron.bridge.recipes.common import _pretrain_common
-    from megatron.bridge.training.config import CheckpointConfig, MockGPTDatasetConfig, TokenizerConfig
+    from megatron.bridge.training.config import CheckpointConfig
 
-    moe = {
-        "num_moe_experts": run.experts,
-        "moe_ffn_hidden_size": 32,
-        "moe_shared_expert_intermediate_size": 32,
-        "moe_router_topk": 2,
-        "moe_grouped_gemm": False,
-        "moe_token_dispatcher_type": "alltoall",
-        "moe_router_load_balancing_type": "none",
-        "moe_permute_fusion": False,
-        "moe_router_fusion": False,
-        "expert_model_parallel_size": run.expert,
-        "expert_tensor_parallel_size": 1,
-    }
-    config = _pretrain_common()
-    config.model = GPTModelProvider(
-        num_layers=3,
-        hidden_size=32,
-        ffn_hidden_size=48,
-        num_attention_heads=4,
-        seq_length=32,
-        vocab_size=128,
-        make_vocab_size_divisible_by=8,
-        position_embedding_type="rope",
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        share_embeddings_and_output_weights=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        linear_conv_kernel_dim=4,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        linear_num_key_heads=4,
-        linear_num_value_heads=8,
-        deterministic_mode=True,
-        gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        masked_softmax_fusion=False,
-        cross_entropy_loss_fusion=False,
-        pipeline_dtype=torch.bfloat16,
-        tensor_model_parallel_size=run.tensor,
-        sequence_parallel=run.tensor > 1,
-        transformer_layer_spec=_qwen35_shaped,
-        **moe,
-    )
-    config.dist.distributed_backend = "gloo"
-    config.train.train_iters, config.train.global_batch_size, config.train.micro_batch_size = run.iterations, 8, 1
-    config.validation.eval_iters, config.validation.eval_interval = 0, 1000
-    config.dataset = MockGPTDatasetConfig(
-        random_seed=1,
-        reset_attention_mask=False,
-        reset_position_ids=False,
-        eod_mask_loss=False,
-        seq_length=32,
-        num_dataset_builder_threads=1,
-        data_sharding=True,
-        dataloader_type="single",
-        num_workers=0,
-        skip_getting_attention_mask_from_dataset=False,
-    )
-    config.tokenizer = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=127)
-    config.ddp.use_megatron_fsdp = True
-    config.ddp.data_parallel_sharding_strategy = "optim_grads_params"
-    config.ddp.average_in_collective = config.ddp.gradient_reduce_div_fusion = config.ddp.check_for_nan_in_grad = False
-    config.optimizer.lr, config.optimizer.min_lr, config.optimizer.clip_grad = 1e-3, 0.0, 0.0
-    config.scheduler.lr_warmup_iters, config.scheduler.lr_decay_iters = 0, 100
-    if run.offload:
-        config.optimizer.optimizer_cpu_offload = config.optimizer.overlap_cpu_optimizer_d2h_h2d = True
-        config.optimizer.optimizer_offload_fraction = run.offload
-    config.checkpoint = CheckpointConfig(
+    checkpoint = CheckpointConfig(
         save=run.directory, load=run.directory, save_interval=run.save_every, ckpt_format=run.format
     )
+    config = bridge.configuration(run.recipe, run.iterations, checkpoint)
     if run.adapters:
         from megatron.bridge.peft.lora import LoRA
 
         config.peft = LoRA()
-    config.logger.tensorboard_dir, config.logger.log_interval = None, 1
     for name, value in run.config.items():
         section, _, attribute = name.rpartition(".")
         setattr(getattr(config, section), attribute, value)
     return config
-
-
-def _qwen35_shaped(config: Any) -> Any:
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-
-    def layer(*, linear: bool) -> Any:
-        spec = get_gpt_layer_local_spec(
-            num_experts=config.num_moe_experts, moe_grouped_gemm=False, normalization="RMSNorm"
-        )
-        spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = CpuNorm
-        if linear:
-            parts = GatedDeltaNetSubmodules(in_proj=ColumnParallelLinear, out_norm=CpuNorm, out_proj=RowParallelLinear)
-            spec.submodules.self_attention = ModuleSpec(module=GatedDeltaNet, submodules=parts)
-        return spec
-
-    layers = [layer(linear=index % 3 != 2) for index in range(config.num_layers)]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=CpuNorm)
-
-
-def _nothing() -> Any:
-    from contextlib import nullcontext
-
-    return nullcontext()

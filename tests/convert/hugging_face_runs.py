@@ -18,9 +18,10 @@ import torch.distributed as dist
 
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.format.names import FORMAT_NAME
+from testing.kernels import let_mamba_be_built
 from testing.ranks import no_process_group
 from tests.models import hugging_face
-from tests.models.imported import gloo_gathers_uneven, is_supported, let_mamba_be_built
+from tests.models.imported import gloo_gathers_uneven, is_supported
 from tests.models.tiny import VOCABULARY
 
 SCRIPT = Path(__file__).with_name("upstream_script.py")

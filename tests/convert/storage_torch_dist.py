@@ -21,13 +21,14 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from mbridge_fsdp_ckpt.integrations.bridge.process_group import job
 from mbridge_fsdp_ckpt.tools.convert import hugging_face
-from testing.kernels import replace_cuda_only_kernels
+from testing.bridge import attention_layers, mixed_layers
+from testing.kernels import let_mamba_be_built, replace_cuda_only_kernels
 from testing.ranks import no_process_group
-from tests.bridge.training import Run, _qwen35_shaped, configuration
+from tests.bridge.training import Run, configuration
 from tests.convert.hugging_face_runs import begun_anew, without_cuda, write_model
 from tests.convert.storage_cli import data
 from tests.mock_data import fewer_documents
-from tests.models.imported import is_supported, let_mamba_be_built
+from tests.models.imported import is_supported
 
 NORMS = {"linear_qkv.layer_norm_": "input_layernorm.", "linear_fc1.layer_norm_": "pre_mlp_layernorm."}
 OPTIMIZER = "optimizer.state."
@@ -35,14 +36,12 @@ OPTIMIZER = "optimizer.state."
 
 def mixed(config: Any) -> Any:
     """Layers of Gated DeltaNet and of attention."""
-    return _qwen35_shaped(config)
+    return mixed_layers(config)
 
 
 def alike(config: Any) -> Any:
     """Layers of attention alone: torch_dist stacks them."""
-    specs = _qwen35_shaped(config)
-    specs.layer_specs = [specs.layer_specs[2]] * len(specs.layer_specs)
-    return specs
+    return attention_layers(config)
 
 
 @no_process_group

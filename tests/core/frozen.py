@@ -12,18 +12,15 @@ import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.errors import CheckpointError
 from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import local_shard
 from testing.kernels import replace_cuda_only_kernels
-from testing.models import under_fsdp
+from testing.models import config, initialise, under_fsdp
 
 
 class Adapted(torch.nn.Module):
     """A trainable layer over a frozen one, in FP8 where it has a scale."""
 
     def __init__(self, scale: float | None) -> None:
-        from megatron.core.transformer import TransformerConfig
-
         super().__init__()
-        precision: dict[str, Any] = {"bf16": True, "params_dtype": torch.bfloat16}
-        self.config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, **precision)
+        self.config = config(hidden_size=8)
         self.adapter = torch.nn.Linear(8, 8, bias=False, dtype=torch.bfloat16)
         self.base = torch.nn.Linear(8, 8, bias=False, dtype=torch.bfloat16)
         values = torch.ones(8, 8, dtype=torch.bfloat16) if scale is None else _in_fp8(scale)
@@ -48,13 +45,8 @@ def _in_fp8(scale: float) -> Any:
 
 def wrapped(strategy: str, scale: float | None = 0.5) -> Any:
     """The model under Megatron-FSDP."""
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
     replace_cuda_only_kernels()
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel()
-    model_parallel_cuda_manual_seed(1)
+    initialise(1)
     return under_fsdp(Adapted(scale), strategy, 1, "no_shard")
 
 

@@ -18,6 +18,7 @@ import torch
 from mbridge_fsdp_ckpt.errors import LayoutError
 from mbridge_fsdp_ckpt.format.values import decode, encode
 from mbridge_fsdp_ckpt.live.fp8 import state as extra_state
+from testing.models import initialise
 from testing.modules import is_installed
 from testing.ranks import RankPool
 from tests.extra_state import restore
@@ -38,15 +39,6 @@ def config(**settings: Any) -> Any:
     settings = {"fp8": "hybrid", "fp8_recipe": "delayed", "fp8_amax_history_len": HISTORY, **settings}
     settings |= {"bf16": True, "params_dtype": torch.bfloat16, "gradient_accumulation_fusion": False}
     return TransformerConfig(num_layers=1, hidden_size=HIDDEN, num_attention_heads=2, **settings)
-
-
-def groups(**sizes: int) -> None:
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(**sizes)
-    model_parallel_cuda_manual_seed(1)
 
 
 def build(kind: str, **settings: Any) -> Any:
@@ -119,7 +111,7 @@ def same(one: Any, other: Any) -> None:
 
 
 def round_trip(kind: str) -> None:
-    groups()
+    initialise(1)
     assert extra_state.collect([("x", build(kind))]) == {}
     saved = fill(start(build(kind)), seed=1)
     states = through_json(extra_state.collect([("x", saved)]))
@@ -159,7 +151,7 @@ def test_state_returns_and_lives_on(kind: str, megatron_ranks: RankPool) -> None
 
 
 def experts_move(saved_ranks: int, loaded_ranks: int) -> None:
-    groups()
+    initialise(1)
     count = 8
     states: dict[str, Any] = {}
     columns: list[list[torch.Tensor]] = []
@@ -202,7 +194,7 @@ def weights_in_fp8() -> None:
     import transformer_engine.pytorch as te
     from megatron.core.fp8_utils import get_fp8_recipe
 
-    groups()
+    initialise(1)
     saved = fill(start(build("Linear")), seed=1)
     states = extra_state.collect([("x", saved)])
     with te.quantized_model_init(enabled=True, recipe=get_fp8_recipe(config())):
@@ -221,7 +213,7 @@ def test_modules_with_fp8_weights(megatron_ranks: RankPool) -> None:
 
 
 def meets_other_models() -> list[str]:
-    groups()
+    initialise(1)
     kind, log = "TEColumnParallelLinear", logging.getLogger("mbridge_fsdp_ckpt.live.fp8.state")
     heard: list[str] = []
     log.addFilter(lambda record: not heard.append(record.getMessage()))  # type: ignore[func-returns-value]
@@ -245,7 +237,7 @@ def test_models_that_scale_otherwise_start_as_they_would(megatron_ranks: RankPoo
 
 def other_lengths() -> None:
     """As Transformer Engine does it: the first forward pass cuts or pads what was saved."""
-    groups()
+    initialise(1)
     for length in (HISTORY // 2, HISTORY * 2):
         saved = fill(start(build("Linear")), seed=1)
         states = extra_state.collect([("x", saved)])
@@ -267,7 +259,7 @@ def test_a_history_of_another_length(megatron_ranks: RankPool) -> None:
 
 
 def wrong_recipes() -> None:
-    groups()
+    initialise(1)
     states = extra_state.collect([("x", fill(start(build("Linear")), seed=1))])
     typed = states["x._extra_state"]
     wrong = ({"fp8_format": "E9"}, {"fp8_format": "E5M2"}, {"fp8_format": 3}, {"more": 1}, {"margin": "many"})
@@ -287,7 +279,7 @@ def test_recipes_that_are_none_are_refused(megatron_ranks: RankPool) -> None:
 def reduction_groups() -> list[bool]:
     from megatron.core import parallel_state
 
-    groups(expert_model_parallel_size=1)
+    initialise(1, expert_model_parallel_size=1)
     module = start(build("Linear"))
     found = []
     for tensor_only in (False, True):

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from mbridge_fsdp_ckpt.families import default_registry
 from mbridge_fsdp_ckpt.live.context import context_of
@@ -18,7 +19,7 @@ from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import naming_of
 from mbridge_fsdp_ckpt.plan.boxes import FlatRange
 from mbridge_fsdp_ckpt.plan.layout import Axis, ParameterLayout
 from mbridge_fsdp_ckpt.plan.slices import plan_parameter
-from testing.kernels import CpuNorm
+from testing.models import config, initialise, layer
 from testing.ranks import RankPool
 
 LAYERS = 4
@@ -26,35 +27,21 @@ LAYERS = 4
 
 def _stage(stages: int, tied: bool, uneven: bool) -> Any:
     """This rank's stage of a GPT model."""
-    import torch
-    import torch.nn.functional as F
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer import TransformerConfig
 
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=stages)
-    model_parallel_cuda_manual_seed(1)
-    config = TransformerConfig(
+    initialise(1, pipeline_model_parallel_size=stages)
+    settings = config(
         num_layers=LAYERS,
-        hidden_size=16,
-        num_attention_heads=2,
-        ffn_hidden_size=24,
         gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        normalization="RMSNorm",
-        gradient_accumulation_fusion=False,
         pipeline_model_parallel_size=stages,
-        pipeline_dtype=torch.float32,
+        pipeline_dtype=torch.bfloat16,
         num_layers_in_first_pipeline_stage=1 if uneven and stages > 1 else None,
     )
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
-    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = CpuNorm
+    spec = layer(settings)
     spec.submodules.sharded_state_dict_keys_map = {}  # Transformer Engine's names of these norms, for torch_dist alone
     return GPTModel(
-        config,
+        settings,
         spec,
         64,
         16,

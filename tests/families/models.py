@@ -18,12 +18,13 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 
+from testing import models
 from testing.kernels import CpuNorm
+from testing.models import SEQUENCE, VOCABULARY, half, layer
 from tests.families.reference import Layout, Weights
 from tests.upstream import is_before
 
-HIDDEN, FFN, HEADS, EXPERTS = 32, 48, 4, 4
-VOCABULARY, SEQUENCE = 64, 16
+EXPERTS = 4
 EXPERT_NUMBER = re.compile(r"(?<=\.local_experts\.)\d+|(?<=\.experts\.linear_fc1\.weight)\d+$")
 INTERLEAVED = re.compile(r"interleaved_(routed.*\.experts|shared.*\.shared_experts)\.linear_fc1\.weight\d*$")
 HALF_ADAPTED = re.compile(r"linear_fc1\.adapter\.adapter_(up|gate)\.linear_out\.weight$")
@@ -279,13 +280,6 @@ def bag(layout: Layout, blocks: dict[str, Any], **settings: Any) -> Any:
     return half(module)
 
 
-def half(module: Any) -> Any:
-    """Wrapped as training wraps a bf16 model."""
-    from megatron.core.transformer.module import Float16Module
-
-    return Float16Module(module.config, module)
-
-
 def gpt(settings: Any, *, engine: bool = False, tied: bool = False) -> Any:
     """A language model of this config."""
     from megatron.core.models.gpt import GPTModel
@@ -308,28 +302,11 @@ def gpt(settings: Any, *, engine: bool = False, tied: bool = False) -> Any:
 
 
 def config(layout: Layout, **settings: Any) -> Any:
-    """A `TransformerConfig`, or another class named by `kind`."""
-    from megatron.core.transformer import TransformerConfig
-
-    kind = settings.pop("kind", TransformerConfig)
-    common: dict[str, Any] = {
-        "num_layers": 1,
-        "hidden_size": HIDDEN,
-        "num_attention_heads": HEADS,
-        "ffn_hidden_size": FFN,
-        "activation_func": F.silu,
-        "add_bias_linear": False,
-        "bf16": True,
-        "params_dtype": torch.bfloat16,
-        "gradient_accumulation_fusion": False,
-        "normalization": "RMSNorm",
-        "bias_activation_fusion": False,
-        "bias_dropout_fusion": False,
-        **layout.config(),
-    }
+    """Megatron's configuration in a layout; see `testing.models.config`."""
+    common = layout.config()
     if "num_moe_experts" not in settings:  # Megatron refuses expert parallelism without experts
         common |= {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": 1}
-    return kind(**common | settings)
+    return models.config(**common | settings)
 
 
 def moe_config(layout: Layout, **settings: Any) -> Any:
@@ -365,25 +342,10 @@ def moe_block(layout: Layout, *, engine: bool = False, **settings: Any) -> Any:
 def linear_attention_block(layout: Layout, *, engine: bool, conv_bias: bool) -> Any:
     """A block of Gated DeltaNet; Transformer Engine's in_proj has the layer norm in it."""
     from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TERowParallelLinear
-    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.spec_utils import ModuleSpec
 
-    linear = (
-        (TELayerNormColumnParallelLinear, TERowParallelLinear) if engine else (ColumnParallelLinear, RowParallelLinear)
-    )
-    submodules = GatedDeltaNetSubmodules(in_proj=linear[0], out_norm=CpuNorm, out_proj=linear[1])
-    settings = config(
-        layout,
-        gated_linear_unit=True,
-        linear_conv_kernel_dim=4,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        linear_num_key_heads=4,
-        linear_num_value_heads=8,
-    )
-    spec = ModuleSpec(module=GatedDeltaNet, submodules=submodules, params={"conv_bias": conv_bias})
-    return block(settings, engine=engine, attention=spec)
+    linear = (TELayerNormColumnParallelLinear, TERowParallelLinear) if engine else ()
+    settings = config(layout, gated_linear_unit=True, **models.LINEAR_ATTENTION)
+    return block(settings, engine=engine, attention=models.gated_delta_net(*linear, conv_bias=conv_bias))
 
 
 def latent_block(layout: Layout, **settings: Any) -> Any:
@@ -452,30 +414,6 @@ class MambaNorm(torch.nn.Module):
 
 def _no_kernel() -> None:
     raise NotImplementedError("this model is built, not run")
-
-
-def layer(settings: Any, *, engine: bool = False) -> Any:
-    """A layer's spec that fits the config."""
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_layer_local_spec,
-        get_gpt_layer_with_transformer_engine_spec,
-    )
-
-    common = {
-        "num_experts": settings.num_moe_experts,
-        "moe_grouped_gemm": settings.moe_grouped_gemm,
-        "qk_layernorm": settings.qk_layernorm,
-        "multi_latent_attention": settings.multi_latent_attention,
-    }
-    if engine:
-        fused = getattr(settings, "mla_down_proj_fusion", False)
-        return get_gpt_layer_with_transformer_engine_spec(**common, mla_down_proj_fusion=fused)
-    spec = get_gpt_layer_local_spec(**common, normalization="RMSNorm")
-    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = CpuNorm
-    if settings.qk_layernorm:
-        attention = spec.submodules.self_attention.submodules
-        attention.q_layernorm = attention.k_layernorm = CpuNorm
-    return spec
 
 
 MODELS: dict[str, Builder] = {

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from mbridge_fsdp_ckpt.patching import Patches
-from testing.models import torch_adam, under_fsdp
+from testing import models
 
 Weights = dict[str, torch.Tensor]
 Correction = Callable[[str, Weights], torch.Tensor | None]
@@ -96,19 +96,14 @@ class Comparison:
 
 def initialise(layout: Layout, seed: int) -> None:
     """Megatron's groups and random state; a process group exists.  A second call changes the seed alone."""
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=layout.tensor,
-            context_parallel_size=layout.context,
-            expert_model_parallel_size=layout.expert,
-            expert_tensor_parallel_size=layout.expert_tensor,
-            num_distributed_optimizer_instances=layout.instances,
-        )
-    torch.manual_seed(seed)
-    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    models.initialise(
+        seed,
+        tensor_model_parallel_size=layout.tensor,
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
+        num_distributed_optimizer_instances=layout.instances,
+    )
 
 
 def wrap(module: Any, layout: Layout, **ddp: Any) -> Subject:
@@ -119,20 +114,8 @@ def wrap(module: Any, layout: Layout, **ddp: Any) -> Subject:
         layout: What Megatron's groups were initialised with.
         **ddp: More settings of Megatron's `DistributedDataParallelConfig`.
     """
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
-    model = under_fsdp(module, layout.strategy, layout.instances, layout.outer, **ddp)
-    config = OptimizerConfig(
-        optimizer="adam",
-        lr=1e-2,
-        weight_decay=0.1,
-        use_distributed_optimizer=True,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        clip_grad=0.0,
-    )
-    with torch_adam():
-        return Subject(model, get_megatron_optimizer(config, [model]))
+    model = models.under_fsdp(module, layout.strategy, layout.instances, layout.outer, **ddp)
+    return Subject(model, models.adam(model))
 
 
 def weights_of(module: Any) -> Weights:

@@ -12,7 +12,7 @@ import torch
 
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt import Settings
-from testing.kernels import CpuNorm
+from testing.bridge import attention_layers
 from testing.models import Recipe
 from tests.core import cases, oracle
 
@@ -62,25 +62,13 @@ STOCK: dict[str, dict[str, Any]] = {
 """Runs of Bridge's `pretrain` in stock `fsdp_dtensor`."""
 
 
-def _one_layer(config: Any) -> Any:
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-
-    layer = get_gpt_layer_local_spec(num_experts=None, moe_grouped_gemm=False, normalization="RMSNorm")
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = CpuNorm
-    return TransformerBlockSubmodules(layer_specs=[layer], layer_norm=CpuNorm)
-
-
 SMALL_RUN = {
     "tokenizer.vocab_size": 31,
     "model.vocab_size": 32,
     "model.num_layers": 1,
     "model.hidden_size": 8,
     "model.ffn_hidden_size": 8,
-    "model.num_moe_experts": None,
-    "model.moe_ffn_hidden_size": None,
-    "model.moe_shared_expert_intermediate_size": None,
-    "model.transformer_layer_spec": _one_layer,
+    "model.transformer_layer_spec": attention_layers,
 }
 
 

@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 import mbridge_fsdp_ckpt
-from testing.models import torch_adam
+from testing.kernels import let_mamba_be_built
+from testing.models import adam
 from tests.families.reference import SLOTS, STEPS, Layout
 from tests.upstream import is_before
 
@@ -99,14 +100,8 @@ def load_and_compare(source: str, directory: str, layout: Layout, again: str, ex
 
 
 def _sharded(source: str, layout: Layout, *, load: bool) -> tuple[Any, Any]:
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
     model = build(source, layout, load=load, wrap=True)
-    config = OptimizerConfig(
-        optimizer="adam", lr=1e-3, use_distributed_optimizer=True, bf16=True, params_dtype=torch.bfloat16, clip_grad=0.0
-    )
-    with torch_adam():
-        return model, get_megatron_optimizer(config, [model])
+    return model, adam(model)
 
 
 def build(source: str, layout: Layout, *, load: bool, wrap: bool) -> Any:
@@ -254,19 +249,3 @@ def _all_gather_uneven(tensors: list[torch.Tensor], own: torch.Tensor, group: An
             tensor.copy_(own)
         if tensor.numel():
             dist.broadcast(tensor, rank, group=group)
-
-
-def let_mamba_be_built() -> None:
-    """Give Megatron's Mamba layer what it wants of mamba_ssm, which cannot be built without CUDA: its gated norm."""
-    from megatron.core.ssm import mamba_mixer
-
-    if not mamba_mixer.HAVE_MAMBA_SSM:
-        mamba_mixer.HAVE_MAMBA_SSM, mamba_mixer.ExtendedRMSNorm = True, ExtendedRMSNorm
-
-
-class ExtendedRMSNorm(torch.nn.Module):
-    """The parameters of mamba_ssm's `RMSNorm` with a gate; its name is what Megatron-FSDP looks at."""
-
-    def __init__(self, hidden_size: int, *, device: Any, dtype: torch.dtype, **_: Any) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))

@@ -74,7 +74,7 @@ def built(kind: str, job: Job, seed: int) -> Trainable:
     if initialized and parallel_state.get_tensor_model_parallel_world_size() != job.tensor:
         parallel_state.destroy_model_parallel()
     recipe = Recipe(layers=LAYERS, vocabulary=job.vocabulary, tensor=job.tensor, **KINDS[kind].recipe)
-    trainable = models._built(recipe, seed, _frozen_gpt if job.frozen else models.gpt)
+    trainable = models.build(recipe, seed, change=_freeze if job.frozen else None)
     inner = trainable.optimizer.optimizer
     if KINDS[kind].replaced:
         groups = [{name: group[name] for name in _OF_MEGATRON} for group in inner.param_groups]
@@ -90,11 +90,9 @@ def built(kind: str, job: Job, seed: int) -> Trainable:
     return trainable
 
 
-def _frozen_gpt(recipe: Recipe) -> Any:
-    module = models.gpt(recipe)
+def _freeze(module: Any) -> None:
     [frozen] = [parameter for name, parameter in module.named_parameters() if name.endswith(FROZEN)]
     frozen.requires_grad = False
-    return module
 
 
 def _set_numbers(inner: Any, job: Job, seed: int) -> None:

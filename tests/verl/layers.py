@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
+from testing import models
+
 
 class RMSNorm(torch.nn.Module):
     """Called like Megatron's norm builders; the weight may be stored as its distance from one."""
@@ -54,24 +56,15 @@ def dense_layers(config: Any) -> Any:
 def qwen35_layers(config: Any) -> Any:
     """Megatron's own attention, Gated DeltaNet and experts, in the order that the configuration asks for."""
     from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_linear_attention_pattern
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
-    from megatron.core.tensor_parallel.layers import RowParallelLinear
     from megatron.core.transformer.identity_op import IdentityOp
-    from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     def layer(*, linear: bool) -> Any:
-        spec = get_gpt_layer_local_spec(
-            num_experts=config.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm"
-        )
+        spec = models.layer(config)
         parts = spec.submodules
         parts.input_layernorm, parts.pre_mlp_layernorm = IdentityOp, RMSNorm
         if linear:
-            delta = GatedDeltaNetSubmodules(
-                in_proj=LayerNormColumnParallelLinear, out_norm=RMSNorm, out_proj=RowParallelLinear
-            )
-            parts.self_attention = ModuleSpec(module=GatedDeltaNet, submodules=delta)
+            parts.self_attention = models.gated_delta_net(LayerNormColumnParallelLinear, norm=RMSNorm)
         else:
             attention = parts.self_attention.submodules
             attention.linear_qkv = LayerNormColumnParallelLinear

@@ -35,7 +35,8 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import mbridge_fsdp_ckpt
 from benchmarks import peers, plots
-from benchmarks.large import MODELS, Benchmark, Compared, Expected, Numbers, slowest, untrained
+from benchmarks.harness import Numbers, in_turns, slowest, table, timed
+from benchmarks.large import MODELS, Compared, Expected, OfModels, untrained
 from benchmarks.memory import Reserve, trim
 from benchmarks.usage import Usage, Watched
 from testing.gpu.state import tensors
@@ -62,12 +63,9 @@ def measure(folder: str, recipe: Recipe, runs: int) -> tuple[Numbers, float]:
     """On every rank: its numbers, the first of each left out, and its bytes."""
     trainable = untrained(recipe)
     one = _Rank(Path(folder), trainable)
-    for number in range(runs + 1):
-        for name, value in one.turn():
-            if number:
-                one.numbers.setdefault(name, []).append(value)
+    numbers = in_turns(one.turn, runs)
     one.close()
-    return one.numbers, float(sum(tensor.nbytes for _, tensor in tensors(trainable)))
+    return numbers, float(sum(tensor.nbytes for _, tensor in tensors(trainable)))
 
 
 class _Rank:
@@ -82,7 +80,6 @@ class _Rank:
         self._folder, self._trainable = folder, trainable
         # DCP's thread and a step of the training would wait for each other in one process group
         self._group: Any = dist.new_group(backend="gloo")
-        self.numbers: Numbers = {}
         self._peers: dict[bool, peers.TorchCheckpointing] = {}
         self._steps = 0
         self._step()
@@ -186,20 +183,13 @@ class _Rank:
 
     def _step(self) -> float:
         self._steps += 1
-        dist.barrier()
-        start = time.perf_counter()
-        self._trainable.step(self._steps)
-        return time.perf_counter() - start
+        return timed(lambda: self._trainable.step(self._steps))
 
     def _memcpy(self) -> float:
         own = [tensor for _, tensor in tensors(self._trainable)]
         with self._reserve.free():
             copies = [torch.empty_like(tensor).fill_(1) for tensor in own]  # memory that is in use
-            dist.barrier()
-            start = time.perf_counter()
-            for copy, tensor in zip(copies, own, strict=True):
-                copy.copy_(tensor)
-            return time.perf_counter() - start
+            return timed(lambda: [copy.copy_(tensor) for copy, tensor in zip(copies, own, strict=True)])
 
     def _clear(self) -> None:
         """Remove what was written: it is not to be trimmed while the next one is measured."""
@@ -236,28 +226,20 @@ def section(one: Compared) -> list[str]:
     copy, alone = seconds["memcpy"], seconds["alone, a step"]
     lines = [
         f"{one['bytes'] / 1e9:.2f} GB in all. One copy in memory: {1e3 * copy:.1f} ms. A step: {alone:.2f} s.\n",
-        "| | stall, ms | of memcpy | committed, s | steps | extra memory, of the state | MiB a rank |",
-        "| --- " * 7 + "|",
     ]
+    rows = []
     for kind in KINDS:
         stall, committed, step = (seconds[f"{kind}: {measure}"] for measure in ("stall", "committed", "steps"))
         during = f"{step / alone:.2f}" if committed > stall else ""
-        memory = f"{one['of the state'][kind]:.2f} | {one['extra memory'][kind] / 2**20:.0f}"
-        waited = f"{1e3 * stall:.2f} | {stall / copy:.2f}"
-        lines.append(f"| {kind} | {waited} | {committed:.2f} | {during} | {memory} |")
-    return lines
+        memory = f"{one['of the state'][kind]:.2f}", f"{one['extra memory'][kind] / 2**20:.0f}"
+        rows.append([kind, f"{1e3 * stall:.2f}", f"{stall / copy:.2f}", f"{committed:.2f}", during, *memory])
+    head = ["", "stall, ms", "of memcpy", "committed, s", "steps", "extra memory, of the state", "MiB a rank"]
+    return [*lines, *table(head, rows)]
 
 
-BENCHMARK = Benchmark(
-    "beside",
-    "What training waits for a save beside it",
-    __doc__,
-    measure,
-    compare,
-    section,
-    plots.beside,
-    models=tuple(model for model in MODELS if model != "4 GB"),
-)
+BENCHMARK = OfModels(
+    measure, compare, section, plots.beside, models=tuple(model for model in MODELS if model != "4 GB")
+).benchmark("beside", "What training waits for a save beside it", __doc__)
 
 if __name__ == "__main__":
     BENCHMARK.main()

@@ -9,7 +9,6 @@ import operator
 import os
 import signal
 import tempfile
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,12 +16,13 @@ from typing import Literal
 
 from torch.distributed.checkpoint import FileSystemReader
 
-from benchmarks.cache import drop_from_cache
 from benchmarks.costs import Call, Cost, slowest
-from benchmarks.model import Size
+from benchmarks.harness import Say, ranks_of
+from benchmarks.memory import drop_from_cache
 from benchmarks.training import DIST, SAFE, STOCK, RankReport, Training, train
 from benchmarks.usage import descendants
 from mbridge_fsdp_ckpt.opening import open_checkpoint
+from testing.models import Recipe
 from testing.ranks import RankPool, no_process_group
 
 PRELOAD = (
@@ -32,7 +32,23 @@ PRELOAD = (
 )
 """What the ranks import before CUDA is replaced, Transformer Engine first."""
 
+VOCABULARY = 128
+
 Order = Literal["first", "later"]
+
+
+def many(experts: int, layers: int) -> Recipe:
+    """A model of many tiny tensors: what a format spends on it is the cost of a tensor, not of its bytes."""
+    return Recipe(layers=layers, hidden=64, ffn=64, experts=experts, vocabulary=VOCABULARY)
+
+
+_DENSE = Recipe(hidden=1024, ffn=4096, vocabulary=VOCABULARY)
+LARGE = {
+    "0.43 GB": _DENSE,
+    "1.7 GB": _DENSE.on(hidden=2048, ffn=8192),
+    "4 GB": _DENSE.on(hidden=2048, ffn=8192, layers=5),
+}
+"""Of few large tensors, by gigabytes of weights and moments in fp32, as in `benchmarks.large`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +56,21 @@ class Case:
     """Train and save `saves` times; then resume from the last save `resumes` times, each a load and one save."""
 
     format: str
-    size: Size
+    size: Recipe
     ranks: int
     saves: int
     resumes: int = 0
     beside: bool = False
 
     def __str__(self) -> str:
-        return f"{self.format}{', asynchronously' if self.beside else ''}: {self.size} on {self.ranks} ranks"
+        return f"{self.format}{', asynchronously' if self.beside else ''}: {self.model} on {self.ranks} ranks"
+
+    @property
+    def model(self) -> str:
+        """The model in words."""
+        if self.size.experts:
+            return f"MoE of {self.size.experts} experts x {self.size.layers} layers"
+        return f"{self.size.layers} dense layers, {self.size.hidden:,} wide"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,39 +145,29 @@ class Suite:
     rounds: int
 
     @classmethod
-    def of(cls, rounds: int, *, quick: bool, size: Size | None = None) -> Suite:
+    def of(cls, rounds: int, *, quick: bool, size: Recipe | None = None) -> Suite:
         """The whole benchmark, or a quick look at it; of the sides' own size, or another."""
-        few, many = (Size(2, 2), Size(8, 2)) if quick else (Size(8, 4), Size(64, 4))
-        many, saves = size or many, 2 if quick else 4  # one of them is the first
-        stock, safe, dist = (Case(name, many, 4, saves, resumes=1) for name in (STOCK, SAFE, DIST))
+        few, most = (many(2, 2), many(8, 2)) if quick else (many(8, 4), many(64, 4))
+        most, saves = size or most, 2 if quick else 4  # one of them is the first
+        stock, safe, dist = (Case(name, most, 4, saves, resumes=1) for name in (STOCK, SAFE, DIST))
         stock_beside, safe_beside, dist_beside = (replace(case, resumes=0, beside=True) for case in (stock, safe, dist))
         small = [Case(name, few, ranks, 2) for ranks in (2, 4) for name in (STOCK, SAFE)]
-        small.append(Case(SAFE, many, 2, 2))
+        small.append(Case(SAFE, most, 2, 2))
         return cls((stock, safe, safe_beside), (stock_beside, dist, dist_beside), tuple(small), rounds)
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """What a suite measured: of each of its cases, in its order."""
-
-    sides: list[Measured]
-    others: list[Measured]
-    small: list[Measured]
-
-
-def run_suite(suite: Suite, scratch: Path | None, say: Callable[[str], None]) -> Found:
-    """Run everything."""
+def run_suite(suite: Suite, scratch: Path, say: Say) -> list[Measured]:
+    """Run everything: what was measured of all sides, of all others, and of all small cases, in this order."""
     ways = (*suite.sides, *suite.others)
-    with RankPool(4, preload=PRELOAD, time_limit=3600.0, nan_memory=False) as pool:
+    with ranks_of(4, scratch, PRELOAD) as (pool, _):
         say("starting the ranks")
         pool.start()
         small = [run_case(pool, case, scratch, say) for case in suite.small]
         rounds = [[run_case(pool, case, scratch, say) for case in ways] for _ in range(suite.rounds)]
-    measured = [functools.reduce(operator.add, runs) for runs in zip(*rounds, strict=True)]
-    return Found(measured[: len(suite.sides)], measured[len(suite.sides) :], small)
+    return [*(functools.reduce(operator.add, runs) for runs in zip(*rounds, strict=True)), *small]
 
 
-def run_case(pool: RankPool, case: Case, scratch: Path | None, say: Callable[[str], None]) -> Measured:
+def run_case(pool: RankPool, case: Case, scratch: Path, say: Say) -> Measured:
     """Run one case in a directory of its own.
 
     Raises:

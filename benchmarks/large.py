@@ -1,27 +1,22 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""What the benchmarks of a few real ranks share: their models, how they are run, where results go."""
+"""What the benchmarks of a few real ranks and of models by name share."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 
+from benchmarks.harness import Benchmark, Found, Say, ranks_of
 from mbridge_fsdp_ckpt.upstream_fixes import corrections
 from testing.kernels import replace_cuda_only_kernels
 from testing.models import Recipe, Trainable, build
-from testing.modules import MEGATRON_MODULES, installed
 from testing.ranks import RankPool
-from tools.circumstances import circumstances
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,23 +51,15 @@ name says so; offloaded: its optimizer is Megatron's HybridDeviceOptimizer, all 
 QUICK = ("0.43 GB", "64 experts x 4 layers")
 """Of a quick look."""
 
-Numbers = dict[str, list[float]]
-"""What one rank measured, by name; one number a turn."""
-
 Compared = dict[str, Any]
 """What all ranks' numbers come to, for a model."""
 
-_RESULTS = Path(__file__).parent / "results"
-
 
 @dataclass(frozen=True, slots=True)
-class Benchmark[R]:
-    """One of them.
+class OfModels[R]:
+    """What is measured of each model.
 
     Args:
-        name: `python -m benchmarks.NAME` runs it; its results are called so, too.
-        title: Of its page.
-        about: What is measured: the docstring of its module, whose first line the title stands for.
         measure: Called on every rank with a folder, a model and how many turns to take.
         compare: What is made of what all ranks return for a model.
         section: The lines about a model on the page, but for its heading.
@@ -81,9 +68,6 @@ class Benchmark[R]:
         prepare: Called before a model is measured, with its folder: what its ranks do first, in processes that end.
     """
 
-    name: str
-    title: str
-    about: str
     measure: Callable[[str, Recipe, int], R]
     compare: Callable[[list[R]], Compared]
     section: Callable[[Compared], list[str]]
@@ -91,60 +75,41 @@ class Benchmark[R]:
     models: Sequence[str] = tuple(MODELS)
     prepare: Callable[[RankPool, str, Recipe], None] | None = None
 
-    def main(self) -> None:
-        """Read the command line, measure, print, write; what was measured before a model fails is written."""
-        arguments = self._arguments()
-        about = circumstances(arguments.scratch, runs=str(arguments.runs))
+    def benchmark(self, name: str, title: str, about: str | None) -> Benchmark:
+        """As one: `python -m benchmarks.NAME` runs it."""
+        return Benchmark(
+            command=f"python -m benchmarks.{name}",
+            name=name,
+            title=title,
+            about=about,
+            measure=self._measured,
+            body=lambda found: self._body(self._compared(found)),
+            draw=lambda found, path: self.draw(self._compared(found), path),
+            options=self._options,
+            quick=True,
+        )
+
+    def _options(self, parser: argparse.ArgumentParser) -> None:
+        usual = f"default: {', '.join(self.models)}; with --quick {', '.join(QUICK)}"
+        parser.add_argument("--models", nargs="+", choices=MODELS, help=usual)
+
+    def _measured(self, arguments: argparse.Namespace, say: Say) -> Iterator[Found]:
+        """What each rank returns, by model, each in processes of their own."""
         ranks: dict[str, list[R]] = {}
-        for model in arguments.models:
-            ranks[model] = self._run(arguments, model)
-            if not arguments.dry:
-                self._write(arguments.results, about, ranks)
-        Console(highlight=False).print(self.page(about, self._compared(ranks)))
+        for name in arguments.models or (QUICK if arguments.quick else self.models):
+            say(name)
+            model = MODELS[name]
+            with ranks_of(model.ranks, arguments.scratch) as (pool, folder):
+                if self.prepare is not None:
+                    self.prepare(pool, str(folder), model.recipe)
+                ranks[name] = pool.run(self.measure, str(folder), model.recipe, arguments.repeats)
+            yield {"ranks": ranks}
 
-    def _write(self, results: Path, about: Mapping[str, str], ranks: Mapping[str, list[R]]) -> None:
-        results.mkdir(parents=True, exist_ok=True)
-        file, found = results / self.name, self._compared(ranks)
-        file.with_suffix(".md").write_text(self.page(about, found))
-        file.with_suffix(".json").write_text(json.dumps({"about": about, "ranks": ranks}, indent=1) + "\n")
-        self.draw(found, file.with_suffix(".png"))
+    def _compared(self, found: Found) -> dict[str, Compared]:
+        return {model: self.compare(measured) for model, measured in found["ranks"].items()}
 
-    def _compared(self, ranks: Mapping[str, list[R]]) -> dict[str, Compared]:
-        return {model: self.compare(measured) for model, measured in ranks.items()}
-
-    def _arguments(self) -> argparse.Namespace:
-        parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{self.name}", description=self.about)
-        parser.add_argument("--models", nargs="+", choices=MODELS, help=f"default: {', '.join(self.models)}")
-        parser.add_argument("--runs", "--repeats", type=int, help="of each kind (default: 5; with --quick 1)")
-        parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="where files go")
-        parser.add_argument("--results", type=Path, help="folder of the results (default: benchmarks/results)")
-        parser.add_argument("--quick", action="store_true", help="two small models, once; results in out/benchmarks")
-        parser.add_argument("--dry", action="store_true", help="write no results")
-        arguments = parser.parse_args()
-        arguments.models = arguments.models or (QUICK if arguments.quick else self.models)
-        arguments.runs = arguments.runs or (1 if arguments.quick else 5)
-        arguments.results = arguments.results or (Path("out/benchmarks") if arguments.quick else _RESULTS)
-        return arguments
-
-    def _run(self, arguments: argparse.Namespace, name: str) -> list[R]:
-        """What each rank returns for a model, in processes of their own."""
-        model = MODELS[name]
-        with (
-            tempfile.TemporaryDirectory(dir=arguments.scratch) as place,
-            RankPool(model.ranks, preload=installed(MEGATRON_MODULES), time_limit=3000, nan_memory=False) as pool,
-        ):
-            if self.prepare is not None:
-                self.prepare(pool, place, model.recipe)
-            return pool.run(self.measure, place, model.recipe, arguments.runs)
-
-    def page(self, about: Mapping[str, str], found: Mapping[str, Compared]) -> str:
-        """The page: what was measured, with what it ran, and a section for each model."""
-        lines = [f"# {self.title}\n\n{self.about.split(chr(10), 2)[2].strip()}\n"]
-        lines += [f"![{self.title}, as a picture]({self.name}.png)\n"]
-        lines += [f"- {name}: {value}" for name, value in about.items()]
-        for model, one in found.items():
-            lines += [f"\n## {model}\n", *self.section(one)]
-        return "\n".join(lines) + "\n"
+    def _body(self, compared: Mapping[str, Compared]) -> list[str]:
+        return [line for model, one in compared.items() for line in (f"\n## {model}\n", *self.section(one))]
 
 
 def untrained(recipe: Recipe) -> Trainable:
@@ -175,10 +140,3 @@ class Expected:
         found = sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
         if dist.get_rank() == 0 and found < self._size:
             raise RuntimeError(f"{place} has {found:,} bytes, of {self._size:,}")
-
-
-def slowest(ranks: Sequence[Numbers]) -> dict[str, float]:
-    """The median over turns of the slowest rank's, by name."""
-    return {
-        name: statistics.median(map(max, zip(*(numbers[name] for numbers in ranks), strict=True))) for name in ranks[0]
-    }

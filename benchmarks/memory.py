@@ -1,5 +1,5 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""Memory that costs the same whoever uses it first.
+"""Memory that costs the same whoever uses it first, and the page cache between a save and a load.
 
 The host of a virtual machine may take back what its guest has freed (free page reporting), some two seconds later.  The
 guest's next use of such a page waits for the host: over 2 s a gigabyte were measured, where a page that the guest still
@@ -11,12 +11,15 @@ from __future__ import annotations
 import ctypes
 import gc
 import mmap
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from mbridge_fsdp_ckpt.io.ranges import Arena
 from mbridge_fsdp_ckpt.live import huge_pages
@@ -27,6 +30,26 @@ def trim() -> None:
     """Give back what the allocator keeps of freed memory: whoever is measured next would take it unseen."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
+
+
+def prepare_cache(directory: Path, *, cached: bool) -> None:
+    """Rank 0 reads the files, or drops them from the page cache; the others wait."""
+    if dist.get_rank() == 0 and not cached:
+        drop_from_cache(directory)
+    elif dist.get_rank() == 0:
+        for path in directory.iterdir():
+            with path.open("rb") as file:
+                while file.read(1 << 24):
+                    pass
+    dist.barrier()
+
+
+def drop_from_cache(root: Path) -> None:
+    """Have nothing in the page cache of the files below a directory, as far as they are on the disk."""
+    for path in root.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 class Reserve:

@@ -1,22 +1,20 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""A benchmark's results: tables in the terminal, and three files."""
+"""The page and the picture of the formats side by side."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
 
-from benchmarks.cases import Found, Measured
-from benchmarks.plot import draw
-from benchmarks.summary import Contest, contests, cost_table, factor_table, size_table, way_table
-
-_WIDTH = 80  # of a terminal that says nothing else, a pipe for example
+from benchmarks.cases import Measured
+from benchmarks.costs import Cost
+from benchmarks.harness import Found, table
+from benchmarks.summary import Contest, contests, cost_table, factor_table, seconds, size_table, way_table
 
 _NOTES = (
     "Seconds are those of the slowest rank, collectives and meetings those of the rank with most. All ranks begin a "
@@ -47,110 +45,54 @@ _NOTES = (
 )
 _TINY = "The tensors are tiny, so it is the cost of a tensor that is measured, not bandwidth."
 
-
-@dataclass(frozen=True, slots=True)
-class Results:
-    """Everything that is reported.
-
-    Args:
-        name: Of the files.
-        about: Date, command, machine, versions and so on, in order.
-        found: What was measured.
-    """
-
-    name: str
-    about: dict[str, str]
-    found: Found
-
-    def contests(self) -> list[Contest]:
-        """What was measured of both."""
-        stock, safe, beside = self.found.sides
-        return contests(stock, safe, beside)
-
-    def title(self) -> str:
-        """Which model, on how many ranks."""
-        case = self.found.sides[0].case
-        return f"{case.size} on {case.ranks} CPU ranks"
-
-    def tables(self) -> list[tuple[str, tuple[list[str], list[list[str]]]]]:
-        """Each with its title."""
-        lines, found = self.contests(), self.found
-        return [
-            (f"{self.title()}, seconds", cost_table(lines)),
-            ("How many times faster fsdp_dtensor_safe is (rounded down)", factor_table(lines)),
-            ("What training waits for a save in each way, and for a load; seconds", way_table(_ways(found))),
-            ("Collectives of a save by the number of experts and ranks", size_table([*found.sides[:2], *found.small])),
-        ]
+_COLOURS = {"stock": "#b8b8b8", "safe": "#2f7fc1"}
+_NAMES = {"stock": "stock fsdp_dtensor", "safe": "fsdp_dtensor_safe"}
+_WIDTH = 0.4
 
 
-def _ways(found: Found) -> list[Measured]:
-    """By format, each without and with the training beside it."""
-    stock, safe, safe_beside = found.sides
-    stock_beside, *dist = found.others
-    return [stock, stock_beside, *dist, safe, safe_beside]
+def body(found: Found) -> list[str]:
+    """The tables, and what is to be said of them."""
+    (stock, safe, beside), others, small = _parted(found)
+    stock_beside, *dist = others
+    lines, ways = contests(stock, safe, beside), [stock, stock_beside, *dist, safe, beside]
+    tables = {
+        f"{_title(stock)}, seconds": cost_table(lines),
+        "How many times faster fsdp_dtensor_safe is (rounded down)": factor_table(lines),
+        "What training waits for a save in each way, and for a load; seconds": way_table(ways),
+        "Collectives of a save by the number of experts and ranks": size_table([stock, safe, *small]),
+    }
+    page = [line for title, (head, rows) in tables.items() for line in (f"\n## {title}\n", *table(head, rows))]
+    return [*page, "\n## Notes\n", *(f"- {note}" for note in (*_NOTES, *_findings(stock, safe)))]
 
 
-def show(results: Results) -> None:
-    """Print the tables."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_WIDTH)
-    for title, (head, rows) in results.tables():
-        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-        for index, name in enumerate(head):
-            table.add_column(name, no_wrap=True, justify="right" if rows[0][index][:1].isdigit() else "left")
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
-        console.print()
+def _parted(found: Found) -> tuple[list[Measured], list[Measured], list[Measured]]:
+    """Stock, ours, and ours asynchronously; Bridge's other ways to save; smaller cases."""
+    cases = found["cases"]
+    return cases[:3], cases[3:6], cases[6:]
 
 
-def write(results: Results, directory: Path) -> list[Path]:
-    """Write the Markdown, JSON and PNG files."""
-    directory.mkdir(parents=True, exist_ok=True)
-    paths = [directory / f"{results.name}{suffix}" for suffix in (".md", ".json", ".png")]
-    paths[0].write_text(_markdown(results))
-    paths[1].write_text(json.dumps(_raw(results), indent=1) + "\n")
-    draw(results.contests(), results.title(), paths[2])
-    return paths
+def _title(stock: Measured) -> str:
+    """Which model, on how many ranks."""
+    return f"{stock.case.model} on {stock.case.ranks} CPU ranks"
 
 
-def _markdown(results: Results) -> str:
-    parts = [
-        "# Stock `fsdp_dtensor` and `fsdp_dtensor_safe`, side by side",
-        f"![Seconds and collectives of both formats]({results.name}.png)",
-    ]
-    for title, (head, rows) in results.tables():
-        parts += [f"## {title}", _markdown_table(head, rows)]
-    parts += ["## Notes", "\n".join(f"- {note}" for note in (*_NOTES, *_findings(results)))]
-    parts += ["## Where and how", _markdown_table(["", ""], [[key, value] for key, value in results.about.items()])]
-    parts.append(f"Raw samples of every rank: [{results.name}.json]({results.name}.json).")
-    return "\n\n".join(parts) + "\n"
-
-
-def _markdown_table(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _findings(results: Results) -> list[str]:
+def _findings(stock: Measured, safe: Measured) -> list[str]:
     """Notes that this run's numbers make."""
-    stock, safe, _ = results.found.sides
     size = (
         f"A checkpoint is {stock.size:,} bytes in {stock.keys:,} tensors with stock, and {safe.size:,} bytes in "
         f"{safe.keys:,} tensors with ours, all files counted."
     )
     return [
-        *([_TINY] if results.found.sides[0].case.size.experts else []),
+        *([_TINY] if stock.case.size.experts else []),
         size,
-        *(f"Collectives of one {kind}, rank 0: {_named(results.found.sides, kind)}." for kind in ("save", "load")),
+        *(f"Collectives of one {kind}, rank 0: {_named((stock, safe), kind)}." for kind in ("save", "load")),
     ]
 
 
-def _named(sides: list[Measured], kind: str) -> str:
+def _named(sides: tuple[Measured, Measured], kind: str) -> str:
     """Which collectives the last call of a kind issued."""
     found = []
-    for title, measured in zip(("stock", "ours"), sides[:2], strict=True):
+    for title, measured in zip(("stock", "ours"), sides, strict=True):
         runs = [*measured.trained, *measured.resumed]
         calls = [call for run in runs for call in run[0].calls if call.kind == kind]
         names = sorted(calls[-1].names.items(), key=lambda item: -item[1])
@@ -158,7 +100,77 @@ def _named(sides: list[Measured], kind: str) -> str:
     return "; ".join(found)
 
 
-def _raw(results: Results) -> dict[str, Any]:
-    found = results.found
-    measured_cases = *found.sides, *found.others, *found.small
-    return {"about": results.about, "cases": [asdict(measured) for measured in measured_cases]}
+def draw(found: Found, path: Path) -> None:
+    """Write the PNG."""
+    (stock, safe, beside), *_ = _parted(found)
+    lines, title = contests(stock, safe, beside), _title(stock)
+    matplotlib.use("Agg")
+    figure = Figure(figsize=(12, 4.8), dpi=150, layout="constrained")
+    left, right = figure.subplots(1, 2)
+    _draw_seconds(left, lines)
+    _draw_collectives(right, lines)
+    for axes in (left, right):
+        _finish(axes, lines)
+    figure.suptitle(title, fontsize=11)
+    handles, labels = left.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
+    figure.savefig(path)
+
+
+def _draw_seconds(axes: Axes, lines: Sequence[Contest]) -> None:
+    for side, name in enumerate(_COLOURS):
+        spreads = [seconds(_costs(line, name)) for line in lines]
+        tops = [spread.median for spread in spreads]
+        errors = [
+            [spread.median - spread.least for spread in spreads],
+            [spread.most - spread.median for spread in spreads],
+        ]
+        places = _places(lines, side)
+        axes.bar(places, tops, _WIDTH, color=_COLOURS[name], label=_NAMES[name])
+        axes.errorbar(places, tops, yerr=errors, fmt="none", ecolor="#404040", elinewidth=0.8, capsize=2)
+        for place, spread in zip(places, spreads, strict=True):
+            _write(axes, place, spread.most, _short(spread.median))
+    axes.set_yscale("log")
+    axes.set_ylabel("seconds of the slowest rank")
+    axes.set_title("Time: median, with least and most", fontsize=10)
+    low, high = axes.get_ylim()
+    axes.set_ylim(low / 2, high * 2)
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
+def _draw_collectives(axes: Axes, lines: Sequence[Contest]) -> None:
+    for side, name in enumerate(_COLOURS):
+        tops = [max(cost.collectives for cost in _costs(line, name)) for line in lines]
+        places = _places(lines, side)
+        axes.bar(places, tops, _WIDTH, color=_COLOURS[name], label=_NAMES[name])
+        for place, top in zip(places, tops, strict=True):
+            _write(axes, place, top, f"{top:,}")
+    axes.set_yscale("symlog", linthresh=1)
+    axes.set_ylim(0, axes.get_ylim()[1] * 3)
+    axes.set_ylabel("collectives of one rank")
+    axes.set_title("Collectives, barriers included", fontsize=10)
+
+
+def _finish(axes: Axes, lines: Sequence[Contest]) -> None:
+    axes.set_xticks(range(len(lines)), [line.title.replace(", ", "\n") for line in lines])
+    axes.tick_params(axis="x", length=0)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", which="major", color="#e4e4e4", linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
+def _costs(line: Contest, name: str) -> list[Cost]:
+    return line.stock if name == "stock" else line.safe
+
+
+def _places(lines: Sequence[Contest], side: int) -> list[float]:
+    return [index + (side - 0.5) * _WIDTH for index in range(len(lines))]
+
+
+def _write(axes: Axes, place: float, height: float, text: str) -> None:
+    axes.annotate(text, (place, height), (0, 3), textcoords="offset points", ha="center", fontsize=7.5)
+
+
+def _short(value: float) -> str:
+    return f"{value:#.3g}" if value < 100 else f"{value:.0f}"

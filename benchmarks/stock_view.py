@@ -8,15 +8,16 @@ Index files of many ranks, made up, and the real `write_dcp_view` over them in a
 
 from __future__ import annotations
 
-import json
+import argparse
 import resource
+import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from multiprocessing import get_context
 from pathlib import Path
 
-from rich.console import Console
-
+from benchmarks.harness import Benchmark, Found, Say, positive, table
 from mbridge_fsdp_ckpt.dcp.writer import write_dcp_view
 from mbridge_fsdp_ckpt.format.columns import Columns
 from mbridge_fsdp_ckpt.format.group_index import merged
@@ -30,9 +31,7 @@ from mbridge_fsdp_ckpt.io.ranges import ByteRange
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.settings import AUTO_DCP_CHUNKS
-from tools.circumstances import circumstances
 
-RESULTS = Path(__file__).parent / "results" / "stock_view"
 FILES = Files("0123456789ab")
 CHUNKS_A_RANK = 1_000
 RANKS = (8, 64, 512, 2_048)
@@ -95,24 +94,47 @@ def _head(folder: Path, parts: list[Columns]) -> Manifest:
     )
 
 
-def main() -> None:
-    """Measure, print, write."""
-    found = []
-    for ranks in RANKS:
+def _measure(arguments: argparse.Namespace, say: Say) -> Iterator[Found]:
+    figures: list[Figures] = []
+    for ranks in arguments.ranks:
+        say(f"{ranks} ranks")
         with get_context("spawn").Pool(1) as pool:  # the memory of one is not another's
-            found.append(pool.apply(measure, (ranks,)))
-    about = circumstances(Path(tempfile.gettempdir()))
-    lines = ["# What DCP metadata costs rank 0 at a commit\n", *(f"- {name}: {value}" for name, value in about.items())]
-    lines += [f"- {CHUNKS_A_RANK} chunks a rank; `auto` writes the view up to {AUTO_DCP_CHUNKS} chunks\n"]
-    lines += ["| ranks | chunks | seconds | seconds, next save | .metadata, MB | memory, MB |", "| ---: " * 6 + "|"]
-    for row in found:
-        numbers = f"{row['seconds']:.1f} | {row['seconds again']:.1f} | {row['bytes'] / 1e6:.1f}"
-        lines.append(f"| {row['ranks']:.0f} | {row['chunks']:.0f} | {numbers} | {row['memory'] / 1e6:.0f} |")
-    page = "\n".join(lines) + "\n"
-    Console(highlight=False).print(page)
-    RESULTS.with_suffix(".md").write_text(page)
-    RESULTS.with_suffix(".json").write_text(json.dumps({"about": about, "figures": found}, indent=1) + "\n")
+            runs = [pool.apply(measure, (ranks,)) for _ in range(arguments.repeats)]
+        figures.append({name: statistics.median(run[name] for run in runs) for name in runs[0]})
+        yield {"figures": figures}
 
+
+def _body(found: Found) -> list[str]:
+    rows = (
+        [
+            f"{row['ranks']:.0f}",
+            f"{row['chunks']:.0f}",
+            f"{row['seconds']:.1f}",
+            f"{row['seconds again']:.1f}",
+            f"{row['bytes'] / 1e6:.1f}",
+            f"{row['memory'] / 1e6:.0f}",
+        ]
+        for row in found["figures"]
+    )
+    head = ["ranks", "chunks", "seconds", "seconds, next save", ".metadata, MB", "memory, MB"]
+    limit = f"{CHUNKS_A_RANK} chunks a rank; `auto` writes the view up to {AUTO_DCP_CHUNKS} chunks.\n"
+    return [limit, *table(head, rows)]
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=positive, nargs="+", default=RANKS, help="sizes of the job")
+
+
+BENCHMARK = Benchmark(
+    command="python -m benchmarks.stock_view",
+    name="stock_view",
+    title="What DCP metadata costs rank 0 at a commit",
+    about=__doc__,
+    measure=_measure,
+    body=_body,
+    options=_options,
+    repeats=1,
+)
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

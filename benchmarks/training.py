@@ -16,11 +16,12 @@ import torch.distributed as dist
 
 import mbridge_fsdp_ckpt
 from benchmarks.costs import Call, Cost, Kind, Part
-from benchmarks.model import Size, build_config
 from mbridge_fsdp_ckpt.integrations.common import pending
 from mbridge_fsdp_ckpt.patching import Patches
+from testing import bridge
 from testing.collectives import CollectiveCounts, count_collectives
 from testing.kernels import replace_cuda_only_kernels
+from testing.models import Recipe
 from testing.ranks import no_process_group
 
 STOCK, SAFE, DIST = "fsdp_dtensor", mbridge_fsdp_ckpt.FORMAT_NAME, "torch_dist"
@@ -40,7 +41,7 @@ class Training:
         beside: Whether saves go on asynchronously; each has ended before the next one begins.
     """
 
-    size: Size
+    size: Recipe
     format: str
     steps: int
     saves: int
@@ -75,12 +76,34 @@ def train(training: Training) -> RankReport:
     replace_cuda_only_kernels()
     report, callbacks = RankReport(), CallbackManager()
     callbacks.register("on_train_step_end", functools.partial(_after_step, training, report))
-    with _only(training.format), count_collectives() as counts, _measured(training.format, Meter(counts), report):
-        where = training.save, training.load
-        config = build_config(training.size, training.steps, training.format, *where, beside=training.beside)
-        with _beside(training, report):
-            pretrain(config, forward_step, callbacks=callbacks)
+    with (
+        _only(training.format),
+        count_collectives() as counts,
+        _measured(training.format, Meter(counts), report),
+        _beside(training, report),
+    ):
+        pretrain(_configuration(training), forward_step, callbacks=callbacks)
     return report
+
+
+def _configuration(training: Training) -> Any:
+    """A save after every step; all sharded, for `torch_dist` by Megatron's distributed optimizer: it knows no other."""
+    from megatron.bridge.training.config import CheckpointConfig
+
+    checkpoint = CheckpointConfig(
+        save=training.save,
+        load=training.load,
+        save_interval=1,
+        ckpt_format=training.format,
+        async_save=training.beside,
+    )
+    config = bridge.configuration(training.size, training.steps, checkpoint)
+    if training.format == DIST:
+        config.ddp.use_megatron_fsdp = False
+        config.ddp.data_parallel_sharding_strategy = "no_shard"
+        config.ddp.use_distributed_optimizer = config.optimizer.use_distributed_optimizer = True
+        config.checkpoint.fully_parallel_save = True
+    return config
 
 
 def _after_step(training: Training, report: RankReport, context: Any) -> None:

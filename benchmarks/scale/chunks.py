@@ -8,28 +8,26 @@ Seconds are those of the slowest rank, medians over the repeats of all runs.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from benchmarks.harness import Benchmark, Found, Numbers, Say, in_turns, positive, ranks_of, slowest_turns, table, timed
+from testing.machine import output
+
 _HERE = Path(__file__).parents[2]
 EXPERTS = 32
 
-Times = dict[str, list[float]]
 
-
-def on_rank(directory: str, layers: int, repeats: int) -> Times:
+def on_rank(directory: str, layers: int, repeats: int) -> Numbers:
     """What each rank does: seconds of its saves and loads."""
-    import torch.distributed as dist
-
     import mbridge_fsdp_ckpt
     from mbridge_fsdp_ckpt.upstream_fixes import corrections
     from testing.kernels import replace_cuda_only_kernels
@@ -42,15 +40,12 @@ def on_rank(directory: str, layers: int, repeats: int) -> Times:
     trainable.step(0)
     settings: Any = mbridge_fsdp_ckpt.Settings(dcp_metadata="never")
     arguments = {"model": trainable.model, "optimizer": trainable.optimizer, "settings": settings}
-    times: Times = {"save": [], "load": []}
-    for number in range(repeats + 1):
-        for what, action in (("save", mbridge_fsdp_ckpt.save), ("load", mbridge_fsdp_ckpt.load)):
-            dist.barrier()
-            begin = time.perf_counter()
-            action(directory, **arguments)
-            if number:
-                times[what].append(time.perf_counter() - begin)
-    return times
+
+    def turn() -> Iterator[tuple[str, float]]:
+        yield "save", timed(lambda: mbridge_fsdp_ckpt.save(directory, **arguments))
+        yield "load", timed(lambda: mbridge_fsdp_ckpt.load(directory, **arguments))
+
+    return in_turns(turn, repeats)
 
 
 def _wrap_in_linear_time() -> None:
@@ -82,34 +77,29 @@ def _wrap_in_linear_time() -> None:
 def _run(ranks: int, layers: int, repeats: int) -> None:
     """In a process of one checkout: the slowest rank of each save and load, and how many chunks there are."""
     from mbridge_fsdp_ckpt.opening import open_checkpoint
-    from testing.ranks import RankPool
 
     module = __import__("chunks")  # what ranks import
-    with tempfile.TemporaryDirectory() as folder, RankPool(ranks, time_limit=3000.0, nan_memory=False) as pool:
-        directory = Path(folder) / "iter_0000001"
+    with ranks_of(ranks, None, preload=()) as (pool, folder):
+        directory = folder / "iter_0000001"
         found = pool.run(module.on_rank, str(directory), layers, repeats)
         source = open_checkpoint(directory)
         chunks = sum(map(len, source.chunks(list(source.metadata.keys)).values()))
-    slowest = {what: list(map(max, zip(*(rank[what] for rank in found), strict=True))) for what in found[0]}
-    print(json.dumps({"chunks": chunks, **slowest}))
+    print(json.dumps({"chunks": chunks, **slowest_turns(found)}))
 
 
-def measure(against: Path, layers: Sequence[int], ranks: int, runs: int, repeats: int) -> list[dict[str, Any]]:
-    """Medians of both, for models of so many layers."""
-    rows = []
-    for number in layers:
-        seen: dict[str, list[dict[str, Any]]] = {"this": [], "other": []}
-        for _ in range(runs):
-            for side, checkout in (("other", against), ("this", _HERE)):
-                seen[side].append(_in_checkout(checkout, ranks, number, repeats))
-        row: dict[str, Any] = {"layers": number, "ranks": ranks, "chunks": seen["this"][0]["chunks"]}
-        for what in ("save", "load"):
-            for side, found in seen.items():
-                seconds = [second for one in found for second in one[what]]
-                row[f"{what}, {side}"] = statistics.median(seconds)
-                row[f"{what}, {side}, each"] = [round(second, 3) for second in seconds]
-        rows.append(row)
-    return rows
+def measure(against: Path, layers: int, ranks: int, runs: int, repeats: int) -> dict[str, Any]:
+    """Medians of both, for a model of so many layers."""
+    seen: dict[str, list[dict[str, Any]]] = {"this": [], "other": []}
+    for _ in range(runs):
+        for side, checkout in (("other", against), ("this", _HERE)):
+            seen[side].append(_in_checkout(checkout, ranks, layers, repeats))
+    row: dict[str, Any] = {"layers": layers, "ranks": ranks, "chunks": seen["this"][0]["chunks"]}
+    for what in ("save", "load"):
+        for side, found in seen.items():
+            seconds = [second for one in found for second in one[what]]
+            row[f"{what}, {side}"] = statistics.median(seconds)
+            row[f"{what}, {side}, each"] = [round(second, 3) for second in seconds]
+    return row
 
 
 def _in_checkout(checkout: Path, ranks: int, layers: int, repeats: int) -> dict[str, Any]:
@@ -121,22 +111,41 @@ def _in_checkout(checkout: Path, ranks: int, layers: int, repeats: int) -> dict[
     return found
 
 
-def page(about: dict[str, str], against: str, rows: Sequence[dict[str, Any]]) -> str:
-    """Everything, as Markdown."""
-    lines = [f"# Many small tensors\n\n{(__doc__ or '').strip()}\n"]
-    lines += [f"- {name}: {value}" for name, value in {**about, "the other checkout": against}.items()]
-    lines += [
-        "\n| chunks | ranks | | other, s | this, s | this / other |",
-        "| ---: | ---: | --- | ---: | ---: | ---: |",
-    ]
-    for row in rows:
-        for what in ("save", "load"):
-            other, this = row[f"{what}, other"], row[f"{what}, this"]
-            lines.append(
-                f"| {row['chunks']:,} | {row['ranks']} | {what} | {other:.3f} | {this:.3f} | {this / other:.2f} |"
-            )
-    return "\n".join(lines) + "\n"
+def _body(found: Found) -> list[str]:
+    rows = (
+        [f"{row['chunks']:,}", str(row["ranks"]), what, f"{other:.3f}", f"{this:.3f}", f"{this / other:.2f}"]
+        for row in found["rows"]
+        for what, other, this in ((what, row[f"{what}, other"], row[f"{what}, this"]) for what in ("save", "load"))
+    )
+    head = ["chunks", "ranks", "", "other, s", "this, s", "this / other"]
+    return [f"The other checkout: {found['other']}.\n", *table(head, rows)]
 
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--against", type=Path, required=True, help="root of the other checkout")
+    parser.add_argument("--layers", type=positive, nargs="+", default=[9, 93], help="of the models (default: 9 93)")
+    parser.add_argument("--ranks", type=positive, default=4, help="real ranks (default: 4)")
+    parser.add_argument("--runs", type=positive, default=3, help="runs of each checkout, in turn (default: 3)")
+
+
+def _measure(arguments: argparse.Namespace, say: Say) -> Iterator[Found]:
+    against, rows = arguments.against.resolve(), []
+    other = output(["git", "-C", str(against), "rev-parse", "HEAD"])
+    for layers in arguments.layers:
+        say(f"{layers} layers")
+        rows.append(measure(against, layers, arguments.ranks, arguments.runs, arguments.repeats))
+        yield {"other": other, "rows": rows}
+
+
+BENCHMARK = Benchmark(
+    command="python -m benchmarks.scale chunks",
+    name="scale_chunks",
+    title="Many small tensors",
+    about=__doc__,
+    measure=_measure,
+    body=_body,
+    options=_options,
+)
 
 if __name__ == "__main__":
     _run(*map(int, sys.argv[1:4]))

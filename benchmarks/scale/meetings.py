@@ -9,6 +9,7 @@ have cores of their own, and what counts is how long the store is busy.
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import os
@@ -17,8 +18,8 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
@@ -27,6 +28,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
+from benchmarks.harness import Benchmark, Found, Say, positive, table
 from benchmarks.scale import polling
 from mbridge_fsdp_ckpt.coordination.coordination import Coordination
 from mbridge_fsdp_ckpt.coordination.rounds import Round
@@ -85,19 +87,9 @@ class Counted:
         return request
 
 
-def measure(ranks: Sequence[int], repeats: int, say: Callable[[str], Any]) -> list[Measured]:
-    """Both protocols with each number of ranks, one after the other in the same processes."""
-    gc.collect()
-    gc.freeze()  # what is forked shares its memory
-    found = []
-    for size in ranks:
-        for measured in _measure(size, repeats):
-            found.append(measured)
-            say(f"{size} ranks, {measured.protocol}: {measured.seconds:.3f} s a meeting")
-    return found
-
-
-def _measure(size: int, repeats: int) -> list[Measured]:
+def _meet(size: int, repeats: int) -> list[Measured]:
+    """Meetings of one number of ranks; one more than are asked for, the first, is not counted."""
+    repeats += 1
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         server = _forked(partial(_serve, folder))
@@ -217,30 +209,52 @@ def predicted(found: Sequence[Measured], protocol: Protocol, ranks: int) -> tupl
     return of_one * ranks, of_one * ranks * a_request
 
 
-def page(about: dict[str, str], found: Sequence[Measured]) -> str:
-    """Everything, as Markdown."""
-    lines = [f"# Meetings of many ranks\n\n{(__doc__ or '').partition(chr(10))[2].strip()}\n"]
-    lines += [f"- {name}: {value}" for name, value in about.items()]
-    lines += [
-        "\n| ranks | protocol | seconds a meeting | requests a rank | of the rank with most | requests a second "
-        "| the store is busy, s |",
-        "| ---: | --- | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for one in found:
-        requests = f"{one.of_rank:.0f} | {one.of_most:.0f} | {one.a_second:,.0f}"
-        lines.append(f"| {one.ranks:,} | {one.protocol} | {one.seconds:.3f} | {requests} | {one.busy:.3f} |")
+def _body(found: Found) -> list[str]:
+    """What was measured, and what more ranks would make the store do."""
+    measured: list[Measured] = found["measured"]
+    rows = (
+        [
+            f"{one.ranks:,}",
+            one.protocol,
+            f"{one.seconds:.3f}",
+            f"{one.of_rank:.0f}",
+            f"{one.of_most:.0f}",
+            f"{one.a_second:,.0f}",
+            f"{one.busy:.3f}",
+        ]
+        for one in measured
+    )
+    head = ["ranks", "protocol", "seconds a meeting", "requests a rank", "of the rank with most"]
+    lines = table([*head, "requests a second", "the store is busy, s"], rows)
     lines += ["\nBy the cost of a request, what more ranks would make the store do in a meeting on the tree:\n"]
-    lines += ["| ranks | requests | the store is busy, s |", "| ---: | ---: | ---: |"]
-    for ranks in PREDICTED:
-        requests_of_all, busy = predicted(found, "tree", ranks)
-        lines.append(f"| {ranks:,} | {requests_of_all:,.0f} | {busy:.2f} |")
-    return "\n".join(lines) + "\n"
+    more = ((ranks, *predicted(measured, "tree", ranks)) for ranks in PREDICTED)
+    cells = ([f"{ranks:,}", f"{requests:,.0f}", f"{busy:.2f}"] for ranks, requests, busy in more)
+    return [*lines, *table(["ranks", "requests", "the store is busy, s"], cells)]
 
 
-def write(about: dict[str, str], found: Sequence[Measured], folder: Path) -> list[Path]:
-    """The page, and its figures as JSON."""
-    folder.mkdir(parents=True, exist_ok=True)
-    text, data = folder / "scale_meetings.md", folder / "scale_meetings.json"
-    text.write_text(page(about, found))
-    data.write_text(json.dumps({"about": about, "measured": [asdict(one) for one in found]}, indent=1) + "\n")
-    return [text, data]
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=positive, nargs="+", default=RANKS, help="sizes of the job")
+
+
+def _measure(arguments: argparse.Namespace, say: Say) -> Iterator[Found]:
+    """Both protocols with each number of ranks, one after the other in the same processes."""
+    gc.collect()
+    gc.freeze()  # what is forked shares its memory
+    found: list[Measured] = []
+    for size in arguments.ranks:
+        for measured in _meet(size, arguments.repeats):
+            found.append(measured)
+            say(f"{size} ranks, {measured.protocol}: {measured.seconds:.3f} s a meeting")
+        yield {"measured": found}
+
+
+BENCHMARK = Benchmark(
+    command="python -m benchmarks.scale meetings",
+    name="scale_meetings",
+    title="Meetings of many ranks",
+    about=__doc__,
+    measure=_measure,
+    body=_body,
+    options=_options,
+    repeats=8,
+)

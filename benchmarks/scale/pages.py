@@ -1,11 +1,10 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""The results of opening and committing as a page, as JSON and as a picture."""
+"""The results of opening and committing as a page and as a picture."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from dataclasses import asdict
+import argparse
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -13,7 +12,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.scale import opening
+from benchmarks.harness import Benchmark, Found, Say, positive, table
+from benchmarks.scale import dcp, opening
 from benchmarks.scale.dcp import Planned
 from benchmarks.scale.opening import KINDS, Kind, Opening
 
@@ -29,46 +29,52 @@ def growth(found: Sequence[Opening], kind: Kind, chunks: int) -> tuple[float, fl
     return float(np.polyfit(ranks, cpu, 1)[0]), float(np.polyfit(ranks, read, 1)[0])
 
 
-def page(about: dict[str, str], found: Sequence[Opening], planned: Sequence[Planned]) -> str:
-    """Everything, as Markdown."""
-    lines = [
-        f"# Opening and committing what many ranks wrote\n\n{(opening.__doc__ or '').partition(chr(10))[2].strip()}\n"
-    ]
-    lines += [f"- {name}: {value}" for name, value in about.items()]
-    lines += [
-        "\n| ranks | chunks a rank | keys | what | CPU, s | in all, s | read, MB | memory, MB | chunks found |",
-        "| ---: | ---: | ---: | --- | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for one in found:
-        figures = f"{one.cpu:.2f} | {one.seconds:.2f} | {one.bytes_read / 1e6:.1f} | {one.memory / 1e6:.0f}"
-        number = f"{one.found:,}" if one.kind != "commit" else ""
-        lines.append(f"| {one.ranks:,} | {one.chunks:,} | {one.keys:,} | {one.kind} | {figures} | {number} |")
+def _body(found: Found) -> list[str]:
+    """What was measured, how it grows with the number of ranks, and plain DCP's part."""
+    opened, planned = found["measured"], found["dcp"]
+    head = ["ranks", "chunks a rank", "keys", "what", "CPU, s", "in all, s", "read, MB", "memory, MB", "chunks found"]
+    lines = table(head, map(_row, opened))
     lines += [
         "\nGrowth with the number of ranks, as the exponent of a power that fits best (0: flat, 1: in proportion):\n"
     ]
-    lines += ["| chunks a rank | what | CPU | bytes read |", "| ---: | --- | ---: | ---: |"]
-    for chunks in sorted({one.chunks for one in found}):
-        for kind in KINDS:
-            cpu, read = growth(found, kind, chunks)
-            lines.append(f"| {chunks:,} | {kind} | {cpu:.2f} | {read:.2f} |")
+    grown = (
+        [f"{chunks:,}", kind, *(f"{exponent:.2f}" for exponent in growth(opened, kind, chunks))]
+        for chunks in sorted({one.chunks for one in opened})
+        for kind in KINDS
+    )
+    lines += table(["chunks a rank", "what", "CPU", "bytes read"], grown)
     if planned:
         lines += [
             "\nPlain DCP's coordinator, its global plan and the validation of it, for as many ranks as were tried:\n"
         ]
-        lines += ["| ranks | chunks a rank | CPU, s |", "| ---: | ---: | ---: |"]
-        lines += [f"| {one.ranks:,} | {one.chunks:,} | {one.cpu:.1f} |" for one in planned]
-    return "\n".join(lines) + "\n"
+        rows = ([f"{one.ranks:,}", f"{one.chunks:,}", f"{one.cpu:.1f}"] for one in planned)
+        lines += table(["ranks", "chunks a rank", "CPU, s"], rows)
+    return lines
 
 
-def write(about: dict[str, str], found: Sequence[Opening], planned: Sequence[Planned], folder: Path) -> list[Path]:
-    """The page, its figures, and a picture."""
-    folder.mkdir(parents=True, exist_ok=True)
-    text, data, picture = (folder / f"scale_opening.{end}" for end in ("md", "json", "png"))
-    text.write_text(page(about, found, planned) + f"\n![CPU seconds and bytes read by ranks]({picture.name})\n")
-    measured = {"measured": [asdict(one) for one in found], "dcp": [asdict(one) for one in planned]}
-    data.write_text(json.dumps({"about": about, **measured}, indent=1) + "\n")
-    draw(found, planned, picture)
-    return [text, data, picture]
+def _row(one: Opening) -> list[str]:
+    figures = f"{one.cpu:.2f}", f"{one.seconds:.2f}", f"{one.bytes_read / 1e6:.1f}", f"{one.memory / 1e6:.0f}"
+    chunks = f"{one.found:,}" if one.kind != "commit" else ""
+    return [f"{one.ranks:,}", f"{one.chunks:,}", f"{one.keys:,}", one.kind, *figures, chunks]
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=positive, nargs="+", default=opening.RANKS, help="sizes of the job")
+    parser.add_argument("--chunks", type=positive, nargs="+", default=opening.CHUNKS, help="chunks of a rank")
+    parser.add_argument("--dcp", type=positive, nargs="*", default=opening.DCP_RANKS, help="ranks for plain DCP")
+
+
+def _measure(arguments: argparse.Namespace, say: Say) -> Iterator[Found]:
+    found: list[Opening] = []
+    for number in arguments.chunks:
+        for ranks in arguments.ranks:
+            found += opening.measure(arguments.scratch, ranks, number, arguments.repeats)
+            say(f"{ranks} ranks of {number} chunks: {found[-3].cpu:.2f} s of CPU in the same layout")
+    yield {"measured": found, "dcp": [dcp.measure(ranks, arguments.chunks[0]) for ranks in arguments.dcp]}
+
+
+def _draw(found: Found, path: Path) -> None:
+    draw(found["measured"], found["dcp"], path)
 
 
 def draw(found: Sequence[Opening], planned: Sequence[Planned], path: Path) -> None:
@@ -103,3 +109,16 @@ def _finish(axes: Axes, title: str) -> None:
     axes.set_title(title, fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(which="major", color="#e4e4e4", linewidth=0.6)
+
+
+BENCHMARK = Benchmark(
+    command="python -m benchmarks.scale opening",
+    name="scale_opening",
+    title="Opening and committing what many ranks wrote",
+    about=opening.__doc__,
+    measure=_measure,
+    body=_body,
+    draw=_draw,
+    options=_options,
+    repeats=3,
+)

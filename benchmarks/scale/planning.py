@@ -8,27 +8,28 @@ collected before, as it is in a job that has trained.
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import multiprocessing
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 
+from benchmarks.harness import Benchmark, Found, Say, positive, table
 from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import tensors_of
 from mbridge_fsdp_ckpt.saving.snapshot import observe, plan_save
 from mbridge_fsdp_ckpt.tools.estimate.job import describe
 from mbridge_fsdp_ckpt.tools.estimate.model import EstimatedModel, Subject, as_rank
 
-_ABOUT = (__doc__ or "").partition("\n")[2].strip()
 MODEL = "recipes.qwen:qwen35_397b_a17b_pretrain"
 RANKS = 8, 512, 8960
-SHARES, LATER = 8, 9
+SHARES = 8
 MOST_EXPERTS = 64
 
 
@@ -57,14 +58,14 @@ class Planning:
     seconds: tuple[float, float]
 
 
-def measure(ranks: int) -> list[Planning]:
-    """Ranks that are spread over a job."""
-    command = [sys.executable, "-m", "benchmarks.scale.planning", str(ranks)]
+def measure(ranks: int, repeats: int) -> list[Planning]:
+    """Ranks that are spread over a job; each plans once, and then so many times more."""
+    command = [sys.executable, "-m", "benchmarks.scale.planning", str(ranks), str(repeats)]
     done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     return [Planning(**one) for one in json.loads(done.stdout.splitlines()[-1])]
 
 
-def _measure(ranks: int) -> list[Planning]:
+def _measure(ranks: int, repeats: int) -> list[Planning]:
     expert = min(ranks, MOST_EXPERTS)
     chosen = {"world": ranks, "tensor": 2, "context": 1, "expert": expert}
     job = describe(MODEL, chosen, {}).job()
@@ -77,7 +78,7 @@ def _measure(ranks: int) -> list[Planning]:
     for share in range(min(SHARES, ranks)):
         rank = share * (ranks - 1) // (min(SHARES, ranks) - 1)
         ours, theirs = multiprocessing.Pipe()
-        forked = multiprocessing.get_context("fork").Process(target=_in_process, args=(theirs, subject, rank))
+        forked = multiprocessing.get_context("fork").Process(target=_in_process, args=(theirs, subject, rank, repeats))
         forked.start()
         theirs.close()
         found.append(ours.recv())
@@ -85,17 +86,17 @@ def _measure(ranks: int) -> list[Planning]:
     return found
 
 
-def _in_process(parent: Connection, subject: Subject, rank: int) -> None:
+def _in_process(parent: Connection, subject: Subject, rank: int, repeats: int) -> None:
     with as_rank(subject.layout, rank):
-        parent.send(_planned(subject, rank))
+        parent.send(_planned(subject, rank, repeats))
 
 
-def _planned(subject: Subject, rank: int) -> Planning:
+def _planned(subject: Subject, rank: int, repeats: int) -> Planning:
     model = EstimatedModel(subject)
     optimizer = model.optimizer()
     gc.collect()
     cpu, wall, blocks = [], [], 0
-    for _ in range(1 + LATER):
+    for _ in range(1 + repeats):
         start, begin = time.process_time(), time.perf_counter()
         blocks = len(plan_save(observe(model, optimizer, None, None, None, subject.vocabulary_size)).shards)
         cpu.append(time.process_time() - start)
@@ -106,36 +107,44 @@ def _planned(subject: Subject, rank: int) -> Planning:
     return Planning(layout.world, layout.expert, rank, count, blocks, cpu[0], median(cpu[1:]), seconds)
 
 
-def page(about: dict[str, str], found: Sequence[Planning]) -> str:
-    """Medians and worst of each job, as Markdown."""
-    lines = [f"# Planning a save\n\n{_ABOUT}\n"]
-    lines += [f"- {name}: {value}" for name, value in about.items()]
-    lines += [
-        f"\nTP 2; CPU seconds, median and most of the job's measured ranks. Wall-clock seconds: `{_NAME}.json`.\n",
-        "| ranks | EP | measured | tensors of a rank | blocks it holds | first save, s | most | later, s | most |",
-        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for ranks in sorted({one.ranks for one in found}):
-        those = [one for one in found if one.ranks == ranks]
+def _body(found: Found) -> list[str]:
+    """Medians and worst of each job."""
+    measured: list[Planning] = found["measured"]
+    rows = []
+    for ranks in sorted({one.ranks for one in measured}):
+        those = [one for one in measured if one.ranks == ranks]
         blocks = sorted(one.blocks for one in those)
-        first, later = ([getattr(one, name) for one in those] for name in ("first", "later"))
-        held = f"{those[0].parameters:,} | {blocks[0]:,} to {blocks[-1]:,}"
-        figures = f"{median(first):.3f} | {max(first):.3f} | {median(later):.3f} | {max(later):.3f}"
-        lines.append(f"| {ranks:,} | {those[0].expert} | {len(those)} | {held} | {figures} |")
-    return "\n".join(lines) + "\n"
+        held = f"{those[0].parameters:,}", f"{blocks[0]:,} to {blocks[-1]:,}"
+        seconds = [[one.first for one in those], [one.later for one in those]]
+        figures = [f"{figure:.3f}" for each in seconds for figure in (median(each), max(each))]
+        rows.append([f"{ranks:,}", str(those[0].expert), str(len(those)), *held, *figures])
+    head = ["ranks", "EP", "measured", "tensors of a rank", "blocks it holds"]
+    about = "TP 2; CPU seconds, median and most of the job's measured ranks. Wall-clock seconds are in the JSON file.\n"
+    return [about, *table([*head, "first save, s", "most", "later, s", "most"], rows)]
 
 
-_NAME = "scale_planning"
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=positive, nargs="+", default=RANKS, help="sizes of the job")
 
 
-def write(about: dict[str, str], found: Sequence[Planning], folder: Path) -> list[Path]:
-    """The page and its figures."""
-    folder.mkdir(parents=True, exist_ok=True)
-    text, data = folder / f"{_NAME}.md", folder / f"{_NAME}.json"
-    text.write_text(page(about, found))
-    data.write_text(json.dumps({"about": about, "measured": [asdict(one) for one in found]}, indent=1) + "\n")
-    return [text, data]
+def _all(arguments: argparse.Namespace, say: Say) -> Iterator[Found]:
+    found: list[Planning] = []
+    for ranks in arguments.ranks:
+        found += measure(ranks, arguments.repeats)
+        say(f"{ranks} ranks: {len(found)} ranks planned")
+        yield {"measured": found}
 
+
+BENCHMARK = Benchmark(
+    command="python -m benchmarks.scale planning",
+    name="scale_planning",
+    title="Planning a save",
+    about=__doc__,
+    measure=_all,
+    body=_body,
+    options=_options,
+    repeats=9,
+)
 
 if __name__ == "__main__":
-    print(json.dumps([asdict(one) for one in _measure(int(sys.argv[1]))]))
+    print(json.dumps([asdict(one) for one in _measure(int(sys.argv[1]), int(sys.argv[2]))]))

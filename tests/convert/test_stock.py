@@ -20,7 +20,6 @@ from mbridge_fsdp_ckpt.format.reader import SafeSource
 from mbridge_fsdp_ckpt.integrations.bridge.run_config import RunConfig
 from mbridge_fsdp_ckpt.tools.convert import to_stock
 from testing.ranks import RankPool
-from tests.bridge.training import train
 from tests.convert import storage_made as made
 from tests.convert.storage_cli import call, data, left, refusal
 from tests.convert.storage_runs import SAFE, STOCK, STRICT, TRACKER, Trained, copied, goes_on_as, resumed
@@ -100,14 +99,6 @@ def test_a_converted_stock_checkpoint_says_what_job_it_was(stock_run: Trained, t
             expected = expected.replace(b"ckpt_format: fsdp_dtensor\n", b"ckpt_format: fsdp_dtensor_safe\n")
             assert expected != before.read_bytes()
         assert after.read_bytes() == expected
-
-
-@pytest.mark.bridge
-def test_it_loads_in_another_layout(stock_run: Trained, bridge_ranks: RankPool, tmp_path: Path) -> None:
-    data("from-stock", stock_run.middle, tmp_path / "iter_0000002")
-    run = stock_run.run.on(directory=str(tmp_path), iterations=3, save_every=3, tensor=1, expert=2, format=SAFE)
-    [first, *_] = bridge_ranks.run(train, run, ranks=4)
-    assert first["loaded"] == oracle.on_disk(stock_run.middle)
 
 
 @pytest.mark.bridge

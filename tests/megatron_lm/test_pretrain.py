@@ -171,13 +171,6 @@ def test_torch_dist_is_named_in_megatrons_words(training_ranks: RankPool, tmp_pa
     assert "--ckpt-format torch_dist" in result["out"]
 
 
-def test_checkpoints_between_the_retained_ones_go(training_ranks: RankPool, tmp_path: Path) -> None:
-    retain = "--save-retain-interval", "2"
-    for result in resume(training_ranks, SAFE, str(tmp_path), 3, *retain, save_every=1):
-        assert result["code"] == 0, result["out"]
-    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000002", "iter_0000003"]
-
-
 def test_a_tracker_that_cannot_be_written_is_the_same_error_on_all_ranks(
     training_ranks: RankPool, tmp_path: Path
 ) -> None:

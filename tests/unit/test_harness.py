@@ -32,6 +32,10 @@ def _measured(arguments: argparse.Namespace, say: Say) -> Iterator[Found]:
         yield {"rows": rows}
 
 
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rows", type=int, default=1)
+
+
 def _made_up(**more: object) -> Benchmark:
     return Benchmark(
         command="python -m benchmarks.made_up",
@@ -40,7 +44,7 @@ def _made_up(**more: object) -> Benchmark:
         about="Left out of the page.\n\nWhat it measures.",
         measure=_measured,
         body=lambda found: table(["name", "s"], ([row.name, f"{row.seconds:.2f}"] for row in found["rows"])),
-        options=lambda parser: parser.add_argument("--rows", type=int, default=1) and None,
+        options=_options,
         **more,  # type: ignore[arg-type]
     )
 

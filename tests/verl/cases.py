@@ -26,11 +26,11 @@ SUBSETS = [subset for n in range(len(CONTENTS) + 1) for subset in itertools.comb
 
 
 def train(setup: Setup, steps: int, save_at: tuple[int, ...] = (), keep: int | None = None) -> dict[str, Any]:
-    """Resume as VeRL's SFT trainer does, and train on; losses by step, and what is there at the end."""
+    """Resume as VeRL's SFT trainer does, and train on; losses by step, and what is there before and at the end."""
     engine = tiny.build(setup)
     run = tiny.handler(setup, engine, keep)
     done = run.load_checkpoint()
-    resumed = tiny.snapshot(engine).digests()
+    resumed, position = tiny.snapshot(engine).digests(), run.train_dataloader.position
     losses = {}
     for number in range(done + 1, steps + 1):
         losses[number] = tiny.step(engine, number)
@@ -40,7 +40,7 @@ def train(setup: Setup, steps: int, save_at: tuple[int, ...] = (), keep: int | N
                 run.save_checkpoint(number)
     return {
         "from": done,
-        "position": run.train_dataloader.position,
+        "position": position,
         "losses": losses,
         "resumed": resumed,
         "end": tiny.snapshot(engine).digests(),
@@ -84,12 +84,6 @@ def resume_where_ranks_see_different_things(setup: Setup, other: str) -> list[st
         except CheckpointError as error:
             said.append(str(error))
     return said
-
-
-def train_and_be_killed(setup: Setup, steps: int, save_at: tuple[int, ...]) -> None:
-    """Like `train`; then the process ends by SIGKILL."""
-    train(setup, steps, save_at)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def die_in_a_save(setup: Setup, steps: int, save_at: tuple[int, ...], chunks: int) -> None:

@@ -44,25 +44,6 @@ def verified(directory: Path) -> bool:
     return [run.returncode for run in done] == [0, 0]
 
 
-@pytest.mark.parametrize(("model_type", "tensor"), sampling.drawn("models of VeRL", MODELS, share=3))
-def test_a_killed_run_repeats_the_uninterrupted_one(
-    model_type: str, tensor: int, setup: Setup, verl_ranks: RankPool
-) -> None:
-    setup = setup.on(model_type=model_type, tensor=tensor)
-    whole = verl_ranks.run(cases.train, setup.on(directory=f"{setup.directory}-whole"), 4)
-    before = dict(verl_ranks.processes)
-    assert verl_ranks.run(cases.train_and_be_killed, setup, 2, (2,), may_die=EVERYBODY) == KILLED
-    resumed = verl_ranks.run(cases.train, setup, 4)
-    assert not set(before.values()) & set(verl_ranks.processes.values()), "the same processes"
-    for through, again in zip(whole, resumed, strict=True):
-        assert through["optimizer"] == "ShardedHybridDeviceOptimizer"
-        assert (through["from"], again["from"], again["position"]) == (0, 2, 2)
-        assert again["losses"] == {number: through["losses"][number] for number in (3, 4)}
-        assert again["end"] == through["end"]
-        assert again["resumed"] != through["resumed"], "nothing was trained before the kill"
-    assert any(name.startswith("slot.") and name.endswith("exp_avg") for name in whole[0]["end"])
-
-
 def test_where_ranks_see_different_things_none_resumes(setup: Setup, verl_ranks: RankPool, tmp_path: Path) -> None:
     """The SFT trainer looks on each rank for itself; a path that a driver gives may not be there on one host."""
     root, empty = Path(setup.directory), tmp_path / "empty"
@@ -112,18 +93,27 @@ def test_the_first_step_after_a_resume_obeys_the_owner(setup: Setup, verl_ranks:
     ]
 
 
+@pytest.mark.parametrize(("model_type", "tensor"), sampling.drawn("models of VeRL", MODELS, share=3))
 @pytest.mark.parametrize("chunks", sampling.drawn("deaths in a save of VeRL", [1, 5], share=2))
-def test_a_job_killed_in_a_save_resumes_from_the_one_before(chunks: int, setup: Setup, verl_ranks: RankPool) -> None:
+def test_a_job_killed_in_a_save_repeats_the_uninterrupted_one_from_the_save_before(
+    chunks: int, model_type: str, tensor: int, setup: Setup, verl_ranks: RankPool
+) -> None:
+    setup = setup.on(model_type=model_type, tensor=tensor)
     whole = verl_ranks.run(cases.train, setup.on(directory=f"{setup.directory}-whole"), 3)
+    before = dict(verl_ranks.processes)
     assert verl_ranks.run(cases.die_in_a_save, setup, 2, (1, 2), chunks, may_die=EVERYBODY) == KILLED
     left = Path(setup.directory) / "global_step_2" / "model"
     assert not list((left / "dist_ckpt").iterdir()), "VeRL makes the directory before it saves"
     assert [path for path in left.iterdir() if path.name.startswith(".staging-")]
     resumed = verl_ranks.run(cases.train, setup, 3, (2,))
+    assert not set(before.values()) & set(verl_ranks.processes.values()), "the same processes"
     for through, again in zip(whole, resumed, strict=True):
-        assert again["from"] == 1
+        assert through["optimizer"] == "ShardedHybridDeviceOptimizer"
+        assert (through["from"], again["from"], again["position"]) == (0, 1, 1)
         assert again["losses"] == {number: through["losses"][number] for number in (2, 3)}
         assert again["end"] == through["end"]
+        assert again["resumed"] != through["resumed"], "nothing was trained before the kill"
+    assert any(name.startswith("slot.") and name.endswith("exp_avg") for name in whole[0]["end"])
     assert not [path for path in left.iterdir() if path.name.startswith(".")]
 
 

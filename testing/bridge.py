@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -65,6 +68,23 @@ def provider(recipe: Recipe) -> Any:
         pipeline_dtype=torch.bfloat16,
         transformer_layer_spec=mixed_layers if recipe.gated_delta_net else attention_layers,
     )
+
+
+@contextmanager
+def losses_by_step() -> Iterator[dict[int, float]]:
+    """While the block runs, the losses that `pretrain` logs, as full floats."""
+    from megatron.bridge.training import train
+
+    losses: dict[int, float] = {}
+    log = train.training_log
+
+    def noting(loss_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        state = next(one for one in (*args, *kwargs.values()) if hasattr(one, "train_state"))
+        losses[state.train_state.step] = float(loss_dict["lm loss"])
+        return log(loss_dict, *args, **kwargs)
+
+    with patch.object(train, "training_log", noting):
+        yield losses
 
 
 def attention_layers(config: Any) -> Any:

@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import os
-import re
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 import mbridge_fsdp_ckpt
 from testing import bridge
@@ -18,8 +18,6 @@ from testing.ranks import no_process_group
 from tests.applied import applied_numbers
 from tests.core import oracle
 from tests.mock_data import fewer_documents
-
-_LOSS = re.compile(r"lm loss: ([0-9.E+-]+)")
 
 
 @dataclass(frozen=True)
@@ -85,10 +83,11 @@ def train(run: Run, callbacks: Any = None) -> dict[str, Any]:
         mbridge_fsdp_ckpt.unregister()
     os.environ["MASTER_ADDR"] = os.environ.get("MASTER_ADDR", "127.0.0.1")
     seen = _Observer(run)
-    with seen.installed(), torch_adam() if run.optimizer == "torch" else nullcontext(), applied_numbers() as applied:
+    adam = torch_adam() if run.optimizer == "torch" else nullcontext()
+    with bridge.losses_by_step() as losses, seen.installed(), adam, applied_numbers() as applied:
         bridge_pretrain.pretrain(configuration(run), forward_step, callbacks)
     return {
-        "losses": seen.losses,
+        "losses": losses,
         "end": seen.end,
         "saves": seen.saves,
         "loaded": seen.loaded,
@@ -102,31 +101,15 @@ class _Observer:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.losses: dict[int, float] = {}
         self.saves: list[dict[str, int]] = []
         self.loaded: oracle.Digests = {}
         self.end: oracle.Digests = {}
         self.progress: dict[str, float] = {}
 
     def installed(self) -> Any:
-        from contextlib import ExitStack
-        from unittest.mock import patch
+        from megatron.bridge.training import setup
 
-        from megatron.bridge.training import setup, train
-
-        stack = ExitStack()
-        log, create = train.training_log, setup.create_checkpoint_manager
-        stack.enter_context(patch.object(train, "training_log", self._logged(log)))
-        stack.enter_context(patch.object(setup, "create_checkpoint_manager", self._watched(create)))
-        return stack
-
-    def _logged(self, log: Any) -> Any:
-        def logged(loss_dict: Any, *args: Any, **kwargs: Any) -> Any:
-            state = next(a for a in (*args, *kwargs.values()) if hasattr(a, "train_state"))
-            self.losses[state.train_state.step] = float(loss_dict["lm loss"])
-            return log(loss_dict, *args, **kwargs)
-
-        return logged
+        return patch.object(setup, "create_checkpoint_manager", self._watched(setup.create_checkpoint_manager))
 
     def _watched(self, create: Any) -> Any:
         def watched(config: Any) -> Any:

@@ -30,7 +30,7 @@ from testing.ranks import RankPool
 from tests.bridge.training import train
 from tests.convert import storage_made as made
 from tests.convert.storage_cli import call, data, left, refusal
-from tests.convert.storage_runs import TRACKER, Trained, copied, goes_on_as, resumed
+from tests.convert.storage_runs import SAFE, TRACKER, Trained, copied, goes_on_as, resumed
 from tests.core import oracle
 from tests.unit import handmade, index_bytes, test_cli
 
@@ -418,9 +418,7 @@ def test_stock_checkpoints_can_be_resharded(stock_run: Trained, bridge_ranks: Ra
     data("reshard", stock_run.middle, tmp_path / "iter_0000002", "--ranks", 3)
     stored = oracle.on_disk(stock_run.middle)
     assert oracle.on_disk(tmp_path / "iter_0000002") == stored
-    again = stock_run.run.on(
-        directory=str(tmp_path), iterations=3, save_every=3, tensor=1, expert=2, format="fsdp_dtensor_safe"
-    )
+    again = stock_run.run.on(directory=str(tmp_path), iterations=3, save_every=3, tensor=1, expert=2, format=SAFE)
     [first, *_] = bridge_ranks.run(train, again, ranks=4)
     assert first["loaded"] == stored, "in another layout"
 

@@ -165,7 +165,11 @@ def test_biases_of_gated_layers(megatron_ranks: RankPool, tmp_path: Path) -> Non
         assert [rank["prefixes"] for rank in loaded] == [["group_00000.index"]] * ranks
 
 
-@pytest.mark.parametrize(("saved_with", "loaded_with"), [("offload 1.0", "offload 0.5"), ("offload 0.5", "torch Adam")])
+FRACTIONS = [("offload 1.0", "offload 0.5"), ("offload 0.5", "torch Adam")]
+"""Among all pairs of optimizers: tests/soak/test_optimizers.py."""
+
+
+@pytest.mark.parametrize(("saved_with", "loaded_with"), sampling.drawn("fractions", FRACTIONS, share=2))
 def test_the_offload_fraction_may_change(
     saved_with: str, loaded_with: str, megatron_ranks: RankPool, tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from recipes.__main__ import main
+from testing.bridge import losses_by_step
 from testing.ranks import no_process_group
 from tests.patched import patched
 from tests.recipes.kernels import torch_kernels
@@ -27,7 +28,6 @@ CPU = (
 )
 """What neither gloo nor a CPU can do."""
 
-_LOG = "megatron.bridge.training.train:training_log"
 _WAIT_FOR_DEATH_S = 60.0
 
 
@@ -84,8 +84,7 @@ def train(run: Run) -> dict[int, float]:
     """Start a recipe; its losses as full floats, by iteration."""
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ["HF_HUB_OFFLINE"] = "1"
-    losses: dict[int, float] = {}
-    with torch_kernels(), patched(_LOG, lambda log: _noting(log, losses)), _mortal(run.death):
+    with torch_kernels(), losses_by_step() as losses, _mortal(run.death):
         try:
             assert main(run.command_line) == 0
         except Exception:
@@ -94,15 +93,6 @@ def train(run: Run) -> dict[int, float]:
         if run.death is not None:
             time.sleep(_WAIT_FOR_DEATH_S)  # the test kills everybody once the first one is dead
     return losses
-
-
-def _noting(log: Callable[..., Any], losses: dict[int, float]) -> Callable[..., Any]:
-    def noting(loss_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        state = next(a for a in (*args, *kwargs.values()) if hasattr(a, "train_state"))
-        losses[state.train_state.step] = float(loss_dict["lm loss"])
-        return log(loss_dict, *args, **kwargs)
-
-    return noting
 
 
 @contextlib.contextmanager

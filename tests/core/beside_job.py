@@ -14,7 +14,9 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -37,7 +39,7 @@ def main(root: Path, how: str) -> None:
     told: list[int] = []
     signal.signal(signal.SIGUSR1, lambda number, frame: told.append(number))
     run.writer(signal.SIGSTOP)
-    run.save()
+    run.save(**follow_ups(root, 2))
     together = dist.destroy_process_group if how == "leaves" else dist.barrier
     together()
     print("saving", flush=True)
@@ -48,7 +50,15 @@ def main(root: Path, how: str) -> None:
     while how == "saves" and not told:
         time.sleep(0.05)
     if told:
-        run.save()
+        run.save(**follow_ups(root, 3))
+
+
+def follow_ups(root: Path, number: int) -> dict[str, Callable[..., Any]]:
+    """What a training process does for a save that goes on: a file of its own, and a tracker."""
+    return {
+        "add_files": lambda directory: (directory / "more").write_text("of the training process"),
+        "after_commit": lambda: (root / "latest").write_text(str(number)),
+    }
 
 
 if __name__ == "__main__":

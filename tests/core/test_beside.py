@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +13,12 @@ from mbridge_fsdp_ckpt.settings import LEAST_STAGING, Settings
 from mbridge_fsdp_ckpt.tools.timeline.html import draw_html
 from mbridge_fsdp_ckpt.tools.timeline.lanes import timeline
 from testing.models import Recipe
-from testing.modules import is_installed
 from testing.ranks import RankPool
 from tests.core import beside, oracle
-from tests.soak import sampling
 from tests.soak.kill import iteration
 
 SMALL = Recipe(layers=1)
 STEPS = 10
-REPOSITORY = Path(__file__).parents[2]
-LIMIT_S = 120
 
 
 def content(directory: Path) -> tuple[oracle.Digests, Any, int]:
@@ -74,22 +68,3 @@ def test_staging_memory_is_bounded_and_given_back(limit: int | None, megatron_ra
     for both in (seen["saved"], seen["again"]):
         assert all(allowed * 0.9 < found < allowed + few for found in both), "the same memory, seen by both"
     assert all(found < few for found in seen["released"])
-
-
-@pytest.mark.timeout(2 * LIMIT_S)
-def test_a_process_that_ends_has_its_save_first(tmp_path: Path) -> None:
-    if not is_installed("megatron.core"):
-        pytest.skip("needs megatron.core, which is not installed")
-    for error in sampling.drawn("ends of a job", ["", "of the training"], share=2):
-        root = tmp_path / (error or "none")
-        root.mkdir()
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-        command += ["-m", "tests.core.exiting_job", str(root), error]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, cwd=REPOSITORY, check=False)
-        said = done.stdout + done.stderr
-        assert "leaves while a save goes on: True" in said, said[-6000:]
-        assert (done.returncode != 0) == bool(error)
-        assert "Exception in thread" not in said
-        assert "given up" not in said
-        assert (root / "latest").read_text() == "2"
-        assert (iteration(root, 2) / "more").read_text() == "of the trainer"

@@ -79,6 +79,9 @@ def test_the_save_is_complete(how: str, code: int, tmp_path: Path) -> None:
             os.kill(writer, signal.SIGCONT)
         errors = [rank.communicate(timeout=LIMIT_S)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [code, code], errors
+    assert not [error for error in errors if "Exception in thread" in error or "given up" in error]
     for number in (2, 3) if how == "saves" else (2,):
         assert verify(iteration(tmp_path, number), header=False, workers=1, progress=Unwatched()).damage == []
+        assert (iteration(tmp_path, number) / "more").read_text() == "of the training process"
+    assert (tmp_path / "latest").read_text() == ("3" if how == "saves" else "2")
     assert not any(Path(f"/proc/{writer}").exists() for writer in writers)

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from benchmarks.costs import Call, Cost, slowest
 from benchmarks.harness import Say, ranks_of
+from benchmarks.large import MODELS
 from benchmarks.memory import drop_from_cache
 from benchmarks.training import DIST, SAFE, STOCK, RankReport, Training, train
 from benchmarks.usage import descendants
@@ -42,13 +43,8 @@ def many(experts: int, layers: int) -> Recipe:
     return Recipe(layers=layers, hidden=64, ffn=64, experts=experts, vocabulary=VOCABULARY)
 
 
-_DENSE = Recipe(hidden=1024, ffn=4096, vocabulary=VOCABULARY)
-LARGE = {
-    "0.43 GB": _DENSE,
-    "1.7 GB": _DENSE.on(hidden=2048, ffn=8192),
-    "4 GB": _DENSE.on(hidden=2048, ffn=8192, layers=5),
-}
-"""Of few large tensors, by gigabytes of weights and moments in fp32, as in `benchmarks.large`."""
+LARGE = {name: MODELS[name].recipe.on(vocabulary=VOCABULARY) for name in ("0.43 GB", "1.7 GB", "4 GB")}
+"""Of few large tensors, by gigabytes of weights and moments in fp32."""
 
 
 @dataclass(frozen=True, slots=True)

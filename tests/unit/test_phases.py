@@ -21,7 +21,7 @@ FIELD = re.compile(r'([a-z_]+)=("(?:[^"\\]|\\.)*"|[^ "]+)(?: |$)')
 
 
 def taken_apart(text: str) -> tuple[str, dict[str, Any]]:
-    """A line by the rule of docs/operations.md: a word, then name=value; a value in quotes is a JSON string."""
+    """A line by the rule of docs/performance.md: a word, then name=value; a value in quotes is a JSON string."""
     word, _, rest = text.partition(" ")
     found = FIELD.findall(rest)
     assert "".join(f"{name}={value} " for name, value in found).strip() == rest, "something is left over"

@@ -75,31 +75,35 @@ def save(
     after_commit: Callable[[], None] | None = None,
     settings: Settings | None = None,
 ) -> SaveResult:
-    """Save a model and its optimizer to `directory`.  All ranks call it with the same arguments.
+    """Save a model and its optimizer to `directory`, and return once the checkpoint is committed.
+
+    All ranks call it with the same arguments.  An error on one rank is raised on all.
 
     Args:
-        directory: The iteration directory, a path or a URL that fsspec knows.  A checkpoint that is there is replaced,
+        directory: The iteration directory: a path, or a URL that fsspec knows.  A checkpoint that is there is replaced,
             with whatever else lies in its directory.  Anything else is refused before anything is written: a file, a
             link, another format, a root of checkpoints, the working directory and its parents.
         model: A model wrapped in Megatron-FSDP, or the `MegatronFSDP` module itself.
-        optimizer: Megatron's optimizer over it, or a torch optimizer; None saves no optimizer state. The loss scales of
-            Megatron's fp16 optimizer are saved with it, among the values as "grad_scaler".
-        values: Non-tensor state, the same on all ranks; rank 0's is written.
-        rank_values: State of this rank alone, such as RNG states.
-        include: Which model keys to save (adapters only, say); all by default.
-        add_files: Called on rank 0 with an empty folder: what it puts there is committed with the tensors.  Links,
-            pipes and the like, and names of the format's own files, fail the save by name.
-        after_commit: Called on rank 0 once the checkpoint is in its place, while the others still wait: to let a
-            tracker name it.  Where it raises, all ranks raise.
-        settings: See `Settings`.
+        optimizer: Megatron's optimizer over the model, or a torch optimizer.  None saves no optimizer state.  The loss
+            scales of Megatron's fp16 optimizer are saved with it, among the values as "grad_scaler".
+        values: Non-tensor state that is the same on all ranks, by name: numbers, strings, bytes, tensors of at most
+            1 MiB, dtypes, and lists, tuples and mappings of these.  Rank 0's are written.
+        rank_values: State of this rank alone, such as random-number states; of the same types.
+        include: Takes a model key, such as "decoder.layers.0.mlp.linear_fc1.weight", and returns whether to save it.
+            None saves all.
+        add_files: Called on rank 0 with an empty folder.  The files that it puts there are committed with the tensors.
+            Links, pipes and the like, and names of the format's own files, fail the save.
+        after_commit: Called on rank 0 once the checkpoint is in its place, while the other ranks wait, so that it can
+            update a tracker.  If it raises, all ranks raise.
+        settings: Time limits, checks and choices of this save.  None takes the defaults of `Settings`.
 
     Returns:
-        What it cost.
+        Bytes and seconds of this rank, and the bytes of all ranks.
 
     Raises:
-        ConfigurationError: `directory` holds something else than a checkpoint.  The same on every rank.
-        CheckpointError: The same on every rank.  Nothing was committed, the previous checkpoint stands; unless the
-            error says that the checkpoint is in its place, because `after_commit` failed.
+        ConfigurationError: `directory` holds something other than a checkpoint, or the model is not wrapped.
+        CheckpointError: Any other.  Nothing was committed and the previous checkpoint stands, unless the error says
+            that the checkpoint is in its place because `after_commit` failed.
     """
     settings, phases, place = settings or _DEFAULTS, Phases(), called(directory)
     observe = partial(snapshot.observe, model, optimizer, include, rank_values, values, settings.vocabulary_size)
@@ -131,30 +135,34 @@ def async_save(
     after_commit: Callable[[], None] | None = None,
     settings: Settings | None = None,
 ) -> SaveHandle:
-    """Begin to save, and return while the save goes on in a process of its own.  All ranks call it.
+    """Begin to save, and return while a checkpoint process writes.  All ranks call it with the same arguments.
 
-    What is saved is what is there at the call: tensors are copied during the next forward and backward pass, and the
-    step of any torch optimizer waits for what is left of that.  Where steps may be replays of a captured graph, the
-    call itself waits.  Before tensors change otherwise, or are moved, call `SaveHandle.wait_until_taken`.
+    The checkpoint has the state as of the call.  Tensors are copied during the next forward and backward pass, and the
+    step of any torch optimizer waits until they are.  Where steps may be replays of a captured graph, the call itself
+    waits.  Before tensors change otherwise, or are moved or freed, call `SaveHandle.wait_until_taken`.
 
     Args:
-        directory: As in `save`.
-        model: As in `save`.
-        optimizer: As in `save`.
-        values: As in `save`.
-        rank_values: As in `save`.
-        include: As in `save`.
-        add_files: As in `save`, but called in another thread.
-        after_commit: As in `save`, but called in another thread.
-        settings: See `Settings`; `when_busy` says what happens while the save before goes on.
+        directory: The iteration directory: a path, or a URL that fsspec knows.  A checkpoint that is there is replaced,
+            anything else is refused, as by `save`.
+        model: A model wrapped in Megatron-FSDP, or the `MegatronFSDP` module itself.
+        optimizer: Megatron's optimizer over the model, or a torch optimizer.  None saves no optimizer state.
+        values: Non-tensor state that is the same on all ranks, by name; encoded before the call returns.
+        rank_values: State of this rank alone, such as random-number states; encoded before the call returns.
+        include: Takes a model key and returns whether to save it.  None saves all.
+        add_files: Called on rank 0 with an empty folder, in a thread of this process, while training goes on.  The
+            files that it puts there are committed with the tensors.
+        after_commit: Called on rank 0 once the checkpoint is in its place, in a thread of this process.  If it raises,
+            the save fails on all ranks.
+        settings: Time limits, checks and choices of this save.  `Settings.when_busy` says what happens while the save
+            before goes on, `Settings.staging_limit` how much host memory the copy may take.
 
     Returns:
-        Its handle; see `SaveHandle.skipped`.
+        The save's handle.  It is `SaveHandle.skipped` where `when_busy="skip"` left the save out.
 
     Raises:
-        CheckpointError: Of the save before, which nobody has been told of yet; the new one has ended by then.  An
-            error of this one is raised by its handle, and if nobody has asked that, by the next save, once that has
-            ended, or by `finish_saves`.  The same on every rank.
+        CheckpointError: The error of the save before, if nobody has been told of it yet; the new save has ended by
+            then.  An error of the new one is raised by `SaveHandle.result`, or by the next save, or by
+            `finish_saves`, whichever comes first.  The same on every rank.
     """
     settings, phases, place = settings or _DEFAULTS, Phases(), called(directory)
     observe = partial(snapshot.observe, model, optimizer, include, rank_values, values, settings.vocabulary_size)
@@ -172,22 +180,22 @@ def async_save(
 
 
 def finish_saves() -> None:
-    """Wait until no asynchronous save goes on.  All ranks call it, at the end of a run say.
+    """Wait until no asynchronous save goes on.  All ranks call it, for instance at the end of a run.
 
     Raises:
-        CheckpointError: The last one failed, and its error has not been raised yet.  The same on every rank.
+        CheckpointError: The last save failed, and its error has not been raised yet.  The same on every rank.
     """
     async_saves().settle()
 
 
 def release_staging(*, wait: bool = True) -> None:
-    """Give back the host memory into which asynchronous saves copy, once nothing of it is still to be written.
+    """Free the host memory into which asynchronous saves copy, once all of it has been written.
 
-    The next one takes new memory.
+    The next asynchronous save allocates new memory.
 
     Args:
-        wait: Whether to wait for a save that goes on.  Otherwise the memory is given back when that has been written,
-            unless the next save has begun by then, which takes it over.
+        wait: Whether to wait for a save that goes on.  If not, the call returns at once, and the memory is freed when
+            that save has been written, unless the next one has begun by then, which takes it over.
     """
     async_saves().release(wait=wait)
 
@@ -202,22 +210,32 @@ def load(
     accept: Accept | None = None,
     settings: Settings | None = None,
 ) -> LoadResult:
-    """Load a model and its optimizer from `directory`.  All ranks call it with the same arguments.
+    """Load a model and its optimizer from `directory`.
+
+    All ranks call it with the same arguments.  Every byte is verified on every rank before anything live changes.
 
     Args:
-        directory: An iteration directory of this format, or of stock `fsdp_dtensor`, saved in any layout.
-        model: The model to fill, wrapped in Megatron-FSDP.
-        optimizer: Its optimizer.  None loads weights only.  Host copies of weights that an optimizer keeps are
-            refreshed only if it is given; see `load_weights`.
-        include: Which model keys to load, with the optimizer state of these parameters; all others stay as they are.
-            What a param group has for all of its parameters is loaded where one of them is.
-        accept: Called on every rank with what was read, before anything changes.  It checks the values and returns
-            what puts them in place, which is called once the tensors are filled.  Where it raises, all ranks fail.
-        settings: See `Settings`.
+        directory: An iteration directory of this format, or of stock `fsdp_dtensor`, saved in any layout: a path, or a
+            URL that fsspec knows.
+        model: The model to fill, wrapped in Megatron-FSDP, or the `MegatronFSDP` module itself.
+        optimizer: Megatron's optimizer over the model, or a torch optimizer.  None loads weights only, and leaves the
+            copies of weights that an optimizer keeps as they are: `load_weights` refreshes them.
+        include: Takes a model key and returns whether to load it, with the optimizer state of that parameter; all
+            others stay as they are.  What a param group has for all of its parameters is loaded where one of them is.
+            None loads all.
+        accept: Called on every rank with what was read, before anything changes.  It checks the values and returns a
+            function that puts them in place, which is called once the tensors are filled.  If it raises, all ranks
+            raise and nothing changes.
+        settings: Time limits, checks and choices of this load.  None takes the defaults of `Settings`.
+
+    Returns:
+        The values that were saved, the sizes of the saving job, keys that were skipped, bytes and seconds.
 
     Raises:
-        LoadInterruptedError: Reading failed after live tensors had begun to change: don't go on with them.
-        CheckpointError: Any other; the same on every rank, and nothing was changed.
+        KeyMismatchError: Keys are missing, unexpected, or of another shape or dtype, and `settings` does not allow it.
+        DamagedCheckpointError: A file is missing or truncated, or its bytes are not those that were written.
+        LoadInterruptedError: Reading failed after live tensors had begun to change: do not train on.
+        CheckpointError: Any other.  The same on every rank, and except for `LoadInterruptedError` nothing was changed.
     """
     return _load(directory, Wanted(model, optimizer, include, weights=True, state=True), accept, settings)
 
@@ -232,22 +250,28 @@ def load_weights(
     accept: Accept | None = None,
     settings: Settings | None = None,
 ) -> LoadResult:
-    """Like `load`, but the optimizer keeps its state and only refreshes its copies of the weights that were loaded.
+    """Load weights and buffers; the optimizer keeps its state and refreshes its copies of the weights.
 
-    An optimizer may keep fp32 weights of its own, on the host or on the device.  Left as they were, they would put the
-    old weights back in its first step.  Slots of an optimizer that this package does not know may be such copies, too:
-    these stay as they are, and `LoadResult.unknown_slots` and the log name them.
+    All ranks call it with the same arguments.  An optimizer may keep fp32 weights of its own, on the host or on the
+    device; left as they were, they would put the old weights back in its first step.  Slots of an optimizer that this
+    package does not know may be such copies, too: they stay as they are, and `LoadResult.unknown_slots` and the log
+    name them.
 
     Args:
-        directory: As in `load`.
-        model: As in `load`.
-        optimizer: The one whose copies to refresh; None where there is none yet.
-        include: As in `load`.
-        accept: As in `load`.
-        settings: As in `load`.
+        directory: An iteration directory of this format, or of stock `fsdp_dtensor`, saved in any layout.
+        model: The model to fill, wrapped in Megatron-FSDP, or the `MegatronFSDP` module itself.
+        optimizer: The optimizer whose copies of weights to refresh.  None where there is none yet.
+        include: Takes a model key and returns whether to load it.  None loads all.
+        accept: Called on every rank with what was read, before anything changes; returns a function that is called once
+            the tensors are filled.  If it raises, all ranks raise and nothing changes.
+        settings: Time limits, checks and choices of this load.  None takes the defaults of `Settings`.
+
+    Returns:
+        What `load` returns.
 
     Raises:
-        CheckpointError: As in `load`.
+        LoadInterruptedError: Reading failed after live tensors had begun to change: do not train on.
+        CheckpointError: Any other.  The same on every rank, and nothing was changed.
     """
     return _load(directory, Wanted(model, optimizer, include, weights=True, state=False), accept, settings)
 
@@ -262,18 +286,23 @@ def load_optimizer(
     accept: Accept | None = None,
     settings: Settings | None = None,
 ) -> LoadResult:
-    """Like `load`, but the model keeps its weights and buffers.
+    """Load optimizer state; the model keeps its weights and buffers.  All ranks call it with the same arguments.
 
     Args:
-        directory: As in `load`.
-        model: As in `load`.
-        optimizer: The one whose state to fill.  Copies of weights that the checkpoint lacks are set from the weights.
-        include: The model keys of those parameters whose state to load.
-        accept: As in `load`.
-        settings: As in `load`.
+        directory: An iteration directory of this format, or of stock `fsdp_dtensor`, saved in any layout.
+        model: The model that the optimizer is over, wrapped in Megatron-FSDP, or the `MegatronFSDP` module itself.
+        optimizer: The optimizer to fill.  Copies of weights that the checkpoint lacks are set from the live weights.
+        include: Takes the model key of a parameter and returns whether to load its state.  None loads all.
+        accept: Called on every rank with what was read, before anything changes; returns a function that is called once
+            the state is in place.  If it raises, all ranks raise and nothing changes.
+        settings: Time limits, checks and choices of this load.  None takes the defaults of `Settings`.
+
+    Returns:
+        What `load` returns.
 
     Raises:
-        CheckpointError: As in `load`.
+        LoadInterruptedError: Reading failed after live state had begun to change: do not train on.
+        CheckpointError: Any other.  The same on every rank, and nothing was changed.
     """
     return _load(directory, Wanted(model, optimizer, include, weights=False, state=True), accept, settings)
 

@@ -29,19 +29,19 @@ of a training, and 80 MB, both proportional to it (`benchmarks/results/stock_vie
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings of saves and loads.
+    """Settings of saves and loads, to be the same on all ranks.
 
     Args:
-        time_limit: Seconds without a heartbeat after which a waiting rank gives up.
-        storage_limit: Seconds that a rank may be inside one call of the storage, such as a flush, before its silence
-            counts.
+        time_limit: Seconds without a heartbeat of any rank after which a waiting rank gives up.
+        storage_limit: Seconds that a rank may be inside one call of the storage, such as a flush, until its heartbeats
+            stop.
         dcp_metadata: Whether a save writes `.metadata` and the pickled values that stock needs to read it: "auto" does
             up to 64,000 chunks over all ranks, a second of rank 0 in the first save; above, it says so once.  This
             package reads neither.
         verify: What a load checks before it changes anything: "full" also hashes every byte that this rank reads,
             "header" checks structure and sizes, and reads once.
-        read_buffer: Bytes of verified weights that each rank may keep on the host until all ranks agree to go on; what
-            does not fit is read again then. None: a quarter of the host's available memory, shared among its ranks.
+        read_buffer: Bytes of verified weights that each rank may keep on the host until all ranks have verified theirs;
+            what does not fit is read again. None: a quarter of the host's available memory, shared among its ranks.
         share_reads: Whether ranks that hold copies of a tensor (hybrid sharding, `no_shard`, norms) read it for each
             other in a load, each its part, and pass it on over gloo: "auto" where they have no page cache in common,
             which is of an object store, and of a file system where the job runs on several hosts.
@@ -60,11 +60,11 @@ class Settings:
             save writes. None: as many as it writes. With fewer, an optimizer's step waits until enough is written.
         when_busy: What an asynchronous save does while the one before goes on: "wait" until that has ended, or
             "skip" this one, with a line in the log.
-        progress: Whether rank 0 shows a bar of its bytes on standard error where a save or load lasts; only on a
-            terminal, and not where the environment variable MBRIDGE_FSDP_CKPT_PROGRESS is 0.
+        progress: Whether rank 0 shows a bar of its bytes on standard error where a save or load takes longer than 1.5
+            seconds; only on a terminal, and not where the environment variable MBRIDGE_FSDP_CKPT_PROGRESS is 0.
 
     Raises:
-        ConfigurationError: An unknown choice, or no number where one is needed.
+        ConfigurationError: A choice is unknown, or a value is not a number where one is needed.
     """
 
     time_limit: float = DEFAULT_TIME_LIMIT

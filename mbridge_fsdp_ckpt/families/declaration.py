@@ -25,7 +25,7 @@ class Segment:
 
     Args:
         suffix: Appended to the parameter's key on disk; with `module` it names the component.
-        rows: How many, on this tensor-parallel rank.
+        rows: Number of rows on this tensor-parallel rank.
         dimension: The dimension they are counted along; the same for all segments of a parameter.
         module: What the key on disk calls the module that owns the parameter, where it is not that module's name.
         replicated: Every tensor-parallel rank holds these very rows, although the parameter is cut for the others.
@@ -60,7 +60,7 @@ class ParameterContext:
         return self.name.rpartition(".")[2]
 
     def ancestor(self, level: int) -> Any | None:
-        """The owner (0), its parent (1), ...; None above the root."""
+        """The module that owns the parameter (level 0), its parent (1), ...; None above the root."""
         return self.ancestors[level][1] if level < len(self.ancestors) else None
 
     def child_name(self, level: int) -> str:
@@ -70,18 +70,34 @@ class ParameterContext:
 
 @runtime_checkable
 class Family(Protocol):
-    """One model family's knowledge of its fused parameters."""
+    """One model family's knowledge of its fused parameters.
+
+    Attributes:
+        name: A name that no other family has.
+        version: Recorded with each key that the family splits; to be raised when the same parameter would split
+            otherwise.
+    """
 
     name: str
     version: int
 
     def segments(self, parameter: ParameterContext) -> tuple[Segment, ...] | None:
-        """The parameter's segments along one dimension, in order; None where it is not this family's."""
+        """The parameter's segments along one dimension, in order; None where it is not this family's.
+
+        Args:
+            parameter: Its name, the modules that own it, and its shape on one tensor-parallel rank.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A family's answer for one parameter, checked."""
+    """A family's answer for one parameter, checked.
+
+    Args:
+        family: The family's name.
+        version: The family's version.
+        segments: Rows that add up to one dimension of the parameter's shape.
+    """
 
     family: str
     version: int

@@ -16,7 +16,14 @@ ENTRY_POINT_GROUP = "mbridge_fsdp_ckpt.families"
 
 
 class FamilyRegistry:
-    """Families by name; asks them all about each parameter."""
+    """The families of a process, by name, which are all asked about each parameter.
+
+    Args:
+        families: The families to begin with.
+
+    Raises:
+        FamilyError: Two of different classes have one name.
+    """
 
     def __init__(self, families: Iterable[Family] = ()) -> None:
         self._families: dict[str, Family] = {}
@@ -53,10 +60,13 @@ class FamilyRegistry:
         return f"{kind.__module__}.{kind.__qualname__}"
 
     def register(self, family: Family) -> None:
-        """Add a family.
+        """Add a family, or replace one of the same class.
+
+        Args:
+            family: An object with `name`, `version` and `segments`.
 
         Raises:
-            FamilyError: Another family has this name, or the object is no family.
+            FamilyError: A family of another class has this name, or the object is no family.
         """
         if not isinstance(family, Family):
             raise FamilyError(
@@ -208,7 +218,11 @@ def _origin(family: Family) -> str:
 
 @cache
 def default_registry() -> FamilyRegistry:
-    """The registry of this process: built-in families and those of installed distributions."""
+    """The registry of this process: built-in families, and those of installed distributions by entry point.
+
+    Raises:
+        FamilyError: An entry point gives no family, or two families have one name.
+    """
     from mbridge_fsdp_ckpt.families.built_in import FAMILIES
 
     registry = FamilyRegistry(FAMILIES)
@@ -230,5 +244,12 @@ def _load(point: EntryPoint) -> Family:
 
 
 def register_family(family: Family) -> None:
-    """Add a family to this process's registry; see `FamilyRegistry.register`."""
+    """Add a family to the registry of this process, on every rank, before the first save or load.
+
+    Args:
+        family: An object with `name`, `version` and `segments`.
+
+    Raises:
+        FamilyError: A family of another class has this name, or the object is no family.
+    """
     default_registry().register(family)

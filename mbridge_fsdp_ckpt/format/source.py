@@ -53,13 +53,13 @@ class StoredChunk:
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """What one saving rank said of itself.
+    """What one saving rank wrote of itself.
 
     Args:
-        coordinates: Its place: tensor, pipeline, expert, data, ...
-        values: Its own values, RNG states first of all; empty where it saved none.
-        extra_state: FP8 scaling state of modules, likewise.
-        stateless: Optimizer parameters that it saved without state.
+        coordinates: Its rank on each axis of the job: tensor, pipeline, expert, data, ...
+        values: What it gave `save` as `rank_values`; empty where it gave none.
+        extra_state: FP8 scaling state of its modules, by key; empty where it had none.
+        stateless: Names of optimizer parameters that it saved without state.
     """
 
     coordinates: Mapping[str, int]

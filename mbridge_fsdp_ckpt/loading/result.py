@@ -21,15 +21,15 @@ class LoadResult:
     """What a load returns besides filling model and optimizer.
 
     Args:
-        values: The non-tensor state that `save` was given.
-        topology: The saving job's sizes.
-        own: The saving rank's record with this rank's coordinates, if there is one.
-        nearest: The record of one saving rank that shares this rank's (pipeline, tensor) place, if there is one: `own`,
-            where there is that.
+        values: The non-tensor state that `save` was given as `values`, by name.
+        topology: The sizes of the saving job, by name, and its sharding strategy.
+        own: The record of the saving rank that had this rank's coordinates; None if there was none.
+        nearest: The record of one saving rank with this rank's place in pipeline and tensor parallelism: `own` where
+            there is that; None if there was none.
         skipped: Keys that were allowed to be missing, or to stay unread; of what other ranks found, the first 20.
-        bytes: Of payload that this rank read, each counted once.  This and what follows is there when the load is done.
-        bytes_of_all: The same over all ranks.
-        seconds: By phase, in order: open (and match with the live model), agree (meetings), read (and verify),
+        bytes: Bytes of payload that this rank read, each counted once.  `accept` sees 0 here, and defaults below.
+        bytes_of_all: Bytes of payload that all ranks read.
+        seconds: Seconds by phase, in order: open (and match with the live model), agree (meetings), read (and verify),
             exchange (with ranks that read for each other), fill, refresh (the compute weights).
         duration: Seconds from the call to its end.
         unknown_slots: Names of optimizer slots that may be copies of weights, as far as this package knows, and that
@@ -49,7 +49,7 @@ class LoadResult:
     unknown_slots: tuple[str, ...] = field(default=())
 
     def warnings(self) -> list[str]:
-        """What a user should know of the load, a sentence each; frameworks that drop log records print it."""
+        """What a user should know of the load, one sentence each; rank 0 has logged them."""
         said = []
         if self.skipped:
             said.append(f"Not in the checkpoint, or not read, as allowed: {', '.join(self.skipped[:NAMED])}.")

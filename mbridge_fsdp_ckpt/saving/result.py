@@ -12,14 +12,14 @@ class SaveResult:
     """What a save cost this rank.
 
     Args:
-        bytes: Of payload that this rank wrote.
-        bytes_of_all: Of payload that all ranks wrote.
-        seconds: By phase, in order: wait (for the save before; of asynchronous saves alone), plan, agree (the first
-            meeting), write (copy to the host, hash and write), flush (what is not on disk yet), compare (hash copies
-            that other ranks write), index (this rank's index file), commit (the second meeting; on rank 0 also what it
-            commits).
-        duration: Seconds from the call to its end.
-        stalled: Seconds of it in which the training could not go on: all of them, but for a save beside it.
+        bytes: Bytes of payload that this rank wrote.
+        bytes_of_all: Bytes of payload that all ranks wrote.
+        seconds: Seconds by phase, in order: wait (for the save before; in asynchronous saves alone), plan, agree (the
+            first meeting), write (copy to the host, hash and write), flush (what is not on disk yet), compare (hash
+            copies that other ranks write), index (this rank's index file), commit (the second meeting; on rank 0 also
+            the commit itself).
+        duration: Seconds from the call to the end of the save.
+        stalled: Seconds in which training could not go on: all of `duration`, unless the save was asynchronous.
     """
 
     bytes: int

@@ -1,7 +1,7 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """What a plug-in corrects in megatron-core while it is registered.
 
-    megatron.core.optimizer.HybridDeviceOptimizer    cannot step under Megatron-FSDP; see sharded_hybrid.py
+    megatron.core.optimizer.HybridDeviceOptimizer    cannot step under Megatron-FSDP; see hybrid_optimizer.py
     finalize_model_grads._get_main_grad_attr         does not find decoupled gradients; see `_grad_attribute`
 
 Two plug-ins may be registered in one process: what they share stays until the last of them is gone.

@@ -46,12 +46,13 @@ _patches: Patches | None = None
 def register(settings: Settings | None = None, *, takeover: bool | None = None) -> None:
     """Make `checkpoint.ckpt_format=fsdp_dtensor_safe` work in Megatron-Bridge.
 
-    Calling it again changes nothing but what is given.
+    Call it on every rank, before the configuration is validated and the optimizer is built.  A second call changes only
+    what it is given.
 
     Args:
-        settings: Time limit and the like, for every save and load through Bridge.
-        takeover: Whether runs that say `fsdp_dtensor` are saved and loaded here, too, and need no other change. By
-            default what the environment variable MBRIDGE_FSDP_CKPT_TAKEOVER says.
+        settings: The settings of every save and load through Bridge.  None keeps those in use, at first the defaults.
+        takeover: Whether runs that say `fsdp_dtensor` are saved and loaded by this package, too.  None takes what the
+            environment variable MBRIDGE_FSDP_CKPT_TAKEOVER says.
 
     Raises:
         UnsupportedVersionError: A package is not there, or lacks what this needs of it.
@@ -77,7 +78,7 @@ def register(settings: Settings | None = None, *, takeover: bool | None = None) 
 
 
 def unregister() -> None:
-    """Put everything back as it was.  Does nothing unless registered."""
+    """Put every function of Bridge and Megatron-Core that `register` replaced back.  Does nothing unless registered."""
     global _patches
     if _patches is not None:
         _patches.undo()

@@ -51,7 +51,7 @@ class AsyncSaves:
         self._blocks = 0
 
     def begin(self, order: Order) -> SaveHandle:
-        """Begin a save; the one before has ended.  What has not been read when it returns, only a step changes."""
+        """Begin a save; the one before has ended.  State not copied on return changes in `optimizer.step()` only."""
         _hook()
         with self._lock:
             self._saves += 1

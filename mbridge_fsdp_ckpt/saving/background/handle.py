@@ -35,12 +35,12 @@ _complained = False
 
 
 class SaveHandle:
-    """A save that goes on while training does.
+    """An asynchronous save, as `async_save` returns it: copying, then writing, then ended.
 
     Args:
-        number: Its id in all messages between this process and its checkpoint process.
-        directory: Where to, as all ranks call it.
-        participant: This rank's, in the meetings.
+        number: Its id in all messages between the training process and the checkpoint process.
+        directory: The directory that is saved to, as all ranks call it.
+        participant: This rank's part in the meetings.
     """
 
     def __init__(self, number: int, directory: str, participant: Participant) -> None:
@@ -57,9 +57,9 @@ class SaveHandle:
         self.raised = False
         """Whether its error has been raised."""
         self.stalled = 0.0
-        """Seconds that training has waited for it so far."""
+        """Seconds that training has waited for this save so far."""
         self.skipped = False
-        """Whether nothing is saved, because the save before goes on; see `Settings.when_busy`."""
+        """Whether the save was left out because the one before goes on, as `Settings.when_busy` allows."""
 
     @classmethod
     def of_skipped(cls, directory: str, participant: Participant) -> Self:
@@ -70,10 +70,10 @@ class SaveHandle:
 
     @property
     def state(self) -> Literal["copying", "writing", "ended"]:
-        """Where it is.  One that has failed counts as copying until nothing of it is copied any more.
+        """What the save is doing.  A failed save counts as copying until nothing is copied any more.
 
         Raises:
-            ConfigurationError: This is a forked child, where nothing of it ever happens; so of all that waits.
+            ConfigurationError: The handle is asked in a forked child; so does each method that waits.
         """
         if os.getpid() != self._process:
             raise ConfigurationError(
@@ -85,12 +85,12 @@ class SaveHandle:
 
     @property
     def taken(self) -> bool:
-        """Whether all of it is copied: nothing that happens to model and optimizer any more is part of it."""
+        """Whether everything is copied: later changes of model and optimizer are not part of the save."""
         return self.state != "copying"
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the save has ended, committed or failed."""
         return self.state == "ended"
 
     @property
@@ -98,12 +98,13 @@ class SaveHandle:
         return self._saved is not None or self._failed is not None
 
     def ended_on_all(self, asked: str) -> bool:
-        """Whether it has ended, as the first rank finds that asks: the same on all.
+        """Whether the save has ended: one answer for all ranks, which is that of the first rank that asks.
 
-        Where another rank has heard it first, this one waits until it does.  One request to the store.
+        All ranks call it.  If the answer is that it has ended, a rank on which it has not waits until it has.  One
+        request to the rendezvous store.
 
         Args:
-            asked: The name of the question, such as the step at which all ranks ask.
+            asked: A name of the question that is the same on all ranks and new each time, such as the training step.
 
         Raises:
             RankMissingError: The store does not answer.
@@ -120,11 +121,11 @@ class SaveHandle:
 
     @property
     def error(self) -> CheckpointError | None:
-        """What it failed with."""
+        """The error that the save failed with; None while it goes on, or if it was committed.  Raises nothing."""
         return None if self._failed is None else CheckpointError.from_wire(self._failed)
 
     def wait_until_taken(self) -> None:
-        """Wait until all of it is copied, or it has failed: from then on tensors may change, move or be freed."""
+        """Wait until everything is copied, or the save has failed.  Then tensors may change, move or be freed."""
         if self.taken:
             return
         start = time.monotonic()
@@ -133,16 +134,16 @@ class SaveHandle:
         self.stalled += time.monotonic() - start
 
     def wait(self) -> None:
-        """Wait until it has ended, well or not."""
+        """Wait until the save has ended, committed or failed.  Its error is not raised."""
         if not self.done:
             with self._changed:
                 self._changed.wait_for(lambda: self._over and not self._copying)
 
     def result(self) -> SaveResult:
-        """Wait until it has ended; what it cost.
+        """Wait until the save has ended; returns its bytes and seconds.
 
         Raises:
-            CheckpointError: The same on every rank; the checkpoint before stands.
+            CheckpointError: The save failed.  The same on every rank; the checkpoint before stands.
         """
         self.wait()
         if self._saved is not None:

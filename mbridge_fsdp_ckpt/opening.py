@@ -56,7 +56,7 @@ def open_checkpoint(directory: AnyPath, near: Sequence[int] = ()) -> CheckpointS
 
     Args:
         directory: The directory.
-        near: See `SafeSource`.
+        near: In a load, ranks whose index files are looked at first.
 
     Raises:
         NotACheckpointError: It is neither; the error says what it is.

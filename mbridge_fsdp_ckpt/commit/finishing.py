@@ -66,9 +66,9 @@ def finish(
         commit: Where payload and index lie.
         manifest: From `metadata`.
         view_of: The values that DCP metadata is to have; None writes none.
-        add_files: See `Content`.
-        progress: See `Content`.
-        last_call: See `Content`.
+        add_files: Puts more files into an empty local directory; None where there are none.
+        progress: Called after each step.
+        last_call: Called just before the step that cannot be undone; raises where nobody waits for it any more.
 
     Raises:
         CheckpointError, OSError: Nothing was committed.

@@ -52,7 +52,7 @@ class Block:
     Args:
         key: The tensor's key.
         dtype: Its dtype.
-        kind: See `KeyEntry`.
+        kind: Whether it is cut like its parameter, or a scalar.
         shape: Its global shape.
         box: The block.
         replica: This rank's place among those that hold the very same block.

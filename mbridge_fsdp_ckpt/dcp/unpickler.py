@@ -175,7 +175,7 @@ def files_named(directory: AnyPath) -> set[str]:
     """The files of tensors and values that a directory's `.metadata` names.
 
     Raises:
-        ManifestError: See `read_metadata`.
+        ManifestError: The file is something else, or names anything that is not metadata.
     """
     return {info.relative_path for info in read_metadata(directory / DCP_METADATA).storage_data.values()}
 

@@ -111,7 +111,7 @@ class Columns:
         numbers: Values of keys that are not sharded.
         texts: Of keys and names, in order.
         rows: By key and offset.
-        record: See the module.
+        record: JSON of a rank's own values; empty in the file of a group of several.
     """
 
     save: str

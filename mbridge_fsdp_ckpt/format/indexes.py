@@ -23,7 +23,7 @@ class Indexes:
     Args:
         directory: The checkpoint, held.
         manifest: Its own.
-        near: See `SafeSource`.
+        near: In a load, ranks whose index files are looked at first.
         opened: Reads files.
     """
 

@@ -151,10 +151,10 @@ class CheckpointSource(Protocol):
         Args:
             chunk: From `chunks`.
             scratch: Memory that they pass through.
-            verify: See `read`; what is not verified has been handed out by then.
+            verify: Whether to compare checksums; rows have been handed out before the last one is compared.
 
         Raises:
-            DamagedCheckpointError: See `read`; after the last rows.
+            DamagedCheckpointError: The file is gone or too short, or bytes were changed; perhaps after the last rows.
         """
 
     def read_part(self, chunk: StoredChunk, place: Place, scratch: Scratch, *, verify: bool = True) -> None:
@@ -164,10 +164,10 @@ class CheckpointSource(Protocol):
             chunk: From `chunks`.
             place: The memory of that part; it starts so many bytes after the chunk's first element.
             scratch: Memory that the rest passes through.
-            verify: See `read`; what is not verified is in its place by then.
+            verify: Whether to compare checksums; bytes are in their place before they are compared.
 
         Raises:
-            DamagedCheckpointError: See `read`.
+            DamagedCheckpointError: The file is gone or too short, or the bytes are not those that were written.
         """
 
     def reading_ahead(self, chunks: Iterable[StoredChunk]) -> AbstractContextManager[None]:

@@ -49,7 +49,7 @@ def encode_mapping(value: Mapping[str, Any], path: str) -> dict[str, Json]:
     """A mapping by names, for `decode_mapping`.
 
     Raises:
-        UnsupportedStateError: See `encode`, or a name is no string.
+        UnsupportedStateError: A value that `encode` refuses, or a name that is no string.
     """
     for name in value:
         if not isinstance(name, str):
@@ -157,7 +157,7 @@ def decode_mapping(data: Json) -> dict[str, Any]:
     """The mapping by names that `encode` described.
 
     Raises:
-        ManifestError: See `decode`, or it is none: a typed value is an object, too, and may stand for anything.
+        ManifestError: Data that `decode` refuses, or no mapping: a typed value is an object, too.
     """
     decoded = decode(data)
     if not isinstance(decoded, dict):
@@ -172,7 +172,7 @@ def decode_mapping_or_null(data: Json) -> dict[str, Any]:
     """The same; empty for null, which stands where nothing was saved.
 
     Raises:
-        ManifestError: See `decode_mapping`.
+        ManifestError: Data that `decode` refuses, or no mapping.
     """
     return {} if data is None else decode_mapping(data)
 

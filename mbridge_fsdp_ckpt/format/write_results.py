@@ -35,9 +35,9 @@ class WriteResult(TypedDict):
         chunks: Rows and numbers.
         bytes: Of payload files.
         states: Modules with FP8 state, each counted by every rank that has some.
-        families: See `Manifest`.
-        slots: See `Manifest`.
-        hyperparameters: See `Manifest`.
+        families: Families that split keys, as name/version, each with the first of these keys.
+        slots: Names of the optimizer's slots.
+        hyperparameters: Each set once, encoded, by its checksum.
     """
 
     pending: list[dict[str, str | int]]
@@ -120,7 +120,7 @@ def write_group_index(directory: AnyPath, files: Files, leader: int, result: Wri
     """Merge the index files that are pending into one, the group's.
 
     Raises:
-        PlanDisagreementError: See `merged`.
+        PlanDisagreementError: Ranks describe a key differently, or both hold its first element.
         DamagedCheckpointError: A rank's payload is not there as it said.
         OSError: The storage refused.
     """

@@ -75,7 +75,7 @@ class Arena(Scratch):
     """Memory that stays: cut from large pieces, for which the kernel has huge pages where that is allowed.
 
     Args:
-        progress: See `Scratch`.
+        progress: Called after every block that is read into it.
     """
 
     def __init__(self, progress: Callable[[], None] = lambda: None) -> None:

@@ -44,7 +44,7 @@ class Planned(NamedTuple):
         """This rank's shard, flattened, to be read: a copy of a buffer that cannot be flattened in place.
 
         Raises:
-            UnsupportedStateError: See `refuse_unreadable`.
+            UnsupportedStateError: It is sparse, or one of Transformer Engine's quantized tensors.
         """
         shard = local_shard(self.tensor)
         refuse_unreadable(shard, self.plan.layout.key)
@@ -82,11 +82,11 @@ class _Known(NamedTuple):
     """The plans of a model's tensors, and what they were made from.
 
     Args:
-        job: See `JobMarks`.
-        parts: See `Structure`.
-        marks: See `Structure`.
-        places: See `places_of`.
-        plans: See `PlannedTensors`.
+        job: What plans depend on beside the model.
+        parts: The module and all below it.
+        marks: What names, layouts and the choice of tensors depend on.
+        places: Where the tensors lie; None where that is not known of one.
+        plans: Of each tensor, and whether it is a buffer.
     """
 
     job: JobMarks

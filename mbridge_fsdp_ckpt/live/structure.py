@@ -37,8 +37,8 @@ class JobMarks(NamedTuple):
     """What plans depend on beside the model.
 
     Args:
-        place: See `coordinates`.
-        sizes: See `topology`.
+        place: This rank's place along each parallel dimension.
+        sizes: Parallel sizes, by name.
         families: Those that may claim a parameter.
     """
 

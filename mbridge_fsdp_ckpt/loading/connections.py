@@ -47,7 +47,7 @@ def gather(group: Any, own: Any, everybodys: list[Any], limit: float) -> Any:
     """Begin an all-gather of `own`, tensors in host memory, into `everybodys`.
 
     Args:
-        group: See `connected`.
+        group: What `connected` returned.
         own: This rank's, of one dimension.
         everybodys: Of the same shape, one for each member.
         limit: Seconds after which gloo itself gives up.

@@ -123,8 +123,8 @@ class Exchange:
 
         Args:
             keys: The keys.
-            read: See `Read`.
-            put: See `Put`; what it gets is gone when it returns.
+            read: Returns a chunk's elements, until the next one is read.
+            put: Is given a key, a box and its elements, which are gone when it returns.
 
         Raises:
             RankMissingError: A peer was lost.

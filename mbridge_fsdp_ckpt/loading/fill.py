@@ -86,7 +86,7 @@ def prepare(opened: Opened, coordination: Coordination, *, shared: bool, phases:
 
     Raises:
         UnsupportedStateError: Live memory that cannot be filled.
-        KeyMismatchError: See `aliases.refuse_conflicts`.
+        KeyMismatchError: Keys that fill the same memory have other values.
     """
     weights: Targets = defaultdict(list)
     held = {storage_of(buffer) for buffer in opened.module.buffers()}
@@ -111,7 +111,7 @@ def stage(staged: Staged, budget: int, coordination: Coordination) -> int:
         Bytes of payload that this rank reads, here or, of weights, when it fills; each counted once.
 
     Raises:
-        ConfigurationError: See `state.check_counters`.
+        ConfigurationError: Parameters of one counter were saved after different numbers of steps.
         CheckpointError, OSError: Bytes are damaged, or cannot be read.
     """
     opened, sharing, phases = staged.opened, staged.exchange.sharing, staged.phases

@@ -60,7 +60,7 @@ class KeysDecided(TypedDict):
     Args:
         disputed: The buckets in which keys do not add up, as many at a time as one meeting takes.
         slots_differ: Whether some ranks found other slots of a parameter than others.
-        skipped: See `Asked`.
+        skipped: The first keys that are missing, and may be, or that nobody is to ask for.
     """
 
     disputed: list[list[int]]

@@ -48,7 +48,7 @@ class Match:
 
     Args:
         source: The checkpoint.
-        settings: See `Settings`.
+        settings: Which keys may be missing, unexpected or cast.
         everything: Whether to look at components of which this rank holds nothing, too, as an error does that names all
             that is missing.  Each element is held by some rank.
     """
@@ -221,7 +221,7 @@ class LiveState:
     """What a live optimizer keeps of a parameter.
 
     Args:
-        slots: See `OptimizerAdapter.expected`.
+        slots: The slots that the parameter has after a step, by name; None where only a step would tell.
         class_name: Of the optimizer.
         counts_elsewhere: Whether the param group counts its steps.
         counted: Whether the checkpoint has a counter of its param group.

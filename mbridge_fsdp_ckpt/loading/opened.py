@@ -43,9 +43,9 @@ class Wanted:
     """What is to be filled.
 
     Args:
-        model: See `checkpoint.load`.
-        optimizer: See there.
-        include: See there.
+        model: Wrapped in Megatron-FSDP.
+        optimizer: The one over it; None where there is none.
+        include: Takes a model key and returns whether to load it; None loads all.
         weights: Whether the model gets weights and buffers.
         state: Whether the optimizer gets state, or only refreshes its copies of the weights.
     """

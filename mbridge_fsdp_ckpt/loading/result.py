@@ -85,9 +85,9 @@ class Filled(TypedDict):
     """A rank's message when it is through, or several ranks'.
 
     Args:
-        lost: See `exchange.message`.
+        lost: The error of a rank that lost those that read for it.
         bytes: That were read.
-        unknown_slots: See `LoadResult`; the first 20.
+        unknown_slots: The first 20 of `LoadResult.unknown_slots`.
     """
 
     lost: ErrorData | None

@@ -41,7 +41,7 @@ class KeyEntry(Entry):
     Args:
         dtype: Of its elements on disk.
         shape: Over all ranks.
-        kind: See `Kind`.
+        kind: Whether it is cut like its parameter, or a scalar, and of which type.
         family: The family that split it, with its version.
         component: What the family calls it.
         unpadded_rows: Rows of the vocabulary without its padding.

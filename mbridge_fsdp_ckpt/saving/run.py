@@ -28,7 +28,7 @@ def run(
         job: The save.
         planned: What this rank writes, or why it can't.
         elements: Of its blocks; asked for once all ranks have agreed.
-        watching: See there.
+        watching: The clock of the save, and who shows its progress.
 
     Raises:
         CheckpointError: The same on every rank.  See `checkpoint.save`.

@@ -51,7 +51,7 @@ class Prepared:
     Args:
         write_plan: What it writes, without its numbers.
         shards: The blocks with what is behind them, one for each of `WritePlan.blocks`.
-        numbers: See `WritePlan`, with what is behind them.
+        numbers: The scalars of all parameters that it holds a part of, with what is behind them.
         watched: All of these tensors, where training goes on.
     """
 
@@ -64,7 +64,7 @@ class Prepared:
         """What it writes, its numbers as they are now.
 
         Raises:
-            ChangedTensorError: See `Watched`.
+            ChangedTensorError: A tensor has changed, or was replaced, since the call of the save.
         """
         counts = [item.declares and item.slice_.writes for item in self.numbers]
         read = zip(self.numbers, fetched([item.flat for item in self.numbers]), counts, strict=True)
@@ -82,7 +82,7 @@ class Prepared:
         """Of one of the local shards, once it is copied.
 
         Raises:
-            ChangedTensorError: See `Watched`.
+            ChangedTensorError: A tensor has changed, or was replaced, since the call of the save.
         """
         _check(self.shards[number], self.watched)
 
@@ -127,10 +127,10 @@ class Observed:
         values: Its own, encoded.
         states: Its modules' FP8 state, encoded, and the names of these.
         shape: `WritePlan.topology`.
-        include: See `checkpoint.save`.
-        vocabulary_size: See `Settings`.
-        optimizer: See `checkpoint.save`.
-        watched: See `Prepared`.
+        include: Takes a model key and returns whether to save it; None saves all.
+        vocabulary_size: Rows of the vocabulary without its padding, where known.
+        optimizer: Megatron's optimizer, or a torch optimizer; None where no state is saved.
+        watched: The tensors that are read later, as they are at the call; None where the save waits.
     """
 
     module: Any
@@ -171,12 +171,12 @@ def observe(
     """See what is to be saved.  No communication, and nothing of a tensor is read.
 
     Args:
-        model: See `checkpoint.save`.
-        optimizer: See `checkpoint.save`.
-        include: See `checkpoint.save`.
-        rank_values: See `checkpoint.save`.
-        values: See `checkpoint.save`.
-        vocabulary_size: See `Settings`.
+        model: Wrapped in Megatron-FSDP.
+        optimizer: Megatron's optimizer, or a torch optimizer; None where no state is saved.
+        include: Takes a model key and returns whether to save it; None saves all.
+        rank_values: State of this rank alone, by name.
+        values: Non-tensor state that is the same on all ranks, by name.
+        vocabulary_size: Rows of the vocabulary without its padding, where known.
 
     Raises:
         CheckpointError: The model or the optimizer cannot be saved.
@@ -250,14 +250,14 @@ def write_plan_of(
 
     Args:
         shards: Its blocks that count for the plan.
-        numbers: See `WritePlan`.
-        said: See `WritePlan`.
-        hyperparameters: See `WritePlan`.
-        sections: See `WritePlan`.
+        numbers: The scalars of all parameters that it holds a part of.
+        said: What its index file says besides keys, files and times.
+        hyperparameters: Of its parameters, encoded, by checksum.
+        sections: What is saved: model, or model and optimizer.
         shape: `WritePlan.topology`.
 
     Raises:
-        PlanDisagreementError: See `plans.fingerprint`.
+        PlanDisagreementError: This rank would write a tensor twice.
     """
     described = _describe(shards, numbers, _held(shards, numbers))
     return _write_plan(described, said, hyperparameters, sections, shape)

@@ -66,7 +66,7 @@ def write(
         place: Where.
         coordination: Gets heartbeats.
         choice: `Settings.replicas`.
-        watching: See there.
+        watching: The clock of the save, and who shows its progress; None for neither.
 
     Returns:
         The message for the next meeting.

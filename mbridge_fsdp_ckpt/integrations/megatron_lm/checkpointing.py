@@ -183,7 +183,7 @@ def _located(args: Any, load_arg: str) -> AnyPath | None:
     """The iteration directory, the same on all ranks; None where there is none, and need not be: that is said.
 
     Raises:
-        NotACheckpointError: See `_locate`; or there has to be one; or ranks find different ones.
+        NotACheckpointError: There has to be one, trackers contradict each other, or ranks find different ones.
     """
     load = getattr(args, load_arg)
     nothing = f"no checkpoint in {load}"

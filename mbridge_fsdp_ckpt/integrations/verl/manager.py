@@ -58,7 +58,7 @@ def save(manager: Any, directory: str, settings: Settings) -> None:
     Args:
         manager: VeRL's `MegatronCheckpointManager`.
         directory: `.../model/dist_ckpt`.  A checkpoint that is there is replaced; see `checkpoint.save`.
-        settings: See `Settings`.
+        settings: Time limits, checks and choices.
 
     Raises:
         CheckpointError: The same on every rank.  Nothing was committed, an older checkpoint stands.  Of an
@@ -104,7 +104,7 @@ def load(manager: Any, directory: str, export: Export, settings: Settings) -> No
         manager: VeRL's `MegatronCheckpointManager`.
         directory: `.../model/dist_ckpt`.
         export: The step's Hugging Face export.
-        settings: See `Settings`.
+        settings: Time limits, checks and choices.
 
     Raises:
         CheckpointError: The same on every rank; nothing was changed unless it is a `LoadInterruptedError`.

@@ -146,11 +146,11 @@ def find_restorations(modules: Modules, saved: Mapping[str, State], on_disk: OnD
     Args:
         modules: Names and modules of the live model.
         saved: What `collect` returned, of all ranks; keys without a module here are left alone.
-        on_disk: See `collect`.
+        on_disk: Gives the key of a module, as it does of parameters.
 
     Raises:
         LayoutError: The state is malformed, does not fit its module, or is that of some experts of a module only.
-        UnsupportedVersionError: See `collect`.
+        UnsupportedVersionError: This Transformer Engine's internals may differ.
     """
     restorations, ignored, fresh = [], [], []
     for name, module in modules:

@@ -33,7 +33,7 @@ def grouped(optimizer: Any) -> list[Grouped]:
     """The same, each with its param groups as they are now.
 
     Raises:
-        UnsupportedStateError: See `adapters_for`.
+        UnsupportedStateError: There is an optimizer that nobody knows.
     """
     return [Grouped(adapter, adapter.groups()) for adapter in adapters_for(optimizer)]
 
@@ -90,7 +90,7 @@ def may_be_replayed(optimizer: Any) -> bool:
     has one graph a process: where that is captured, it changes weights that are saved without their optimizer, too.
 
     Args:
-        optimizer: See `adapters_for`; None where none is saved.
+        optimizer: Megatron's optimizer, or a torch optimizer; None where none is saved.
     """
     wrapper = getattr(sys.modules.get(_GRAPHS), "OptimizerCudaGraphWrapper", None)
     if getattr(wrapper, "cuda_graph", None) is not None:

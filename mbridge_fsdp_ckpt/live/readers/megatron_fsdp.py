@@ -99,8 +99,8 @@ def tensors_of(fsdp_module: Any) -> dict[str, torch.Tensor]:
     What `get_extra_state` returned is left out; see `live.fp8` and `live.own_state`.
 
     Raises:
-        ConfigurationError: See `refuse_strangers`.
-        UnsupportedStateError: See `refuse_values`.
+        ConfigurationError: A parameter came to the model after it was wrapped, or took the place of another.
+        UnsupportedStateError: The state dict has something that is no tensor.
     """
     refuse_strangers(fsdp_module, both_parameters(fsdp_module))
     state = fsdp_module.state_dict(keep_vars=True)  # a hook puts the distributed parameters in place

@@ -38,7 +38,7 @@ class Snapshot:
 
     Args:
         prepared: What this rank writes.
-        values: See `Frozen`.
+        values: `Order.values` on rank 0, encoded.
     """
 
     prepared: Prepared
@@ -59,12 +59,12 @@ class Order:
     Args:
         directory: Where to, as all ranks call it.
         participant: This rank's, in the meetings.
-        settings: See `Settings`.
-        values: See `checkpoint.save`.
+        settings: Of this save.
+        values: Non-tensor state that is the same on all ranks, by name.
         observed: What this rank saves, or why it can't.
         phases: The clock of the save.
-        add_files: See `checkpoint.save`.
-        after_commit: See `checkpoint.save`.
+        add_files: Puts files of the caller into an empty folder, on rank 0; None where there are none.
+        after_commit: Called on rank 0 once the checkpoint is in its place.
         working: Where the training process works at the call; empty where that directory was removed.
     """
 

@@ -1,7 +1,7 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Families declare, the planner executes.
 
-A fused parameter is several logical tensors (components) stacked along one dimension, nearly always the first.
+A fused parameter is several logical tensors (components) stacked along the first dimension.
 Tensor parallelism cuts each component for itself, so that a checkpoint can only be loaded at another tensor-parallel
 size if the components stand apart on disk.  A family says which components a parameter holds, in which order and with
 how many rows:
@@ -26,16 +26,12 @@ class Segment:
     Args:
         suffix: Appended to the parameter's key on disk; with `module` it names the component.
         rows: Number of rows on this tensor-parallel rank.
-        dimension: The dimension they are counted along; the same for all segments of a parameter.
         module: What the key on disk calls the module that owns the parameter, where it is not that module's name.
-        replicated: Every tensor-parallel rank holds these very rows, although the parameter is cut for the others.
     """
 
     suffix: str
     rows: int
-    dimension: int = 0
     module: str = ""
-    replicated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +78,7 @@ class Family(Protocol):
     version: int
 
     def segments(self, parameter: ParameterContext) -> tuple[Segment, ...] | None:
-        """The parameter's segments along one dimension, in order; None where it is not this family's.
+        """The parameter's segments along its first dimension, in order; None where it is not this family's.
 
         Args:
             parameter: Its name, the modules that own it, and its shape on one tensor-parallel rank.
@@ -96,7 +92,7 @@ class Claim:
     Args:
         family: The family's name.
         version: The family's version.
-        segments: Rows that add up to one dimension of the parameter's shape.
+        segments: Rows that add up to those of the parameter.
     """
 
     family: str

@@ -186,27 +186,19 @@ def _ask(family: Family, parameter: ParameterContext) -> tuple[Segment, ...] | N
 def _is_segment(value: Any) -> bool:
     return (
         isinstance(value, Segment)
-        and all(type(number) is int for number in (value.rows, value.dimension))
+        and type(value.rows) is int
         and all(isinstance(text, str) for text in (value.suffix, value.module))
     )
 
 
 def _check(claim: Claim, parameter: ParameterContext) -> None:
-    dimensions = {segment.dimension for segment in claim.segments}
-    dimension = min(dimensions, default=0)
     rows, shape = sum(segment.rows for segment in claim.segments), parameter.local_shape
-    if (
-        len(dimensions) == 1
-        and 0 <= dimension < len(shape)
-        and rows == shape[dimension]
-        and all(segment.rows > 0 for segment in claim.segments)
-    ):
+    if shape and rows == shape[0] and all(segment.rows > 0 for segment in claim.segments):
         return
     sizes = ", ".join(f"{s.module}{s.suffix}={s.rows}" for s in claim.segments)
     raise FamilyError(
-        expected=f"positive rows that add up to one dimension of shape {shape} (one TP rank)",
-        found=f"family {claim.family!r} declares {sizes or 'nothing'} along dimension "
-        f"{' and '.join(map(str, sorted(dimensions))) or '?'}: {rows} rows",
+        expected=f"positive rows that add up to the first dimension of shape {shape} (one TP rank)",
+        found=f"family {claim.family!r} declares {sizes or 'nothing'}: {rows} rows",
         remedy="Is the model's configuration supported by this family at this tensor-parallel size?",
         key=parameter.name,
     )

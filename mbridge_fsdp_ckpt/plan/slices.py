@@ -165,40 +165,29 @@ class _Strand:
     source: Box
     target: Box
     shape: Shape
-    replicated: bool
 
 
 def _strands(layout: ParameterLayout, claim: Claim | None) -> Iterator[_Strand]:
     shape = layout.local_shape
     if claim is None:
-        yield _Strand(Component("", layout.global_shape_of(shape)), whole(shape), whole(shape), shape, False)
+        yield _Strand(Component("", layout.global_shape_of(shape)), whole(shape), whole(shape), shape)
         return
-    dim = claim.segments[0].dimension
     rows: dict[tuple[str, str], int] = {}
     for segment in claim.segments:
         rows[_identity(segment)] = rows.get(_identity(segment), 0) + segment.rows
     filled, start = dict.fromkeys(rows, 0), 0
     for segment in claim.segments:
-        local = _with_size(shape, dim, rows[_identity(segment)])
-        global_shape = local if segment.replicated else layout.global_shape_of(local)
-        component = Component(segment.suffix, global_shape, segment.module)
-        size = _with_size(shape, dim, segment.rows)
-        source, target = _at(shape, dim, start), _at(shape, dim, filled[_identity(segment)])
-        yield _Strand(component, Box(source, size), Box(target, size), local, segment.replicated)
+        local = (rows[_identity(segment)], *shape[1:])
+        component = Component(segment.suffix, layout.global_shape_of(local), segment.module)
+        size, zeros = (segment.rows, *shape[1:]), (0,) * (len(shape) - 1)
+        source, target = (start, *zeros), (filled[_identity(segment)], *zeros)
+        yield _Strand(component, Box(source, size), Box(target, size), local)
         start += segment.rows
         filled[_identity(segment)] += segment.rows
 
 
 def _identity(segment: Segment) -> tuple[str, str]:
     return segment.module, segment.suffix
-
-
-def _with_size(shape: Shape, dim: int, size: int) -> Shape:
-    return (*shape[:dim], size, *shape[dim + 1 :])
-
-
-def _at(shape: Shape, dim: int, offset: int) -> Shape:
-    return _with_size((0,) * len(shape), dim, offset)
 
 
 def _slices(layout: ParameterLayout, strands: tuple[_Strand, ...]) -> Iterator[Slice]:
@@ -211,15 +200,15 @@ def _slices(layout: ParameterLayout, strands: tuple[_Strand, ...]) -> Iterator[S
             if common is None:
                 continue
             source, shape, inner = _place(common, outer, held)
-            replica = _replica(layout, strand.replicated)
-            writes = _writes(layout, strand.component, replica)
+            writes = _writes(layout, strand.component, layout.replica)
             box = _to_global(_moved(common, strand), strand, layout)
-            yield Slice(strand.component, box, source, shape, inner, replica, writes)
+            yield Slice(strand.component, box, source, shape, inner, layout.replica, writes)
 
 
 def _empty_slices(layout: ParameterLayout, strands: tuple[_Strand, ...]) -> Iterator[Slice]:
     """A tensor without elements has a key all the same, and is whole on every rank: nothing of it can be cut."""
-    replica = _replica(layout, replicated=True)
+    cut = layout.tensor_parallel_dim is not None
+    replica = layout.replica.within(layout.tensor_parallel) if cut else layout.replica
     for component in dict.fromkeys(strand.component for strand in strands):
         box, writes = whole(component.global_shape), _writes(layout, component, replica)
         yield Slice(component, box, FlatRange(0, 0), box.size, box, replica, writes)
@@ -246,14 +235,7 @@ def _moved(box: Box, strand: _Strand) -> Box:
 
 def _to_global(box: Box, strand: _Strand, layout: ParameterLayout) -> Box:
     dim = layout.tensor_parallel_dim
-    if dim is None or strand.replicated:
+    if dim is None:
         return box
     shifted = box.offset[dim] + layout.tensor_parallel.index * strand.shape[dim]
     return Box((*box.offset[:dim], shifted, *box.offset[dim + 1 :]), box.size)
-
-
-def _replica(layout: ParameterLayout, replicated: bool) -> Axis:
-    """Replicas of the parameter; for rows that every tensor-parallel rank has, those ranks too."""
-    if layout.tensor_parallel_dim is None or not replicated:
-        return layout.replica
-    return layout.replica.within(layout.tensor_parallel)

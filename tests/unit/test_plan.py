@@ -1,7 +1,6 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The plan of one parameter: literal tables of slices, layout by layout."""
 
-import numpy as np
 import pytest
 
 from mbridge_fsdp_ckpt.errors import LayoutError
@@ -203,27 +202,6 @@ def test_the_origin_is_the_piece_with_the_first_element(box: Box, is_origin: boo
     component = Component("", (4, 4))
     slice_ = Slice(component, box, FlatRange(0, box.volume), box.size, whole(box.size), Axis(0, 1), True)
     assert slice_.is_origin is is_origin
-
-
-def test_a_parameter_fused_along_its_second_dimension() -> None:
-    fused = Claim("family", 1, (Segment("_a", 1, dimension=1), Segment("_b", 2, dimension=1)))
-    plan = plan_parameter(layout((4, 3), (3, 9), 1, (1, 2)), fused)
-    first, second = plan.slices
-    assert [component.global_shape for component in plan.components] == [(4, 2), (4, 4)]
-    assert (first.box, second.box) == (Box((1, 1), (2, 1)), Box((1, 2), (2, 2)))
-    shard = np.arange(3, 9)
-    assert first.block(shard).tolist() == [[3], [6]]
-    assert second.block(shard).tolist() == [[4, 5], [7, 8]]
-
-
-def test_rows_that_all_tensor_parallel_ranks_hold_are_written_once() -> None:
-    shared = Claim("family", 1, (Segment(".q", 2), Segment(".kv", 1, replicated=True)))
-    plans = [plan_parameter(layout((3, 2), (0, 6), 0, (rank, 4)), shared) for rank in range(4)]
-    assert [component.global_shape for component in plans[0].components] == [(8, 2), (1, 2)]
-    assert [plan.slices[0].box.offset for plan in plans] == [(0, 0), (2, 0), (4, 0), (6, 0)]
-    assert all(plan.slices[0].writes for plan in plans)
-    assert {plan.slices[1].box for plan in plans} == {Box((0, 0), (1, 2))}
-    assert sum(plan.slices[1].writes for plan in plans) == 1
 
 
 def test_a_component_may_go_by_another_modules_name() -> None:

@@ -29,18 +29,9 @@ SIZES = 1, 2, 4  # tensor-parallel sizes; every cut dimension is a multiple of t
 
 
 @dataclass(frozen=True)
-class Fusion:
-    """What a family declares of one parameter: the dimension it is fused along, which components TP does not cut."""
-
-    axis: int
-    uncut: frozenset[str]
-
-
-@dataclass(frozen=True)
 class Job:
     """A training job: how it cuts one parameter."""
 
-    fusion: Fusion
     tensor_parallel: int
     dim: int | None
     segments: tuple[tuple[str, int], ...] | None
@@ -51,18 +42,18 @@ class Job:
 
     def fused(self, components: Components, tp_rank: int) -> Array:
         """What one tensor-parallel rank holds: oracle."""
-        local = {suffix: self._slice(suffix, array, tp_rank) for suffix, array in components.items()}
+        local = {suffix: self._slice(array, tp_rank) for suffix, array in components.items()}
         if self.segments is None:
             return local[""]
         blocks = []
         taken = dict.fromkeys(local, 0)
         for suffix, rows in self.segments:
-            blocks.append(local[suffix].take(range(taken[suffix], taken[suffix] + rows), self.fusion.axis))
+            blocks.append(local[suffix][taken[suffix] : taken[suffix] + rows])
             taken[suffix] += rows
-        return np.concatenate(blocks, self.fusion.axis)
+        return np.concatenate(blocks)
 
-    def _slice(self, suffix: str, array: Array, tp_rank: int) -> Array:
-        if self.dim is None or suffix in self.fusion.uncut:
+    def _slice(self, array: Array, tp_rank: int) -> Array:
+        if self.dim is None:
             return array
         return np.split(array, self.tensor_parallel, self.dim)[tp_rank]
 
@@ -88,8 +79,7 @@ class Job:
     def _claim(self) -> Claim | None:
         if self.segments is None:
             return None
-        axis, uncut = self.fusion.axis, self.fusion.uncut
-        return Claim("any", 1, tuple(Segment(s, rows, axis, replicated=s in uncut) for s, rows in self.segments))
+        return Claim("any", 1, tuple(Segment(suffix, rows) for suffix, rows in self.segments))
 
 
 @st.composite
@@ -100,29 +90,20 @@ def parameters(draw: st.DrawFn) -> tuple[Components, Job, Job]:
         trailing = [SIZES[-1] * draw(st.integers(1, 2)), *trailing[1:]]
     suffixes = draw(st.sampled_from([("",), ("_w", "_v"), (".a", ".b", ".c")]))
     is_fused = len(suffixes) > 1
-    axis = draw(st.sampled_from([0, 0, 1])) if trailing and is_fused else 0
-    uncut = draw(st.sets(st.sampled_from(suffixes))) if is_fused and axis == dim else set()
     components, first = {}, 0
     for suffix in suffixes:
-        shape = [draw(st.integers(1, 3)) * (SIZES[-1] if dim == 0 else 1) if axis == 0 else SIZES[-1], *trailing]
-        if axis == 1:
-            shape[1] = draw(st.integers(1, 3)) * (SIZES[-1] if dim == 1 else 1)
+        shape = [draw(st.integers(1, 3)) * (SIZES[-1] if dim == 0 else 1), *trailing]
         components[suffix] = np.arange(first, first + math.prod(shape)).reshape(shape)
         first += math.prod(shape)
-    fusion = Fusion(axis, frozenset(uncut))
-    return components, draw(jobs(fusion, components, dim, is_fused)), draw(jobs(fusion, components, dim, is_fused))
+    return components, draw(jobs(components, dim, is_fused)), draw(jobs(components, dim, is_fused))
 
 
 @st.composite
-def jobs(draw: st.DrawFn, fusion: Fusion, components: Components, dim: int | None, is_fused: bool) -> Job:
+def jobs(draw: st.DrawFn, components: Components, dim: int | None, is_fused: bool) -> Job:
     tensor_parallel = draw(st.sampled_from(SIZES))
-    rows = {
-        suffix: array.shape[fusion.axis]
-        // (tensor_parallel if dim == fusion.axis and suffix not in fusion.uncut else 1)
-        for suffix, array in components.items()
-    }
+    rows = {suffix: array.shape[0] // (tensor_parallel if dim == 0 else 1) for suffix, array in components.items()}
     segments = draw(interleavings(rows)) if is_fused else None
-    job = Job(fusion, tensor_parallel, dim, segments, (), draw(st.sampled_from([1, 3])))
+    job = Job(tensor_parallel, dim, segments, (), draw(st.sampled_from([1, 3])))
     local = job.fused(components, 0)
     step = draw(st.sampled_from([1, math.prod(local.shape[1:])]))
     cuts = draw(st.lists(st.integers(0, local.size // step), max_size=4))

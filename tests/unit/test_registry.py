@@ -110,8 +110,6 @@ def test_a_named_error_of_a_family_passes_unchanged() -> None:
         ((Segment("_a", 6), Segment("_b", 0)), "6 rows"),
         ((Segment("_a", 7), Segment("_b", -1)), "6 rows"),
         ((), "0 rows"),
-        ((Segment("_a", 3), Segment("_b", 3, dimension=1)), "dimension 0 and 1"),
-        ((Segment("_a", 1, dimension=2), Segment("_b", 1, dimension=2)), "dimension 2"),
     ],
 )
 def test_rows_that_do_not_add_up_are_refused(segments: tuple[Segment, ...], rows: str) -> None:

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mbridge_fsdp_ckpt.families import Claim, Segment
 from mbridge_fsdp_ckpt.plan.boxes import FlatRange, Shape
 from mbridge_fsdp_ckpt.plan.layout import Axis, ParameterLayout
 from mbridge_fsdp_ckpt.plan.shares import SLIVER, Line, Part, divide, shared_out
@@ -72,31 +71,6 @@ def blocks_of(plans: list[ParameterPlan], *, written: bool = False) -> list[tupl
     """The parameters' blocks: number, offset and size; only those that are written."""
     numbered = ((number, slice_) for number, plan in enumerate(plans) for slice_ in plan.slices)
     return [(number, slice_.box.offset, slice_.box.size) for number, slice_ in numbered if slice_.writes or not written]
-
-
-def test_what_other_ranks_hold_has_a_line_of_its_own() -> None:
-    """Of a weight that tensor parallelism cuts, rows that it does not cut are held by more ranks."""
-    shared = Claim("family", 1, (Segment(".q", 4), Segment(".kv", 4, replicated=True)))
-    found = {}
-    for place, instance in itertools.product(range(2), repeat=2):
-        layout = ParameterLayout(
-            "key", "", (8, 2), 0, Axis(place, 2), FlatRange(0, 16), Axis(instance, 2), copied_along=("outer",)
-        )
-        (plan,) = shared_out([plan_parameter(layout, shared)], [2 * SLIVER])
-        for slice_ in plan.slices:
-            if slice_.writes:
-                begin, rows = slice_.box.offset[0], slice_.box.size[0]
-                found[slice_.component.suffix, begin, begin + rows] = (place, instance)
-    assert found == {
-        (".q", 0, 2): (0, 0),
-        (".q", 2, 4): (0, 1),
-        (".q", 4, 6): (1, 0),
-        (".q", 6, 8): (1, 1),
-        (".kv", 0, 1): (0, 0),
-        (".kv", 1, 2): (1, 0),
-        (".kv", 2, 3): (0, 1),
-        (".kv", 3, 4): (1, 1),
-    }
 
 
 def test_little_is_written_by_few_that_lie_apart() -> None:

@@ -219,7 +219,7 @@ class _Counter:
         self._count_buffers()
 
     def _count_alike(self, expert: bool, along: tuple[str, ...], by_rank: _ByRank) -> None:
-        """Count parameters that the same ranks hold; of some, tensor-parallel ranks hold slices alike, besides."""
+        """Count parameters that the same ranks hold; of empty ones, tensor-parallel ranks do, too."""
         ranks = [self._ranks(expert, where) for where in (along, (*along, "tensor"))]
         found: dict[tuple[str, bool], Counts] = {}
         for rank, held in by_rank.items():

@@ -39,7 +39,7 @@ from mbridge_fsdp_ckpt.io.checksums import digest
 from mbridge_fsdp_ckpt.live.replicas import Ranks
 from mbridge_fsdp_ckpt.loading.connections import connected, gather
 from mbridge_fsdp_ckpt.loading.opened import Opened
-from mbridge_fsdp_ckpt.loading.sharing import ALIGNED, Sharing, Slice, rounds, slices
+from mbridge_fsdp_ckpt.loading.sharing import ALIGNED, SharedBlock, Sharing, blocks, rounds
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.remedies import remedy
 
@@ -52,7 +52,7 @@ Put = Callable[[str, Box, torch.Tensor], None]
 _AT_ONCE = 1 << 26
 """Bytes that all ranks of a replica group pass on in a round."""
 
-_HEADER = ALIGNED  # bytes before a slot's slices: their hash
+_HEADER = ALIGNED  # bytes before a batch's blocks: their hash
 _LOOK = timedelta(seconds=0.2)  # how long a wait goes on before it looks whether anybody is alive
 
 
@@ -134,7 +134,7 @@ class Exchange:
         for group in self._groups:  # by their ranks, as everybody does: there is always one that is complete
             parts = self.sharing.parts(group.ranks, keys)
             limit = _AT_ONCE // len(group.ranks)
-            planned = rounds([slices(self._opened, part, limit) for part in parts], limit)
+            planned = rounds([blocks(self._opened, part, limit) for part in parts], limit)
             if planned:
                 group.pass_on(planned, read, put)
 
@@ -175,15 +175,15 @@ class _ReplicaGroup:
                     remedy="They hold copies of the same parameters, but differ in model, optimizer or settings.",
                 )
 
-    def pass_on(self, planned: list[list[list[Slice]]], read: Read, put: Put) -> None:
+    def pass_on(self, planned: list[list[list[SharedBlock]]], read: Read, put: Put) -> None:
         """Round after round; while one is on its way, this rank reads what it passes on in the next."""
-        widths = [_HEADER + max(sum(item.room for item in slot) for slot in slots) for slots in planned]
+        widths = [_HEADER + max(sum(item.room for item in batch) for batch in batches) for batches in planned]
         sent = [torch.empty(max(widths), dtype=torch.uint8) for _ in range(2)]
         got = torch.empty(len(self.ranks), max(widths), dtype=torch.uint8)
         elements = _Elements(read)
-        for number, (slots, width) in enumerate(zip(planned, widths, strict=True)):
+        for number, (batches, width) in enumerate(zip(planned, widths, strict=True)):
             own = sent[number % 2][:width]
-            self._pack(slots[self._place], own, elements)
+            self._pack(batches[self._place], own, elements)
             if number:
                 self._take(planned[number - 1], got, put)
             self._begin(own, list(got[:, :width].unbind()))
@@ -196,27 +196,27 @@ class _ReplicaGroup:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(never_closed))
         self._group = self._work = None
 
-    def _pack(self, slot: list[Slice], own: torch.Tensor, elements: _Elements) -> None:
+    def _pack(self, batch: list[SharedBlock], own: torch.Tensor, elements: _Elements) -> None:
         try:
             with self._coordination.at_work():
-                for item, target in _places(slot, own):
+                for item, target in _places(batch, own):
                     target.copy_(elements.of(item))
                 self._coordination.heartbeat()
         except BaseException:
             self._settle()
             raise
-        own[:_HEADER].view(torch.int64)[0] = _hash(slot, own)
+        own[:_HEADER].view(torch.int64)[0] = _hash(batch, own)
 
-    def _take(self, slots: list[list[Slice]], got: torch.Tensor, put: Put) -> None:
+    def _take(self, batches: list[list[SharedBlock]], got: torch.Tensor, put: Put) -> None:
         self._finish()
-        for rank, slot, block in zip(self.ranks, slots, got, strict=True):
-            if int(block[:_HEADER].view(torch.int64)[0]) != _hash(slot, block):
+        for rank, batch, block in zip(self.ranks, batches, got, strict=True):
+            if int(block[:_HEADER].view(torch.int64)[0]) != _hash(batch, block):
                 raise ExchangeError(
                     expected=f"the bytes that rank {rank} has read and verified",
-                    found=f"others, of {slot[0].chunk.key if slot else 'nothing'}",
+                    found=f"others, of {batch[0].chunk.key if batch else 'nothing'}",
                     remedy="They changed on their way through gloo, or in a host's memory: look at its logs.",
                 )
-            for item, source in _places(slot, block):
+            for item, source in _places(batch, block):
                 put(item.chunk.key, item.box, source)
 
     def _begin(self, own: torch.Tensor, everybodys: list[torch.Tensor]) -> None:
@@ -262,26 +262,26 @@ class _ReplicaGroup:
 
 
 class _Elements:
-    """Elements of slices, whose chunks are read once each."""
+    """Elements of blocks, whose chunks are read once each."""
 
     def __init__(self, read: Read) -> None:
         self._read = read
         self._last: tuple[StoredChunk, torch.Tensor] | None = None
 
-    def of(self, item: Slice) -> torch.Tensor:
+    def of(self, item: SharedBlock) -> torch.Tensor:
         if self._last is None or self._last[0] is not item.chunk:
             self._last = item.chunk, self._read(item.chunk)
         return self._last[1][item.box.slices_in(item.chunk.box)]
 
 
-def _places(slot: list[Slice], memory: torch.Tensor) -> Iterator[tuple[Slice, torch.Tensor]]:
+def _places(batch: list[SharedBlock], memory: torch.Tensor) -> Iterator[tuple[SharedBlock, torch.Tensor]]:
     at = _HEADER
-    for item in slot:
+    for item in batch:
         yield item, memory[at : at + item.length].view(item.dtype).view(item.box.size)
         at += item.room
 
 
-def _hash(slot: list[Slice], memory: torch.Tensor) -> int:
-    """Of what the slot holds, as an int64."""
-    held = memory[_HEADER : _HEADER + sum(item.room for item in slot)]
+def _hash(batch: list[SharedBlock], memory: torch.Tensor) -> int:
+    """Of what the batch holds, as an int64."""
+    held = memory[_HEADER : _HEADER + sum(item.room for item in batch)]
     return digest(held.numpy()) >> 1

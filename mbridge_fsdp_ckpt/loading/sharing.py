@@ -1,5 +1,5 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""Which ranks read for each other, who of them reads what, and in which slices: arithmetic, the same on each of them.
+"""Which ranks read for each other, who of them reads what, and in which blocks: arithmetic, the same on each of them.
 
 Ranks that hold copies of a shard want the same blocks of the same chunks.  They form a replica group, and the chunks,
 in the order of the files, are cut into as many parts of about the same size:
@@ -28,7 +28,7 @@ from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
 from mbridge_fsdp_ckpt.plan.slices import Component, ParameterPlan
 from mbridge_fsdp_ckpt.settings import Settings
 
-LARGEST_CIRCLE = 64
+LARGEST_GROUP = 64
 """Of more peers so many form a replica group: what a rank connects to and buffers does not grow with the job."""
 
 ALIGNED = 16
@@ -36,7 +36,7 @@ ALIGNED = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class SharedBlock:
     """A block of a chunk, as one rank passes it on to the others.
 
     Args:
@@ -123,8 +123,8 @@ def _groups(opened: Opened, rank: int) -> dict[str, Ranks]:
     for key, plan, component in _keys(opened):
         if key in opened.needed:
             ranks = peers.of(plan, component)
-            first = ranks.index(rank) // LARGEST_CIRCLE * LARGEST_CIRCLE
-            found[key] = ranks[first : first + LARGEST_CIRCLE]
+            first = ranks.index(rank) // LARGEST_GROUP * LARGEST_GROUP
+            found[key] = ranks[first : first + LARGEST_GROUP]
     return {key: ranks for key, ranks in found.items() if len(ranks) > 1}
 
 
@@ -152,14 +152,14 @@ def readers(lengths: Sequence[int], count: int) -> list[int]:
     return found
 
 
-def slices(opened: Opened, chunks: Iterable[StoredChunk], limit: int) -> Iterator[Slice]:
+def blocks(opened: Opened, chunks: Iterable[StoredChunk], limit: int) -> Iterator[SharedBlock]:
     """What is needed of chunks, in blocks of at most so many bytes; whole rows where they fit."""
     for chunk in chunks:
         dtype = dtype_from_name(opened.source.metadata.keys[chunk.key].dtype)
         for wanted in opened.needed[chunk.key]:
             common = chunk.box.intersect(wanted)
             for box in _cut(common, limit // dtype.itemsize) if common is not None else ():
-                yield Slice(chunk, box, dtype)
+                yield SharedBlock(chunk, box, dtype)
 
 
 def _cut(box: Box, elements: int) -> Iterator[Box]:
@@ -170,22 +170,23 @@ def _cut(box: Box, elements: int) -> Iterator[Box]:
             yield Box(tuple(a + b for a, b in zip(box.offset, part.offset, strict=True)), part.size)
 
 
-def rounds(shares: Collection[Iterable[Slice]], limit: int) -> list[list[list[Slice]]]:
-    """What each rank passes on at a time: for each round, by rank, slices that together take at most so many bytes."""
-    slots = [list(_slots(share, limit)) for share in shares]
+def rounds(shares: Collection[Iterable[SharedBlock]], limit: int) -> list[list[list[SharedBlock]]]:
+    """What each rank passes on at a time: for each round, by rank, blocks that together take at most so many bytes."""
+    batches = [list(_batches(share, limit)) for share in shares]
     return [
-        [own[number] if number < len(own) else [] for own in slots] for number in range(max(map(len, slots), default=0))
+        [own[number] if number < len(own) else [] for own in batches]
+        for number in range(max(map(len, batches), default=0))
     ]
 
 
-def _slots(share: Iterable[Slice], limit: int) -> Iterator[list[Slice]]:
-    slot: list[Slice] = []
+def _batches(share: Iterable[SharedBlock], limit: int) -> Iterator[list[SharedBlock]]:
+    batch: list[SharedBlock] = []
     used = 0
     for item in share:
-        if slot and used + item.room > limit:
-            yield slot
-            slot, used = [], 0
-        slot.append(item)
+        if batch and used + item.room > limit:
+            yield batch
+            batch, used = [], 0
+        batch.append(item)
         used += item.room
-    if slot:
-        yield slot
+    if batch:
+        yield batch

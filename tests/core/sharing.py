@@ -85,7 +85,7 @@ def holds(trainable: Trainable) -> tuple[set[tuple[Any, ...]], set[tuple[Any, ..
 
 def load_of_another_layout(directory: str, recipe: Recipe, at_once: int, largest: int = 64) -> dict[str, Any]:
     """Loads without and with sharing of what was saved in another layout."""
-    with patch.object(sharing, "LARGEST_CIRCLE", largest):
+    with patch.object(sharing, "LARGEST_GROUP", largest):
         return loads(directory, cases.prepared(recipe, steps=1), at_once)
 
 

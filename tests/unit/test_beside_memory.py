@@ -23,7 +23,7 @@ from mbridge_fsdp_ckpt.saving.background import wire
 from mbridge_fsdp_ckpt.saving.background.arriving import Arriving
 from mbridge_fsdp_ckpt.saving.background.channel import Channel, encoded
 from mbridge_fsdp_ckpt.saving.background.filling import Filling, OnHost
-from mbridge_fsdp_ckpt.saving.background.memory import PORTION, Staging, length_of, slots_for
+from mbridge_fsdp_ckpt.saving.background.memory import PORTION, Staging, capacity_for, length_of
 from mbridge_fsdp_ckpt.saving.snapshot import Prepared, write_plan_of
 from mbridge_fsdp_ckpt.saving.write_plan import WritePlan
 from tests.unit.shards import scalar, shards
@@ -43,8 +43,8 @@ def write_plan(lengths: list[int], dtype: str = "bfloat16") -> WritePlan:
 class Ring:
     """Both sides, in two threads of one process."""
 
-    def __init__(self, what: WritePlan, slots: int, save: int = 3) -> None:
-        self.staging, self.save = Staging.create(slots), save
+    def __init__(self, what: WritePlan, capacity: int, save: int = 3) -> None:
+        self.staging, self.save = Staging.create(capacity), save
         self.staged = Arriving(what, self.staging, save, self.free, LIMIT_S)
         self._changed, self._free = threading.Condition(), 0
 
@@ -58,7 +58,7 @@ class Ring:
 
     def wait_for_slot(self, portion: int) -> None:
         with self._changed:
-            assert self._changed.wait_for(lambda: self._free > portion - self.staging.slots, LIMIT_S)
+            assert self._changed.wait_for(lambda: self._free > portion - self.staging.capacity, LIMIT_S)
 
 
 LENGTHS = st.lists(st.one_of(st.integers(0, 100), st.integers(PORTION // 4, 2 * PORTION)), min_size=1, max_size=5)
@@ -66,10 +66,10 @@ LENGTHS = st.lists(st.one_of(st.integers(0, 100), st.integers(PORTION // 4, 2 * 
 
 @settings(max_examples=20, deadline=None)
 @given(LENGTHS, st.integers(2, 6))
-def test_a_ring_of_any_size_passes_on_what_is_staged(lengths: list[int], slots: int) -> None:
+def test_a_ring_of_any_size_passes_on_what_is_staged(lengths: list[int], capacity: int) -> None:
     what = write_plan(lengths)
     tensors = [(torch.arange(length) % 251 + n).to(torch.bfloat16) for n, length in enumerate(lengths)]
-    ring = Ring(what, slots)
+    ring = Ring(what, capacity)
     filling = Filling(ring.staging, ring.save, ring, OnHost())
 
     def fill() -> None:
@@ -87,7 +87,7 @@ def test_a_ring_of_any_size_passes_on_what_is_staged(lengths: list[int], slots: 
 
 
 @pytest.mark.parametrize(
-    ("sizes", "length", "slots"),
+    ("sizes", "length", "capacity"),
     [
         ([], 0, 2),
         ([1], 1, 2),
@@ -96,10 +96,10 @@ def test_a_ring_of_any_size_passes_on_what_is_staged(lengths: list[int], slots: 
         ([PORTION, 4 * PORTION + 1], 5 * PORTION + 1, 6),
     ],
 )
-def test_how_much_memory_a_save_takes(sizes: list[int], length: int, slots: int) -> None:
+def test_how_much_memory_a_save_takes(sizes: list[int], length: int, capacity: int) -> None:
     assert length_of(sizes) == length
-    assert slots_for(length, None) == slots
-    assert slots_for(length, 3 * PORTION) == min(slots, 3)
+    assert capacity_for(length, None) == capacity
+    assert capacity_for(length, 3 * PORTION) == min(capacity, 3)
 
 
 def test_what_an_earlier_save_left_there_is_refused() -> None:

@@ -1,5 +1,5 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""Who reads what for whom, and in which slices."""
+"""Who reads what for whom, and in which blocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from mbridge_fsdp_ckpt.format.source import StoredChunk
 from mbridge_fsdp_ckpt.io.store import as_path
-from mbridge_fsdp_ckpt.loading.sharing import Slice, readers, reads_are_shared, rounds, slices
+from mbridge_fsdp_ckpt.loading.sharing import SharedBlock, blocks, readers, reads_are_shared, rounds
 from mbridge_fsdp_ckpt.plan.boxes import Box, whole
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.plan.tiling import tiling_defect
@@ -45,7 +45,7 @@ def test_readers_get_the_same_up_to_the_largest_chunk(count: int) -> None:
 
 
 def checkpoint(shape: tuple[int, ...], chunk: Box, *needed: Box) -> tuple[Any, StoredChunk]:
-    """As much of an opened checkpoint as slices are made of."""
+    """As much of an opened checkpoint as blocks are made of."""
     keys = {"k": KeyEntry(dtype="float32", shape=shape)}
     metadata = SimpleNamespace(keys=keys)
     return SimpleNamespace(source=SimpleNamespace(metadata=metadata), needed={"k": list(needed)}), StoredChunk(
@@ -55,7 +55,7 @@ def checkpoint(shape: tuple[int, ...], chunk: Box, *needed: Box) -> tuple[Any, S
 
 def test_slices_are_whole_rows_of_what_is_needed() -> None:
     opened, chunk = checkpoint((8, 4), Box((2, 0), (6, 4)), Box((0, 0), (7, 3)))
-    found = [item.box for item in slices(opened, [chunk], 4 * 7)]
+    found = [item.box for item in blocks(opened, [chunk], 4 * 7)]
     assert found == [Box((2, 0), (2, 3)), Box((4, 0), (2, 3)), Box((6, 0), (1, 3))]
 
 
@@ -64,14 +64,14 @@ def test_slices_are_whole_rows_of_what_is_needed() -> None:
 def test_slices_tile_what_is_needed_and_none_is_larger_than_allowed(box: Box, limit: int) -> None:
     shape = tuple(offset + size + 1 for offset, size in zip(box.offset, box.size, strict=True))
     opened, chunk = checkpoint(shape, whole(shape), box)
-    found = list(slices(opened, [chunk], limit))
+    found = list(blocks(opened, [chunk], limit))
     assert tiling_defect(box, (item.box for item in found)) == ""
     assert max(item.length for item in found) <= limit
 
 
 def test_rounds_keep_the_order_and_the_limit() -> None:
-    def item(elements: int) -> Slice:
-        return Slice(StoredChunk("k", Box((0,), (99,)), as_path("/c/a")), Box((0,), (elements,)), torch.uint8)
+    def item(elements: int) -> SharedBlock:
+        return SharedBlock(StoredChunk("k", Box((0,), (99,)), as_path("/c/a")), Box((0,), (elements,)), torch.uint8)
 
     a, b, c, d = map(item, (16, 17, 5, 64))
     assert [p.room for p in (a, b, c, d)] == [16, 32, 16, 64]

@@ -28,7 +28,7 @@ from mbridge_fsdp_ckpt.saving.background.channel import Message
 from mbridge_fsdp_ckpt.saving.background.checkpoint_process import CheckpointProcess
 from mbridge_fsdp_ckpt.saving.background.filling import Copies, Filling, OnHost, OnStream
 from mbridge_fsdp_ckpt.saving.background.handle import SaveHandle, ended, say
-from mbridge_fsdp_ckpt.saving.background.memory import Staging, length_of, slots_for
+from mbridge_fsdp_ckpt.saving.background.memory import Staging, capacity_for, length_of
 from mbridge_fsdp_ckpt.saving.background.order import Frozen, Order, Snapshot
 from mbridge_fsdp_ckpt.saving.snapshot import Prepared
 from mbridge_fsdp_ckpt.settings import Settings
@@ -250,13 +250,13 @@ class AsyncSaves:
             "planned": wire.to_wire(write_plan),
         }
         needed = length_of(write_plan.blocks[number].nbytes for number in write_plan.chunks)
-        slots, staging = slots_for(needed, order.settings.staging_limit), writer.staging
+        capacity, staging = capacity_for(needed, order.settings.staging_limit), writer.staging
         if (layout := wire.layout_of(write_plan)) != writer.layout:
             message["layout"] = wire.layout_to_wire(layout)
-        if staging is None or staging.slots != slots:
+        if staging is None or staging.capacity != capacity:
             writer.drop_staging()
-            staging = Staging.create(slots)
-            message["slots"], descriptor = slots, staging.descriptor
+            staging = Staging.create(capacity)
+            message["capacity"], descriptor = capacity, staging.descriptor
             if not copies.prepare(staging):
                 say(_log.warning, "staging memory cannot be page-locked: copies from the device take longer")
         try:
@@ -266,7 +266,7 @@ class AsyncSaves:
                 staging.close()
             raise
         writer.layout, writer.staging = layout, staging
-        saving.slots, saving.send = slots, writer.send
+        saving.capacity, saving.send = capacity, writer.send
 
     def _fill(self, saving: SaveHandle, staging: Staging | None, own: Prepared, choice: str, copies: Copies) -> None:
         """Copy what the checkpoint process writes, and hash what it compares alone."""

@@ -157,9 +157,9 @@ class Writer:
             _log.debug("of a save that has ended: %s", message)
 
     def _begin(self, asked: Message) -> None:
-        if "slots" in asked:
+        if "capacity" in asked:
             self._release()
-            self._staging = Staging(self._channel.descriptor(), asked["slots"])
+            self._staging = Staging(self._channel.descriptor(), asked["capacity"])
         if "layout" in asked:
             self._layout = wire.layout_from_wire(asked["layout"])
         assert self._staging is not None

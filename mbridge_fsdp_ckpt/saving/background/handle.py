@@ -48,7 +48,7 @@ class SaveHandle:
         self._process, self._changed = os.getpid(), threading.Condition()
         self._copying, self._giving_up, self._freed = True, False, 0
         self._asks: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        self.slots = 0
+        self.capacity = 0
         """Portions of staging memory that it has."""
         self.send: Callable[[Message], None] = lambda message: None
         """To the checkpoint process, once it was handed over."""
@@ -178,7 +178,7 @@ class SaveHandle:
             CheckpointError: The save has failed meanwhile.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._over or self._freed > portion - self.slots)
+            self._changed.wait_for(lambda: self._over or self._freed > portion - self.capacity)
             if self._over:
                 raise self.error or ended("it has ended")
 

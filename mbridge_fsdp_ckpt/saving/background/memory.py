@@ -1,8 +1,8 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """Memory shared with the checkpoint process: a ring of portions, each stamped with the save that it belongs to.
 
-What a rank writes is one stream of bytes, chunk after chunk.  Portion n of it lies in slot n modulo the slots: with a
-slot for each, all of a save is staged at once; with fewer, the training process waits until the other has read what
+What a rank writes is one stream of bytes, chunk after chunk.  Portion n of it lies at place n modulo the places: with a
+place for each, all of a save is staged at once; with fewer, the training process waits until the other has read what
 lies there.
 """
 
@@ -45,20 +45,20 @@ def aligned(position: int) -> int:
     return -(-position // ALIGNED) * ALIGNED
 
 
-def slots_for(length: int, limit: int | None) -> int:
-    """How many slots a stream gets.
+def capacity_for(length: int, limit: int | None) -> int:
+    """How many portions the staging memory of a stream holds.
 
     Args:
         length: Its bytes.
-        limit: Bytes that all slots may have together; None for no limit.
+        limit: Bytes that all portions may have together; None for no limit.
     """
     wanted = max(FEWEST, -(-length // PORTION))
     return wanted if limit is None else max(FEWEST, min(wanted, limit // PORTION))
 
 
-def _head_of(slots: int) -> int:
-    """Bytes before the first portion: a stamp for each slot, in whole pages."""
-    return -(-slots * _STAMP.size // _PAGE) * _PAGE
+def _header_of(capacity: int) -> int:
+    """Bytes before the first portion: a stamp for each portion, in whole pages."""
+    return -(-capacity * _STAMP.size // _PAGE) * _PAGE
 
 
 class Staging:
@@ -66,20 +66,20 @@ class Staging:
 
     Args:
         descriptor: Of the shared memory.  Owned, and closed with it.
-        slots: How many portions it holds.
+        capacity: How many portions it holds.
     """
 
-    def __init__(self, descriptor: int, slots: int) -> None:
-        self.descriptor, self.slots = descriptor, slots
-        head = _head_of(slots)
-        self._map = mmap.mmap(descriptor, head + slots * PORTION)
+    def __init__(self, descriptor: int, capacity: int) -> None:
+        self.descriptor, self.capacity = descriptor, capacity
+        head = _header_of(capacity)
+        self._map = mmap.mmap(descriptor, head + capacity * PORTION)
         self._map.madvise(mmap.MADV_DONTFORK)  # a data loader that outlives it would keep its pages
         self.before_close: Callable[[], None] = lambda: None
         """Called before it is given back: to undo what was done to it."""
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8, offset=head)
 
     @classmethod
-    def create(cls, slots: int) -> Staging:
+    def create(cls, capacity: int) -> Staging:
         """New memory.
 
         Raises:
@@ -87,23 +87,23 @@ class Staging:
         """
         descriptor = os.memfd_create("mbridge_fsdp_ckpt")
         try:
-            os.ftruncate(descriptor, _head_of(slots) + slots * PORTION)
-            return cls(descriptor, slots)
+            os.ftruncate(descriptor, _header_of(capacity) + capacity * PORTION)
+            return cls(descriptor, capacity)
         except BaseException:
             os.close(descriptor)
             raise
 
     def place(self, portion: int) -> int:
         """Where a portion begins in `bytes`."""
-        return portion % self.slots * PORTION
+        return portion % self.capacity * PORTION
 
     def stamp(self, portion: int, save: int) -> None:
         """Once all of a portion is there: say so, and whose it is."""
-        _STAMP.pack_into(self._map, portion % self.slots * _STAMP.size, save, portion)
+        _STAMP.pack_into(self._map, portion % self.capacity * _STAMP.size, save, portion)
 
     def has(self, portion: int, save: int) -> bool:
         """Whether what lies there is this portion of this save."""
-        return _STAMP.unpack_from(self._map, portion % self.slots * _STAMP.size) == (save, portion)
+        return _STAMP.unpack_from(self._map, portion % self.capacity * _STAMP.size) == (save, portion)
 
     def close(self) -> None:
         """Give it back: its pages are free once both sides have, and nothing of either refers to `bytes`."""

@@ -160,7 +160,7 @@ def async_save(
         The save's handle.  It is `SaveHandle.skipped` where `when_busy="skip"` left the save out.
 
     Raises:
-        CheckpointError: The error of the save before, if nobody has been told of it yet; the new save has ended by
+        CheckpointError: The error of the save before, if it has not been raised yet; the new save has ended by
             then.  An error of the new one is raised by `SaveHandle.result`, or by the next save, or by
             `finish_saves`, whichever comes first.  The same on every rank.
     """

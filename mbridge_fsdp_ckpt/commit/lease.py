@@ -64,7 +64,7 @@ def is_stale(place: AnyPath) -> bool:
 
 
 def is_fresh(place: AnyPath, time: float) -> bool:
-    """Whether a file or directory was touched within the hour before a time that `now` told.
+    """Whether a file or directory was touched within the hour before a time that `now` gave.
 
     Raises:
         FileNotFoundError: It is gone.

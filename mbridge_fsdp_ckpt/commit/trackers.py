@@ -148,7 +148,7 @@ def read(tracker: AnyPath) -> Named | None:
     """
     local, is_link, place = store_of(tracker).local, store_of(tracker).is_link(), tracker
     if local is not None:
-        leads = Path(os.path.realpath(local))  # `resolve` raises where links go in a circle
+        leads = Path(os.path.realpath(local))  # `resolve` raises where links go in a cycle
         if is_link and not leads.is_relative_to(os.path.realpath(local.parent)):
             raise _illegible(tracker, "which leads out of the root")
         place = leads

@@ -1,7 +1,7 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The one exchange between ranks: all bring a message, these are combined, one decides, all get the same decision.
 
-No collective.  Ranks meet in the job's rendezvous store, where waiting has a time limit and who is missing can be told
+No collective.  Ranks meet in the job's rendezvous store, where waiting has a time limit and missing ranks can be named
 by name (`meeting`).  A collective has neither: a rank that raised before it leaves the others waiting until a watchdog
 ends the job.
 

@@ -2,8 +2,8 @@
 """What all ranks call alike: names that rank 0 gives, once for each incarnation of the process group.
 
 A store may outlive the ranks that met in it: torchrun hands the workers of a later rendezvous the store of an earlier
-one, with all that was written there, and no number that a rank counts for itself is common to all (agents that are told
-of a restart differently have other restart counts).  So rank 0 draws a name, and hands it out on request alone:
+one, with all that was written there, and no number that a rank counts for itself is common to all (the agents of two
+nodes may have counted different numbers of restarts).  So rank 0 draws a name, and hands it out on request alone:
 
     rank r     push [r, token] to the queue      wait for "answer/token"      push [r, name]
     rank 0     a thread answers each token, until all ranks have pushed its name
@@ -111,13 +111,13 @@ class Incarnation:
         """What all ranks call this incarnation; asked once, of any thread.
 
         Raises:
-            RankMissingError: Rank 0 has not told within the limit.
+            RankMissingError: Rank 0 has not named the incarnation within the time limit.
             DistError, OSError: The store does not answer.
         """
         with self._naming:
             if self._entry is not None:
                 entry = Connection(self._entry.clone)  # type: ignore[attr-defined]  # the stubs lack it
-                self._name = self._told(entry, limit) if self.rank else self._drawn(entry)
+                self._name = self._fetched_name(entry, limit) if self.rank else self._drawn(entry)
                 self._entry = None
                 self.store(limit, "call").set(f"{self._name}/hosts/{self.rank}", socket.gethostname())
             return self._name
@@ -147,7 +147,7 @@ class Incarnation:
         threading.Thread(target=naming.serve, name="naming the job", daemon=True).start()
         return name
 
-    def _told(self, entry: Connection, limit: float) -> str:
+    def _fetched_name(self, entry: Connection, limit: float) -> str:
         """The name that rank 0 has drawn."""
         store, token = entry.within(limit), uuid.uuid4().hex
         answer, watch = f"{_ANSWERS}/{token}", Watch(Heartbeats(None, "", limit, limit, 1), limit)
@@ -298,9 +298,9 @@ class _Sequences:
         rank, size, name = self.job.rank, self.job.world_size, f"{found.name}/1"
         begun = Arrival("beginning", error)
         met = Meeting(store, name, begun, rank, size, limit, heartbeats, lambda: None, hosts_of(name))
-        told = met.meet()
+        answer = met.meet()
         met.leave()
-        return CheckpointError.from_wire(told["failed"]) if "failed" in told else error
+        return CheckpointError.from_wire(answer["failed"]) if "failed" in answer else error
 
 
 def end_without(store: Store, name: str, error: CheckpointError) -> None:

@@ -111,7 +111,7 @@ class Meeting:
             raise CheckpointError.from_wire(decision["failed"])
 
     def was_fenced(self) -> bool:
-        """Whether nobody gave up, as far as can be told."""
+        """Whether nobody gave up, as far as this rank knows."""
         try:
             return bool(self._answer(Read(OUTCOME, waits=False)) == FENCED)
         except STORE_ERRORS:

@@ -114,7 +114,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _check_claims(data: bytes) -> None:
-    """Refuse a pickle that claims more than it has: the unpickler allocates what it is told before it reads.
+    """Refuse a pickle that claims more than it has: the unpickler allocates what the pickle claims before it reads.
 
     `genops` refuses a string that is longer than the rest.  The memo is an array as long as its highest place, which
     a pickler takes one by one, each with an instruction of its own (`save` and `memoize` in CPython's pickle.py).

@@ -18,7 +18,7 @@ from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 
 
 class Indexes:
-    """Finds keys and names; it does not know its reader, whose files would stay open in a circle.
+    """Finds keys and names; it does not know its reader, whose files would stay open in a reference cycle.
 
     Args:
         directory: The checkpoint, held.

@@ -1,5 +1,5 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""What a directory holds: the kinds that are told apart, and the rules by names of files and by keys.
+"""What a directory holds: the kinds, and the rules by names of files and by keys.
 
 `.metadata` alone says little: every checkpoint of torch's Distributed Checkpoint has one.  Its keys tell whose it is.
 `opening.kind_of` applies these rules to a directory.

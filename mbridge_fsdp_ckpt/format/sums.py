@@ -74,13 +74,13 @@ class RecordHasher:
     """
 
     def __init__(self, lead: int, size: int, trail: int) -> None:
-        self._around, self._blocks, self._told = Hasher(), BlockHasher(), bytearray()
+        self._around, self._blocks, self._stored = Hasher(), BlockHasher(), bytearray()
         self._parts: deque[tuple[int, Callable[[memoryview], None]]] = deque(
             [
                 (lead, self._around.update),
                 (size, self._blocks.update),
                 (trail, self._around.update),
-                (sys.maxsize, self._told.extend),
+                (sys.maxsize, self._stored.extend),
             ]
         )
 
@@ -102,7 +102,7 @@ class RecordHasher:
     def number(self) -> int:
         """What the index has of the record, 64 bits; something else if its sums are not those of its bytes."""
         sums = self.sums()
-        return digest(sums if self._told == sums else sums + self._told)
+        return digest(sums if self._stored == sums else sums + self._stored)
 
     def result(self) -> str:
         """The same, as the manifest has checksums."""

@@ -70,10 +70,10 @@ def check(chunk: StoredChunk, hasher: RecordHashes, opened: OpenFiles) -> None:
         return
     sums, found = opened.read(chunk.path, *chunk.sums), hasher.numbers()
     _require(chunk, chunk.checksum, as_text(digest(sums)), chunk.sums)
-    for number, (told, block) in enumerate(zip(blocks_of(sums, chunk.first_block, len(found)), found, strict=True)):
+    for number, (stored, block) in enumerate(zip(blocks_of(sums, chunk.first_block, len(found)), found, strict=True)):
         begin = chunk.record.offset + number * records.HASHED_BLOCK
         place = ByteRange(begin, min(records.HASHED_BLOCK, chunk.record.end - begin))
-        _require(chunk, as_text(told), as_text(block), place)
+        _require(chunk, as_text(stored), as_text(block), place)
 
 
 def _require(chunk: StoredChunk, checksum: str, found: str, place: ByteRange) -> None:

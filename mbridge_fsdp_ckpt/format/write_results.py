@@ -88,7 +88,7 @@ def families_of(keys: Mapping[str, KeyEntry]) -> dict[str, str]:
 
 
 def together(result: Iterable[WriteResult]) -> WriteResult:
-    """What several told, as one.
+    """The write results of several, as one.
 
     Raises:
         UnsupportedStateError: There are too many sets of hyperparameters.
@@ -147,7 +147,7 @@ def count_keys(directory: AnyPath, files: Files, result: WriteResult) -> int:
 
     Raises:
         PlanDisagreementError: Of one, not exactly one rank has written the first element.
-        DamagedCheckpointError, ManifestError: A group's index is not what its leader told.
+        DamagedCheckpointError, ManifestError: A group's index is not what its leader reported.
     """
     entries = [IndexEntry.model_validate(entry) for entry in result["index"]]
     opened = OpenFiles()

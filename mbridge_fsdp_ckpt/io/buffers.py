@@ -12,7 +12,7 @@ def new_block(size: int) -> mmap.mmap:
 
     A request to the disk has a bounded number of segments, each of one page at least: a direct read of 4 MiB is one
     request to huge pages, and several, which took twice as long, to others.  Shared memory, which `mmap` makes unless
-    it is told otherwise, gets none.
+    it is advised otherwise, gets none.
     """
     block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without them

@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """Is told how much there is to do, and what is done of it."""
+    """Receives how much there is to do, and what is done of it."""
 
     @property
     def shown(self) -> bool:

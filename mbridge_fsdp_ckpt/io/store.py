@@ -89,7 +89,7 @@ class Store(Protocol):
         """The file for reading ranges of it; a link is refused."""
 
     def create(self) -> FileWriter:
-        """A new file; where it can be told, one that exists already is refused."""
+        """A new file; one that exists already is refused, where the store can see it."""
 
     def replace(self, data: bytes) -> None:
         """Put a small file in its place in one step; readers see the old content or the new."""

@@ -278,7 +278,7 @@ def _check_groups(opened: Opened) -> None:
 
 
 def _check_classes(opened: Opened) -> None:
-    """An optimizer of another class is told by its slots; one that kept none, by its hyperparameters.
+    """An optimizer of another class is recognized by its slots; one that kept none, by its hyperparameters.
 
     Raises:
         KeyMismatchError: All parameters of a param group were saved without state, by an optimizer of another class.

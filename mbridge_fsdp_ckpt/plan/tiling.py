@@ -61,8 +61,8 @@ def _power_sum(root: int, low: int, size: int) -> int:
 def tiling_defect(target: Box, boxes: Iterable[Box]) -> str:
     """What keeps the boxes from covering each element of `target` exactly once, in words; empty where nothing does.
 
-    A hole and an overlap of one size are told apart from a tiling by `TilingFingerprint`, with weights that nobody who
-    makes up a checkpoint can know.
+    `TilingFingerprint` tells a hole and an overlap of one size from a tiling: who forges a checkpoint cannot know its
+    weights.
     """
     parts = [part for box in boxes if (part := target.intersect(box)) is not None]
     if parts == [target]:

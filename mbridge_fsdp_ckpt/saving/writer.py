@@ -39,7 +39,7 @@ class Written(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Watching:
-    """What a save is told by while it writes.
+    """What a save reports to while it writes.
 
     Args:
         phases: Its clock.

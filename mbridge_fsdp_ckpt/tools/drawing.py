@@ -13,7 +13,7 @@ from typing import Any
 from mbridge_fsdp_ckpt.printable import printable
 
 FEW = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377", "#EE8866", "#777777")
-"""Paul Tol's bright scheme, told apart by colour-blind readers, and an orange."""
+"""Paul Tol's bright scheme, which colour-blind readers can tell apart, and an orange."""
 
 
 def elided(text: str, limit: int) -> str:

@@ -52,7 +52,7 @@ MATRICES = {
         "A save goes on in a process of its own, the *writer*, while its rank, the *trainer*, trains. The writer of "
         "one of two ranks, its trainer, or both are killed just before each step that the writer takes. A case passes "
         "if all who live see the same, a named error or a save that went well; if nobody waits without limit; and if a "
-        "resume finds the older or the newer checkpoint, bit for bit: the newer one if anybody was told that it is "
+        "resume finds the older or the newer checkpoint, bit for bit: the newer one if any rank reported that it is "
         "there.",
     ),
     "deletions": (

@@ -132,7 +132,7 @@ def test_rank_0_says_each_once(
     rank: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RANK", rank)
-    monkeypatch.setattr(options, "_told", set())
+    monkeypatch.setattr(options, "_warned", set())
     tell(["a", "b"])
     tell(["b", "a"])
     assert capsys.readouterr().out == said

@@ -36,7 +36,7 @@ def has_recovery_checkpoint(load: str | None, checkpoint_config: Any) -> bool:
 
 
 def dataloader_directory() -> str | None:
-    """Where, below the checkpoints, a data loader's position goes by default; 0.5 saves it only where told to."""
+    """Where, below the checkpoints, a data loader's position goes by default; 0.5 saves it only on request."""
     found: str | None = getattr(checkpointing, "DATALOADER_STATE_SUBDIR", None)
     return found
 

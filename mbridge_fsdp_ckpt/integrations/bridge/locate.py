@@ -114,7 +114,7 @@ def _persistent_root(root: AnyPath, load_dir: str | None, checkpoint_config: Any
 
 
 def check_there(checkpoint_config: Any, settings: Settings, *, adapters: bool = False) -> None:
-    """Check, before a model is built, that a run does not begin anew where it was told to resume.
+    """Check, before a model is built, that a run does not begin anew where its options ask to resume.
 
     Bridge's set-up asks for no load where it sees no tracker, and then trains from random weights, whatever
     `exit_on_missing_checkpoint` and `ckpt_step` say.
@@ -125,7 +125,7 @@ def check_there(checkpoint_config: Any, settings: Settings, *, adapters: bool = 
         adapters: Whether adapters are trained: those in `load` alone are resumed from, not their pretrained base.
 
     Raises:
-        NotACheckpointError: There is nothing to resume from, or it cannot be told what, or set-up would not see it, or
+        NotACheckpointError: There is nothing to resume from, or not which checkpoint, or set-up would not see it, or
             ranks see different things.  The same on every rank.
     """
     load, pretrained = checkpoint_config.load, checkpoint_config.pretrained_checkpoint

@@ -124,15 +124,15 @@ def _warning(option: Option, setting: str) -> str:
     return f"{setting} has no effect with {FORMAT_NAME}: {option.text}"
 
 
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
 def tell(texts: Iterable[str]) -> None:
     """Warn of each text once in a process."""
     for text in texts:
-        if text not in _told:
+        if text not in _warned:
             warn(text)
-        _told.add(text)
+        _warned.add(text)
 
 
 def warn(text: str) -> None:
@@ -143,7 +143,7 @@ def warn(text: str) -> None:
 
 def forget() -> None:
     """Tell everything again."""
-    _told.clear()
+    _warned.clear()
 
 
 def _rank() -> int:

@@ -1,8 +1,8 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""What follows a save: the tracker, on rank 0 with the commit; then, where the training loop is, what others are told.
+"""What follows a save: the tracker, on rank 0 with the commit; then, in the training loop, logs and loggers.
 
 An asynchronous save (`--async-save`) ends while Megatron-LM trains.  Its loop asks before every iteration and at
-its end (`integrations.common.pending`); none of what is told then needs the other ranks.
+its end (`integrations.common.pending`); nothing of it needs the other ranks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def publish(root: AnyPath, iteration: int, *, release: bool, interval: int | Non
 
 
 def _before(root: AnyPath) -> int | None:
-    """The iteration that was saved last; None where it cannot be told."""
+    """The iteration that was saved last; None where that is unknown."""
     try:
         named = trackers.meant(root)
     except NotACheckpointError:
@@ -89,4 +89,4 @@ class News:
                 str(self.directory), str(self.root / TRACKER), str(self.root), self.iteration
             )
         except Exception:
-            _log.warning("%s was saved, which a logger could not be told", self.directory, exc_info=True)
+            _log.warning("%s was saved, but a logger raised", self.directory, exc_info=True)

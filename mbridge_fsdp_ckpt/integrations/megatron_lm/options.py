@@ -139,7 +139,7 @@ def learn(parser: argparse.ArgumentParser) -> None:
 def given(args: argparse.Namespace) -> dict[str, Given]:
     """What the arguments say of these, and of what the group has beyond them.
 
-    Where no parser was seen, a value is taken for the default: what is refused is told by its value.
+    Where no parser was seen, a value is taken for the default: an option is refused by its value.
     """
     names = dict.fromkeys([*_defaults, *(option.name for option in (*OPTIONS, *ELSEWHERE))])
     there = {name: getattr(args, name) for name in names if hasattr(args, name)}

@@ -1,7 +1,7 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """A checkpoint configuration of VeRL that cannot be had without the plug-in.
 
-VeRL loads no plug-in where it is told to load none, and swallows what one raises; a key in a free dictionary then says
+VeRL loads no plug-in where its settings name none, and swallows what one raises; a key in a free dictionary then says
 nothing.  A class that the configuration names has to be imported: by the process that goes without, which stops.
 """
 

@@ -289,6 +289,6 @@ def _tell(names: list[str], message: str) -> None:
 
 
 def _misfit(expected: str, found: object, key: str) -> LayoutError:
-    told = found if isinstance(found, str) else f"{type(found).__name__} with {shapes_of(found)}"
+    text = found if isinstance(found, str) else f"{type(found).__name__} with {shapes_of(found)}"
     remedy = "Load a checkpoint of the same model, saved by this release."
-    return LayoutError(expected=expected, found=told[:500], remedy=remedy, key=key)
+    return LayoutError(expected=expected, found=text[:500], remedy=remedy, key=key)

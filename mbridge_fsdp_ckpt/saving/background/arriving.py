@@ -19,7 +19,7 @@ class Arriving:
         write_plan: What is written.
         staging: Where they arrive.
         save: The number of the save.
-        freed: Told how many portions have been read.
+        freed: Called with how many portions have been read.
         limit: Seconds that may pass without anything arriving.
     """
 

@@ -101,7 +101,7 @@ class AsyncSaves:
         By then the new save has ended, too: an error that ends the job does not cost it.  Blocks may be nested.
 
         Raises:
-            CheckpointError: Of the save before, which nobody has been told of: the same on every rank.  Where the new
+            CheckpointError: The error of the save before, not raised yet: the same on every rank.  Where the new
                 save has failed as well, that one's, with a note of the other.
         """
         self._blocks += 1
@@ -139,7 +139,7 @@ class AsyncSaves:
         """Wait for the save before, if there is one.
 
         Raises:
-            CheckpointError: It failed, and nobody has been told.  The same on every rank.
+            CheckpointError: It failed, and its error was not raised yet.  The same on every rank.
         """
         with self.old_error_last():
             self.end_last()
@@ -233,7 +233,7 @@ class AsyncSaves:
     def _announce(
         self, saving: SaveHandle, writer: CheckpointProcess, order: Order, snapshot: Snapshot, copies: Copies
     ) -> None:
-        """Hand the save over, numbers of tensors among it; what the process knows since is noted once it is told."""
+        """Hand the save over, numbers of tensors among it; what the process knows since is noted once it was sent."""
         with copies.reading():
             write_plan, descriptor = snapshot.prepared.read(), None
         message = {

@@ -93,7 +93,7 @@ class Writer:
         return True
 
     def _ending(self, task: _Task) -> Message:
-        """Save; what to tell of it.  What ranks have agreed on is told as it is."""
+        """Save; what to tell of it.  What ranks have agreed on is sent as it is."""
         try:
             return {"done": asdict(self._save(task))}
         except CheckpointError as error:
@@ -213,8 +213,8 @@ class Writer:
         task.hear({"broken": error.to_wire(), "answer": error.to_wire()})
         try:
             give_up(task.participant.take(), error)
-        except CheckpointError as told:
-            _log.info("given up: %s", told)
+        except CheckpointError as error:
+            _log.info("given up: %s", error)
 
 
 def _settings(data: dict[str, Any]) -> Settings:
@@ -222,7 +222,7 @@ def _settings(data: dict[str, Any]) -> Settings:
     return Settings(**given)
 
 
-class _Told(logging.Handler):
+class _LogForwarder(logging.Handler):
     """Lets the training process log what is logged here."""
 
     def __init__(self, channel: Channel) -> None:
@@ -244,7 +244,7 @@ def main() -> None:
     channel = Channel(socket.socket(fileno=int(descriptor)))
     log = logging.getLogger("mbridge_fsdp_ckpt")
     log.setLevel(logging.INFO)
-    log.addHandler(_Told(channel))
+    log.addHandler(_LogForwarder(channel))
     log.propagate = False
     os.nice(_NICE)
     Writer(channel, float(pulse), int(parent)).serve()

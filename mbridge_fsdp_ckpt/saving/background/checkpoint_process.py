@@ -42,10 +42,10 @@ class CheckpointProcess:
         own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._pulse, self._limits = pulse_for(silence_limit), (start_limit, silence_limit)
         self._channel, self._lock = Channel(own), threading.Lock()
-        told = str(other.fileno()), str(self._pulse), str(os.getpid())
+        arguments = str(other.fileno()), str(self._pulse), str(os.getpid())
         with other, _signals_blocked():
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _PROGRAM, *told, *_path()],
+                [sys.executable, "-P", "-c", _PROGRAM, *arguments, *_path()],
                 pass_fds=[other.fileno()],
                 env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", VARIABLE: door()},
                 stdin=subprocess.DEVNULL,

@@ -212,8 +212,8 @@ class SaveHandle:
         rank = self._participant.rank
         try:
             total = give_up(self._participant.take(), describe_unexpected(error, rank=rank, doing=DOING))
-        except CheckpointError as told:
-            self._end(told)
+        except CheckpointError as error:
+            self._end(error)
         except BaseException as unexpected:  # whoever waits for the end must not wait for ever
             say(_log.exception, "rank %d failed while %s", rank, DOING)
             self._end(describe_unexpected(unexpected, rank=rank, doing=DOING))
@@ -247,7 +247,7 @@ def ended(how: str) -> SaveAbandonedError:
 
 
 def say(log: Callable[..., object], *args: object, **more: object) -> None:
-    """Log something.  A handler of the user's that raises ends no thread that a save needs; the first is told of."""
+    """Log something.  A handler of the user's that raises ends no thread that a save needs; the first is reported."""
     global _complained
     try:
         log(*args, **more)

@@ -53,7 +53,7 @@ def root_at(place: str) -> AnyPath:
 
 
 def _check_is_root(root: AnyPath, names: set[str]) -> None:
-    """Of a mistyped directory nobody is told that there is nothing to do; an empty one may be a run's that begins."""
+    """A mistyped directory is an error, and not "nothing to do"; an empty one may be a run's that begins."""
     from mbridge_fsdp_ckpt.format.kinds import DESCRIPTIONS, kind_by_names
     from mbridge_fsdp_ckpt.format.names import RELEASE, STATE_TRACKER, TRACKER, iteration_of
     from mbridge_fsdp_ckpt.io.files import what_is_there

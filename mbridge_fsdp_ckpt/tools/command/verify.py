@@ -26,12 +26,12 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Check a checkpoint's structure and every byte of it, and name all that is damaged."""
-    from mbridge_fsdp_ckpt.tools import verify as care
+    from mbridge_fsdp_ckpt.tools import verify as checking
 
     directory = checkpoint_at(checkpoint)
 
     with progress_bar() as bar:
-        report = care.verify(directory, header=header, workers=workers, progress=bar)
+        report = checking.verify(directory, header=header, workers=workers, progress=bar)
     if as_json:
         print_json(_as_data(report))
     else:

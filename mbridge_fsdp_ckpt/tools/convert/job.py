@@ -185,7 +185,7 @@ def committing(place: Commit) -> Iterator[Commit]:
 
 
 def counting(job: AnyJob, total: int, place: Commit) -> Callable[[int], None]:
-    """What is told of bytes that were written: counts them, shows them, and renews the leases.
+    """Called with the bytes that were written: counts them, shows them, and renews the leases.
 
     That keeps the source from being pruned, and what is written here from being taken for a dead save's.
     """

@@ -128,7 +128,7 @@ def _block(group: list[tuple[Box, int]], shape: tuple[int, ...]) -> Block:
 
 
 def colours(ranks: Iterable[int]) -> Mapping[int, str]:
-    """A colour for each rank: told apart at a glance where they are few, a scale where they are many."""
+    """A colour for each rank: easy to tell apart where they are few, a scale where they are many."""
     ordered = sorted(ranks)
     if len(ordered) <= len(FEW):
         return dict(zip(ordered, FEW, strict=False))

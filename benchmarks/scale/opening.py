@@ -20,7 +20,6 @@ from typing import Literal
 from benchmarks.scale.synthetic import FILES, SLOTS, STEP, Synthetic, result_of
 from mbridge_fsdp_ckpt.commit.finishing import finish, metadata
 from mbridge_fsdp_ckpt.commit.rename import RenameCommit
-from mbridge_fsdp_ckpt.format.write_results import count_keys
 from mbridge_fsdp_ckpt.opening import open_checkpoint
 from mbridge_fsdp_ckpt.plan.boxes import Box
 
@@ -109,12 +108,11 @@ def _commit(directory: Path, synthetic: Synthetic) -> int:
     (directory / "manifest.json").rename(directory.with_name("manifest.json"))
     commit.directory.rmdir()
     directory.rename(commit.directory)
-    keys = count_keys(commit.directory, FILES, result)
     manifest = metadata(writer={}, topology={"world": synthetic.ranks}, sections=("model", "optimizer"), files=FILES,
-                    result=result, keys=keys, values={})  # fmt: skip
+                    result=result, directory=commit.directory, values={})  # fmt: skip
     finish(commit, manifest, view_of=None, add_files=None)
     directory.with_name("iter_0000001").rename(directory)
-    return keys
+    return manifest.keys
 
 
 def _main() -> None:

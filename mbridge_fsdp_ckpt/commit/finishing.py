@@ -12,7 +12,7 @@ from mbridge_fsdp_ckpt.format.manifest import manifest_bytes
 from mbridge_fsdp_ckpt.format.names import FORMAT_NAME, Files
 from mbridge_fsdp_ckpt.format.reader import SafeSource
 from mbridge_fsdp_ckpt.format.schema import VERSION, IndexEntry, Manifest
-from mbridge_fsdp_ckpt.format.write_results import WriteResult
+from mbridge_fsdp_ckpt.format.write_results import WriteResult, count_keys
 from mbridge_fsdp_ckpt.io.entries import ExtraEntry
 from mbridge_fsdp_ckpt.io.files import Json
 from mbridge_fsdp_ckpt.io.store import AnyPath
@@ -26,11 +26,26 @@ def metadata(
     sections: tuple[Section, ...],
     files: Files,
     result: WriteResult,
-    keys: int,
+    directory: AnyPath,
     values: Json,
     time: float | None = None,
 ) -> Manifest:
-    """The metadata of a checkpoint of this version, but for the files that are put beside its tensors."""
+    """The metadata of a checkpoint of this version, but for the files that are put beside its tensors.
+
+    Args:
+        writer: Versions of what writes it.
+        topology: Sizes of the saving job, by name, and how the model is sharded.
+        sections: What was saved.
+        files: The names of the save's files.
+        result: What all ranks wrote.
+        directory: Where the groups' index files lie, which are opened to count their keys.
+        values: Non-tensor state that belongs to no rank, encoded.
+        time: UNIX time of the save in seconds; None leaves it out.
+
+    Raises:
+        PlanDisagreementError: Of a key, not exactly one rank has written the first element.
+        DamagedCheckpointError, ManifestError: A group's index file is not what its leader told.
+    """
     return Manifest(
         format=FORMAT_NAME,
         version=VERSION,
@@ -42,7 +57,7 @@ def metadata(
         families=dict(sorted(result["families"].items())),
         slots=tuple(sorted(result["slots"])),
         hyperparameters=dict(sorted(result["hyperparameters"].items())),
-        keys=keys,
+        keys=count_keys(directory, files, result),
         chunks=result["chunks"],
         states=result["states"],
         index=tuple(IndexEntry.model_validate(entry) for entry in result["index"]),

@@ -19,7 +19,7 @@ from mbridge_fsdp_ckpt.coordination.coordination import Coordination
 from mbridge_fsdp_ckpt.errors import CheckpointError, describe_unexpected
 from mbridge_fsdp_ckpt.format.names import Files, token
 from mbridge_fsdp_ckpt.format.values import encode_mapping
-from mbridge_fsdp_ckpt.format.write_results import WriteResult, count_keys
+from mbridge_fsdp_ckpt.format.write_results import WriteResult
 from mbridge_fsdp_ckpt.io.store import AnyPath
 from mbridge_fsdp_ckpt.plan.keys import Section
 from mbridge_fsdp_ckpt.settings import Settings
@@ -88,14 +88,13 @@ class Job:
             topology: See `WritePlan`.
         """
         assert self._commit is not None
-        keys = count_keys(self._commit.directory, self._files, result)
         manifest = metadata(
             writer=writer_versions(training=True),
             topology=topology,
             sections=sections,
             files=self._files,
             result=result,
-            keys=keys,
+            directory=self._commit.directory,
             values=encode_mapping(self.values, "values"),
             time=time.time(),
         )

@@ -29,7 +29,7 @@ from mbridge_fsdp_ckpt.format.payload import PayloadWriter, number_of
 from mbridge_fsdp_ckpt.format.rows import Row
 from mbridge_fsdp_ckpt.format.source import StoredChunk
 from mbridge_fsdp_ckpt.format.values import decode_mapping
-from mbridge_fsdp_ckpt.format.write_results import WriteResult, count_keys, together, write_group_index, write_own_index
+from mbridge_fsdp_ckpt.format.write_results import WriteResult, together, write_group_index, write_own_index
 from mbridge_fsdp_ckpt.io.host_bytes import host_pieces
 from mbridge_fsdp_ckpt.io.store import AnyPath
 from mbridge_fsdp_ckpt.plan.boxes import Box, whole
@@ -232,7 +232,7 @@ def _finish(commit: Commit, work: Rewriting, files: Files, result: WriteResult) 
         sections=said.sections,
         files=files,
         result=result,
-        keys=count_keys(commit.directory, files, result),
+        directory=commit.directory,
         values=said.values,
     )
     view_of = decode_mapping(said.values) if work.stock_view(result["chunks"]) else None

@@ -149,7 +149,10 @@ def _other_iterations(directory: AnyPath) -> str:
     """The newest iterations beside one that does not exist."""
     if directory.exists() or iteration_of(directory.name) is None or not directory.parent.is_dir():
         return ""
-    names = sorted(path.name for path in entries(directory.parent) if iteration_of(path.name) is not None)
+    try:
+        names = sorted(path.name for path in entries(directory.parent) if iteration_of(path.name) is not None)
+    except PermissionError:  # it is said behind the error that is being raised
+        return ""
     return ", ".join(names[-5:])
 
 

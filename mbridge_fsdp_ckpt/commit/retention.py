@@ -20,6 +20,7 @@ from pathlib import Path
 
 from mbridge_fsdp_ckpt.commit import marker, methods, removal, trackers
 from mbridge_fsdp_ckpt.commit.lease import is_fresh, is_stale, now, renewing
+from mbridge_fsdp_ckpt.commit.readable import defect
 from mbridge_fsdp_ckpt.commit.target import obstacle
 from mbridge_fsdp_ckpt.format.metadata import has_readable_metadata, metadata_of
 from mbridge_fsdp_ckpt.format.names import (
@@ -94,10 +95,26 @@ def look(root: AnyPath) -> Look:
     return Look(trackers.every_named(root), [path for path in found if read_of(path.name)], links)
 
 
+def older(found: Sequence[Iteration], keep: int) -> list[Iteration]:
+    """Complete checkpoints of which `keep` newer ones can be read: see `readable`."""
+    complete, newer = [iteration for iteration in found if iteration.complete], 0
+    while len(complete) > keep - newer:
+        if newer == keep:
+            return complete
+        newer += _can_be_read(complete.pop().directory)
+    return []
+
+
+def _can_be_read(directory: AnyPath) -> bool:
+    try:
+        return not defect(directory)
+    except FileNotFoundError:  # another save, or another pruning, has changed it meanwhile
+        return False
+
+
 def prunable(root: AnyPath, keep: int, also_keep: int | None = None) -> list[Iteration]:
-    """Complete checkpoints older than the newest `keep`, without `also_keep` and those that `keeps` says stay."""
-    complete = [iteration for iteration in iterations(root) if iteration.complete]
-    old = [iteration for iteration in complete[: max(0, len(complete) - keep)] if iteration.number != also_keep]
+    """Those that are `older`, without `also_keep` and those that `keeps` says stay."""
+    old = [iteration for iteration in older(iterations(root), keep) if iteration.number != also_keep]
     seen = look(root) if old else None
     return [iteration for iteration in old if not keeps(iteration.directory, seen=seen)]
 
@@ -107,7 +124,7 @@ def keeps(directory: AnyPath, keep: int = 0, seen: Look | None = None) -> str:
 
     Args:
         directory: The checkpoint.
-        keep: How many of the newest stay.
+        keep: How many of the newest that can be read stay.
         seen: What its root was seen to have; None looks now.
 
     Raises:
@@ -175,18 +192,12 @@ def _is_being_written(directory: AnyPath) -> bool:
 
 
 def _among_newest(directory: AnyPath, keep: int) -> str:
-    """In words, that no `keep` complete checkpoints beside it are newer; empty where they are."""
+    """In words, that no `keep` checkpoints beside it that can be read are newer; empty where they are."""
     number = _number_of(directory.name)
     if keep < 1 or number is None:
         return ""
-    others = {_number_of(path.name): path for path in entries(directory.parent)}
-    newer = sorted(n for n in others if n is not None and n > number)
-    found = 0
-    for n in reversed(newer):
-        found += others[n].is_dir() and has_readable_metadata(others[n])
-        if found == keep:
-            return ""
-    return f"among the newest {keep}"
+    newer = [one for one in iterations(directory.parent) if one.number > number]
+    return "" if older([Iteration(number, directory, True), *newer], keep) else f"among the newest {keep}"
 
 
 def prune(root: AnyPath, keep: int, also_keep: int | None = None) -> list[Iteration]:
@@ -194,7 +205,7 @@ def prune(root: AnyPath, keep: int, also_keep: int | None = None) -> list[Iterat
 
     Args:
         root: Where the iteration directories are.
-        keep: How many of the newest stay.
+        keep: How many of the newest that can be read stay; one that cannot is never removed before they are there.
         also_keep: An iteration that stays whatever its age: the one that the user chose to resume from.
 
     Returns:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from importlib import import_module
 from typing import Any, Self
 
@@ -18,6 +19,8 @@ from mbridge_fsdp_ckpt.errors import StoreClientError, brief
 _log = logging.getLogger(__name__)
 _spec: Any = import_module("fsspec.spec")  # it brings no types
 _AS_THEY_ARE = (OSError, NotImplementedError)  # the latter says that a client has no such call: universal_pathlib asks
+_ANSWER_NO = ("exists", "isdir", "isfile")
+"""Calls whose `False` may hide an error: fsspec's own take a refusal, or no answer, for that."""
 
 
 class NamingErrors:
@@ -42,6 +45,10 @@ class NamingErrors:
         def call(*args: Any, **named: Any) -> Any:
             try:
                 result = found(*args, **named)
+                if name in _ANSWER_NO and not result:
+                    self._check_answered(name, *args)
+            except PermissionError as error:
+                raise _denied(error, name, args, self._place) from error
             except _AS_THEY_ARE:
                 raise
             except Exception as error:
@@ -49,6 +56,13 @@ class NamingErrors:
             return self._opened(result, *args, **named) if name == "open" else result
 
         return call
+
+    def _check_answered(self, name: str, path: str) -> None:
+        """Raise what the client raises about a path of which it has said no."""
+        if name == "exists" and type(self._inner).exists is not _spec.AbstractFileSystem.exists:
+            return
+        with suppress(FileNotFoundError, NotADirectoryError):
+            self._inner.info(path)
 
     def _opened(self, file: Any, path: str, mode: str = "rb", **named: Any) -> _File:
         remove = functools.partial(self._inner.rm_file, path) if mode[0] in "wx" else None
@@ -103,6 +117,12 @@ def _give_up(file: Any, remove: Callable[[], None]) -> None:
     if not file.closed:  # it was written in place
         file.close()
         remove()
+
+
+def _denied(error: PermissionError, call: str, args: tuple[Any, ...], place: str) -> StoreClientError:
+    """Clients say that something was denied, and not what."""
+    what = f"{call} of {args[0]}" if args and isinstance(args[0], str) else call
+    return StoreClientError(f"{brief(error)}: {what} is not allowed with these credentials, of the client for {place}")
 
 
 def _named(error: Exception, place: str) -> StoreClientError:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import stat
 import uuid
 import weakref
 from collections.abc import Callable, Iterator
@@ -98,6 +99,15 @@ class FileSystem:
         """
         for folder, folders, names in self.path.walk(on_error=_raised):
             yield from (folder / name for name in sorted((*folders, *names)))
+
+    def sizes(self) -> dict[str, int]:
+        """See `store.Store`."""
+        found = ((path, path.lstat()) for path in self.below())
+        return {
+            path.relative_to(self.path).as_posix(): status.st_size
+            for path, status in found
+            if stat.S_ISREG(status.st_mode)
+        }
 
 
 def _raised(error: OSError) -> NoReturn:

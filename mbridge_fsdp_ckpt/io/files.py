@@ -52,13 +52,16 @@ def everything_in(directory: AnyPath) -> Iterator[AnyPath]:
 
 
 def entries(directory: AnyPath, beginning: str = "") -> list[AnyPath]:
-    """What lies in a directory, by how its name begins; nothing where it is none, or may not be read.
+    """What lies in a directory, by how its name begins; nothing where it is none.
 
     By name, never by pattern: names of directories and URLs may have brackets, stars and question marks.
+
+    Raises:
+        OSError: The storage refused: what lies there is not known.
     """
     try:
         return [path for path in directory.iterdir() if path.name.startswith(beginning)]
-    except (FileNotFoundError, NotADirectoryError, PermissionError):
+    except (FileNotFoundError, NotADirectoryError):
         return []
 
 

@@ -72,6 +72,11 @@ class ObjectStore:
         place = self.path.path.rstrip("/") + "/"
         return (self.path / name.removeprefix(place) for name in sorted(self.path.fs.find(place)))
 
+    def sizes(self) -> dict[str, int]:
+        """See `store.Store`: one listing."""
+        place = self.path.path.rstrip("/") + "/"
+        return {name.removeprefix(place): int(i["size"]) for name, i in self.path.fs.find(place, detail=True).items()}
+
 
 class _Object:
     """See `store.Ranges`; a range is one request."""

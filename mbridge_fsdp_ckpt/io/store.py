@@ -103,6 +103,9 @@ class Store(Protocol):
     def below(self) -> Iterator[AnyPath]:
         """All that lies below the directory of exactly this name, each folder before what is in it; behind no link."""
 
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each file below the directory, by its name in it; links are left out."""
+
 
 def store_of(path: AnyPath) -> Store:
     """The place, as its kind handles it."""

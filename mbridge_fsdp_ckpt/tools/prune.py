@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mbridge_fsdp_ckpt.commit import methods
+from mbridge_fsdp_ckpt.commit.readable import defect
 from mbridge_fsdp_ckpt.commit.retention import (
     Iteration,
     Look,
@@ -13,6 +14,7 @@ from mbridge_fsdp_ckpt.commit.retention import (
     keeps,
     look,
     named_by,
+    older,
     prunable,
     remove_unless_kept,
 )
@@ -77,15 +79,16 @@ def plan_pruning(root: AnyPath, keep: int) -> Pruning:
 def _kept(root: AnyPath, keep: int, doomed: dict[Iteration, int], seen: Look) -> dict[str, str]:
     """Why each other directory stays."""
     there = iterations(root)
-    newest = [iteration for iteration in there if iteration.complete][-keep:]
+    old = older(there, keep)
     reasons = {}
     for iteration in there:
         if iteration in doomed:
             continue
         if not iteration.complete:
             reason = "incomplete: no metadata, or being written"
-        elif iteration in newest and not named_by(iteration.directory, seen.named):
-            reason = f"among the newest {keep}"
+        elif iteration not in old and not named_by(iteration.directory, seen.named):
+            wrong = defect(iteration.directory)
+            reason = f"not counted, since it cannot be read: {wrong}" if wrong else f"among the newest {keep}"
         else:
             reason = keeps(iteration.directory, seen=seen) or "newer than it was"
         reasons[iteration.directory.name] = reason

@@ -107,6 +107,9 @@ def plan_repair(root: AnyPath, *, force: bool) -> Plan:
     Args:
         root: A run's root.
         force: Whether leftovers go that are young enough to belong to a save in progress.
+
+    Raises:
+        OSError: The storage refused to tell what is there; an iteration that may not be looked into may be the newest.
     """
     plan = Plan()
     recovered = _plan_recovery(root, plan)
@@ -138,7 +141,8 @@ def _lies_aside(target: AnyPath, place: AnyPath) -> bool:
 
 
 def _plan_tracker(root: AnyPath, plan: Plan, recovered: dict[str, AnyPath]) -> None:
-    places = {iteration_name(one.number): one.directory for one in iterations(root) if one.complete}
+    complete = [one for one in iterations(root) if has_metadata(one.directory)]  # or it raises: see `plan_repair`
+    places = {iteration_name(one.number): one.directory for one in complete}
     places |= {RELEASE: root / RELEASE} if has_metadata(root / RELEASE) else {}
     places |= {name: aside for name, aside in recovered.items() if has_metadata(aside)}
     named, trouble = {}, {}

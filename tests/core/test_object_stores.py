@@ -11,29 +11,33 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+from typer.testing import CliRunner
 from upath import UPath
 
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.commit import lease, methods, removal
-from mbridge_fsdp_ckpt.commit.retention import iterations, prune, reading
+from mbridge_fsdp_ckpt.commit.retention import being_read, iterations, prune, reading
 from mbridge_fsdp_ckpt.commit.target import check_replaceable
-from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError
-from mbridge_fsdp_ckpt.io.files import everything_in
+from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError, StoreClientError
+from mbridge_fsdp_ckpt.io.files import entries, everything_in
 from mbridge_fsdp_ckpt.io.store import as_path, store_of
+from mbridge_fsdp_ckpt.tools.command.app import application
 from mbridge_fsdp_ckpt.tools.repair import plan_repair
 from testing.models import Recipe
 from testing.ranks import RankPool
 from tests.core import cases, oracle
 from tests.soak import sampling
 from tests.soak.disk import Fault, holding
+from tests.unit import handmade
 
 RECIPE = Recipe(layers=1)
 BUCKET = "checkpoints"
@@ -282,6 +286,67 @@ def test_the_command_names_missing_credentials_and_an_unreachable_host(environme
         assert ended.returncode == 1, ended.stderr
         assert found in ended.stderr
         assert "Traceback" not in ended.stderr
+
+
+DENIED = ["s3:ListBucket on *", "s3:GetObject on iter_000000*", "s3:GetObject on latest_checkpointed_iteration.txt"]
+
+
+@pytest.mark.parametrize(
+    ("denied", "client"), [*((denied, f"s3://{BUCKET}") for denied in DENIED), (DENIED[1], "msc://run")]
+)
+def test_what_is_denied_is_neither_absent_nor_damaged(
+    denied: str, client: str, environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server checks a user's policy; whoever takes 403 for "nothing there" prunes and repairs what is in use."""
+    name = f"{client.partition(':')[0]}-{DENIED.index(denied)}"
+    root = as_path(f"{client}/{name}")
+    for number in (1, 2):
+        for file in handmade.make(tmp_path / f"iter_{number:07d}").iterdir():
+            (root / f"iter_{number:07d}" / file.name).write_bytes(file.read_bytes())
+    (root / "latest_checkpointed_iteration.txt").write_text("1")
+    before = objects(str(root))
+    with as_user(monkeypatch, denied.replace(" on ", f" on {name}/")):
+        for command in ("prune ROOT --keep 1 --yes", "repair ROOT --yes --force", "verify ROOT"):
+            result = CliRunner().invoke(application(), command.replace("ROOT", str(root)).split())
+            assert result.exit_code == 1, (command, result.output)
+            [line] = result.stderr.splitlines()
+            assert line.startswith("StorageError: "), line
+            assert "403" in line if client == "msc://run" else f"{name}" in line and "not allowed with these" in line
+        there, one = as_path(str(root)), as_path(f"{root}/iter_0000002")
+        looks = [lambda: entries(there), lambda: being_read(there / "iter_0000001"), one.is_dir]
+        for look in looks if denied == DENIED[0] else [(one / "manifest.json").is_file] if denied == DENIED[1] else []:
+            with pytest.raises(StoreClientError):
+                print(look())
+    assert objects(str(root)) == before
+    assert as_path(f"{root}/latest_checkpointed_iteration.txt").read_text() == "1"
+
+
+@contextmanager
+def as_user(monkeypatch: pytest.MonkeyPatch, denied: str) -> Iterator[None]:
+    """Clients of this process have the credentials of a user who may do all but one thing, as the server checks."""
+    action, _, place = denied.partition(" on ")
+    arn = "*" if action == "s3:ListBucket" else f"arn:aws:s3:::{BUCKET}/{place}"
+    policy: Any = {"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Action": "*", "Resource": "*"}]}
+    policy["Statement"].append({"Effect": "Deny", "Action": action, "Resource": arn})
+    iam = importlib.import_module("boto3").client("iam", endpoint_url=os.environ["AWS_ENDPOINT_URL"])
+    user = f"user-{uuid.uuid4().hex}"
+    iam.create_user(UserName=user)
+    iam.put_user_policy(UserName=user, PolicyName="all-but-one", PolicyDocument=json.dumps(policy))
+    key = iam.create_access_key(UserName=user)["AccessKey"]
+    with monkeypatch.context() as there:
+        there.setenv("AWS_ACCESS_KEY_ID", key["AccessKeyId"])
+        there.setenv("AWS_SECRET_ACCESS_KEY", key["SecretAccessKey"])
+        there.setattr(importlib.import_module("moto.settings"), "INITIAL_NO_AUTH_ACTION_COUNT", 0.0)
+        forget_clients()
+        yield
+    forget_clients()
+
+
+def forget_clients() -> None:
+    """They keep the credentials that they were made with."""
+    file_systems: Any = importlib.import_module("s3fs").S3FileSystem
+    file_systems.clear_instance_cache()
+    importlib.import_module("multistorageclient.shortcuts")._STORAGE_CLIENT_CACHE.clear()
 
 
 def test_old_ones_are_pruned_unless_somebody_reads_them(

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
 from mbridge_fsdp_ckpt.format.manifest import manifest_bytes, read_manifest
 from mbridge_fsdp_ckpt.format.names import FORMAT_NAME
@@ -50,6 +52,21 @@ Part = dict[str, Any]
 """An index file, or something in it, taken apart."""
 
 Change = Callable[[Part], Any]
+
+
+def without_tensors() -> bytes:
+    """Metadata of a whole checkpoint without tensors: no other file belongs to it."""
+    empty = Manifest(
+        format=FORMAT_NAME, version=VERSION, save=SAVE, writer={}, topology={}, sections=(), keys=0, chunks=0, index=(),
+        values={},
+    )  # fmt: skip
+    return manifest_bytes(empty)
+
+
+def stock_without_tensors() -> bytes:
+    """The same of stock, which has a tensor without elements."""
+    tensor = TensorStorageMetadata(properties=TensorProperties(dtype=torch.float32), size=torch.Size([0]), chunks=[])
+    return pickle.dumps(Metadata(state_dict_metadata={"model.nothing": tensor}, planner_data={}, storage_data={}))
 
 
 def payload(rank: int) -> str:

@@ -16,17 +16,20 @@ from mbridge_fsdp_ckpt.tools.command import console as frame
 from mbridge_fsdp_ckpt.tools.command import prune as command
 from tests import trackers
 from tests.unit import handmade
+from tests.unit.handmade import payload
 from tests.unit.test_cli import call, data, run
 
 NUMBERS = (10, 20, 30, 40)
+HEADS = {"manifest.json": handmade.without_tensors(), ".metadata": handmade.stock_without_tensors()}
 
 
 def iteration(root: Any, number: int, metadata: str = "manifest.json", size: int = 1000) -> Any:
     directory = root / f"iter_{number:07d}"
     directory.mkdir(parents=True)
-    (directory / "__0_0.distcp").write_bytes(bytes(size))
+    content = HEADS[metadata] if metadata else b""
+    (directory / "__0_0.distcp").write_bytes(bytes(size - len(content)))
     if metadata:
-        (directory / metadata).write_bytes(b"")
+        (directory / metadata).write_bytes(content)
     return directory
 
 
@@ -136,6 +139,17 @@ def test_incomplete_directories_stay_and_don_t_count(root: Path) -> None:
     assert left(root) == [5, 40, 50]
 
 
+def test_what_cannot_be_read_stays_and_does_not_count(root: Path) -> None:
+    """Nor does it keep what is old from going, once enough can be read."""
+    (handmade.make(root / "iter_0000050") / payload(1)).unlink()
+    found = data("prune", root, "--keep", 1, "--yes")
+    assert found["kept"]["iter_0000050"] == f"not counted, since it cannot be read: no file {payload(1)}"
+    assert left(root) == [40, 50]
+    (root / "latest_checkpointed_iteration.txt").unlink()
+    iteration(root, 60)
+    assert data("prune", root, "--keep", 1, "--yes")["removed"] == ["iter_0000040", "iter_0000050"]
+
+
 def test_stock_checkpoints_count(root: Path) -> None:
     iteration(root, 50, metadata=".metadata")
     assert data("prune", root, "--keep", 1, "--yes")["removed"] == ["iter_0000010", "iter_0000020", "iter_0000030"]
@@ -233,7 +247,7 @@ def test_what_was_shown_goes_and_nothing_that_was_saved_in_its_place_since(monke
         iteration(root, number)
 
     def confirm(question: str, *, yes: bool) -> None:
-        (root / "iter_0000010" / "manifest.json").write_bytes(b"")
+        (root / "iter_0000010" / "manifest.json").write_bytes(HEADS["manifest.json"])
 
     monkeypatch.setattr(command, "confirm", confirm)
     assert data("prune", str(root), "--keep", 1, "--yes")["removed"] == ["iter_0000020", "iter_0000030"]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import pickle
 import re
 import shutil
 import threading
@@ -17,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from upath import UPath
 
-from mbridge_fsdp_ckpt.commit import lease, methods, removal, retention
+from mbridge_fsdp_ckpt.commit import lease, methods, removal, rename, retention
 from mbridge_fsdp_ckpt.commit.retention import (
     Iteration,
     being_read,
@@ -32,6 +35,8 @@ from mbridge_fsdp_ckpt.commit.retention import (
     remove_unless_kept,
 )
 from mbridge_fsdp_ckpt.errors import NotACheckpointError
+from mbridge_fsdp_ckpt.io import file_system
+from mbridge_fsdp_ckpt.io.object_store import ObjectStore
 from mbridge_fsdp_ckpt.opening import open_checkpoint
 from mbridge_fsdp_ckpt.settings import CommitMethod, Settings
 from mbridge_fsdp_ckpt.tools.prune import plan_pruning
@@ -48,12 +53,63 @@ def root(tmp_path: Path) -> Path:
         directory.mkdir()
         (directory / "__0_0.distcp").write_bytes(b"x" * number)
     for number in (10, 20, 50):
-        (tmp_path / f"iter_{number:07d}" / "manifest.json").write_text("{}")
-    (tmp_path / "iter_0000040" / ".metadata").write_bytes(b"")
+        (tmp_path / f"iter_{number:07d}" / "manifest.json").write_bytes(handmade.without_tensors())
+    (tmp_path / "iter_0000040" / ".metadata").write_bytes(handmade.stock_without_tensors())
     for name in ("tensorboard", "iter_", "iter_x", ".staging-iter_0000060-0123456789ab"):
         (tmp_path / name).mkdir()
     (tmp_path / "iter_0000070").write_text("a file")
     return tmp_path
+
+
+def test_only_what_can_be_read_counts_among_the_newest(root: Path) -> None:
+    """Else the last good checkpoint would go.  What cannot be read stays until enough that can is newer."""
+    newest = handmade.make(root / "iter_0000060")
+    assert numbers(prunable(root, 2)) == [10, 20, 40]
+    for damage in DAMAGE:
+        damage(newest)
+        assert retention.older(iterations(root), 1) == retention.older(iterations(root)[:-1], 1), damage
+        assert not remove_unless_kept(root / "iter_0000050", keep=1)
+        shutil.rmtree(newest)
+        handmade.make(newest)
+    (newest / "manifest.json").unlink()
+    (newest / ".metadata").write_bytes(of_stock_with("__0_0.distcp", 10**9))
+    assert numbers(prune(root, 1)) == [10, 20, 40]
+    assert left(root) == [30, 50, 60]
+    handmade.make(root / "iter_0000080")
+    assert numbers(prune(root, 1)) == [50, 60]
+
+
+def emptied(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+DAMAGE: list[Callable[[Path], object]] = [
+    lambda place: emptied(place / "manifest.json"),
+    lambda place: (place / handmade.payload(1)).unlink(),
+    lambda place: emptied(place / handmade.payload(0)),
+    lambda place: (place / handmade.GROUP).unlink(),
+    lambda place: emptied(place / handmade.GROUP),
+    lambda place: (place / handmade.index(1)).unlink(),
+    lambda place: emptied(place / handmade.index(0)),
+    lambda place: handmade.replace_group(place, b"x" * 100),
+]
+
+
+def of_stock_with(file: str, size: int) -> bytes:
+    """Stock's metadata that names a file."""
+    found = pickle.loads(handmade.stock_without_tensors())
+    found.storage_data[MetadataIndex("model.weight")] = _StorageInfo(file, 0, size)
+    return pickle.dumps(found)
+
+
+def test_what_the_storage_does_not_tell_is_no_damage(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(directory: Path) -> str:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(retention, "defect", refused)
+    with pytest.raises(OSError, match="Input/output"):
+        prune(root, 1)
+    assert left(root) == [10, 20, 30, 40, 50]
 
 
 def numbers(found: list[Iteration]) -> list[int]:
@@ -270,11 +326,14 @@ def test_what_a_save_puts_in_its_place_meanwhile_stays(root: Path, monkeypatch: 
 def test_what_speaks_for_it_after_the_last_look_brings_it_back(
     meanwhile: str, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked, tracker = retention.keeps, root / "latest_checkpointed_iteration.txt"
+    asked, looks, tracker = retention.keeps, itertools.count(), root / "latest_checkpointed_iteration.txt"
+    synced = synced_directories(monkeypatch)
 
     def keeps(directory: Path, *arguments: Any, **more: Any) -> str:
         said = asked(directory, *arguments, **more)
-        if directory.name == "iter_0000020":
+        if directory.name == "iter_0000020" and next(looks) == 1:  # that before it is put aside
+            assert not said
+            synced.clear()
             if meanwhile == "a reader":
                 (root / ".reading-iter_0000020-0123456789ab").touch()
             elif meanwhile == "a tracker that names it":
@@ -287,9 +346,42 @@ def test_what_speaks_for_it_after_the_last_look_brings_it_back(
     if meanwhile == "a tracker that is illegible":
         with pytest.raises(NotACheckpointError):
             prune(root, 1)
+        assert synced == [root], "moved back for good"
     else:
         assert numbers(prune(root, 1)) == [10, 40]
     assert (root / "iter_0000020" / "manifest.json").is_file()
+    assert not [path for mark in (".deleted-*", ".replaced-*") for path in root.glob(mark)]
+
+
+def synced_directories(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Those that `rename` flushes to disk from now on."""
+    found, original = list[Path](), file_system.sync_directory
+
+    def sync(directory: Path) -> None:
+        found.append(directory)
+        original(directory)
+
+    monkeypatch.setattr(rename, "sync_directory", sync)
+    return found
+
+
+def test_what_a_save_has_put_in_its_place_and_published_leaves_no_old_one_beside_it(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it lies aside: it may not go, and cannot go back."""
+    asked, looks = retention.keeps, itertools.count()
+
+    def keeps(directory: Path, *arguments: Any, **more: Any) -> str:
+        if directory.name == "iter_0000020" and next(looks) == 2:  # the look while it lies aside
+            assert not directory.exists()
+            directory.mkdir()
+            (directory / "manifest.json").write_bytes(handmade.without_tensors())
+            (root / "latest_checkpointed_iteration.txt").write_text("20")
+        return asked(directory, *arguments, **more)
+
+    monkeypatch.setattr(retention, "keeps", keeps)
+    assert numbers(prune(root, 1)) == [10, 20, 40]
+    assert [path.name for path in (root / "iter_0000020").iterdir()] == ["manifest.json"]
     assert not [path for mark in (".deleted-*", ".replaced-*") for path in root.glob(mark)]
 
 
@@ -382,6 +474,38 @@ def test_objects_of_a_save_that_goes_on_in_a_removed_iteration_stay(tmp_path: Pa
     assert prune(root, 1) == []
     assert methods.remove(root / "iter_0000001"), "as where that save begins after the last look"
     assert sorted(path.name for path in (root / "iter_0000001").iterdir()) == new
+
+
+def test_metadata_of_a_save_that_commits_while_a_stock_checkpoint_is_removed_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After stock's metadata is gone; the names of its other files are the same in each save, too."""
+    place = UPath(f"memory://{uuid.uuid4().hex}") / "iter_0000001"
+    for name in (".metadata", "__0_0.distcp", "train_state.pt"):
+        (place / name).write_bytes(b"x")
+    new = [".metadata", "__0_0-0123456789ab.distcp", "manifest.json", "train_state.pt"]
+    original, removed = ObjectStore.remove, list[str]()
+
+    def remove(store: ObjectStore) -> None:
+        original(store)
+        removed.append(store.path.name)
+        if removed == [".metadata", "manifest.json"]:  # what makes it one is gone
+            for name in new:
+                (place / name).write_bytes(b"of another save")
+
+    monkeypatch.setattr(ObjectStore, "remove", remove)
+    assert methods.remove(place)
+    assert sorted(path.name for path in place.iterdir()) == new
+    assert all(path.read_bytes() == b"of another save" for path in place.iterdir())
+
+
+def test_of_a_removed_checkpoint_whose_metadata_is_damaged_nothing_is_left() -> None:
+    """Which files were its own nobody can tell; that no save goes on there was asked."""
+    place = UPath(f"memory://{uuid.uuid4().hex}") / "iter_0000001"
+    for name in ("manifest.json", "__0_0-0123456789ab.distcp", "rank_00000-0123456789ab.index", "run_config.yaml"):
+        (place / name).write_bytes(b"x")
+    assert methods.remove(place)
+    assert not place.exists()
 
 
 def test_objects_of_a_save_that_goes_on_in_a_removed_stock_checkpoint_stay() -> None:

@@ -12,7 +12,7 @@ from upath import UPath
 
 from mbridge_fsdp_ckpt.errors import ConfigurationError, DamagedCheckpointError
 from mbridge_fsdp_ckpt.io.checksums import HASHED_AT_ONCE, Hasher, checksum
-from mbridge_fsdp_ckpt.io.files import hold, is_plain_file, read_bounded, replace_file, write_file
+from mbridge_fsdp_ckpt.io.files import entries, hold, is_plain_file, read_bounded, replace_file, write_file
 from mbridge_fsdp_ckpt.io.held_path import HeldPath
 from mbridge_fsdp_ckpt.io.ranges import OpenFiles, Scratch
 from mbridge_fsdp_ckpt.io.store import AnyPath, as_path, called, is_local, store_of
@@ -94,6 +94,25 @@ def test_a_file_system_refuses_what_is_there_and_what_leads_elsewhere(tmp_path: 
         pass
     with pytest.raises(OSError, match="symbolic links"):
         store_of(link).ranged()
+
+
+def test_sizes_are_those_of_files_by_their_names(place: AnyPath) -> None:
+    (place / "folder").mkdir()
+    for name, data in (("x", b"12"), ("folder/y", b"")):
+        write_file(place / name, data)
+    if isinstance(place, Path):
+        (place / "link").symlink_to("x")
+    assert store_of(place).sizes() == {"x": 2, "folder/y": 0}
+    assert store_of(as_path(str(place))).sizes() == {"x": 2, "folder/y": 0}
+
+
+def test_what_may_not_be_listed_is_not_empty(place: AnyPath, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(self: AnyPath) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(type(place), "iterdir", refused)
+    with pytest.raises(PermissionError):
+        entries(place)
 
 
 def test_only_a_file_system_can_hold_on_to_a_directory(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from mbridge_fsdp_ckpt.io.store import AnyPath, as_path
 from mbridge_fsdp_ckpt.tools.convert.destination import check_free
 from mbridge_fsdp_ckpt.tools.prune import plan_pruning
 from mbridge_fsdp_ckpt.tools.repair import plan_repair
+from tests.unit.handmade import without_tensors
 
 TOKEN = "0123456789ab"
 HEAD = '{\n "format": "fsdp_dtensor_safe",'
@@ -248,6 +249,7 @@ def test_a_removal_in_an_object_store_that_died_half_way_may_be_saved_over(
 def test_pruning_removes_only_what_a_save_might_replace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in (1, 2, 3, 5, 6):
         fill(tmp_path / f"iter_{number:07d}", *OURS)
+    (tmp_path / "iter_0000006" / "manifest.json").write_bytes(without_tensors())  # one that can be read
     fill(tmp_path / "iter_0000002" / "iter_0000001", *OURS)
     (tmp_path / "iter_0000004").symlink_to(fill(tmp_path / "elsewhere", *OURS))
     fill(tmp_path / ".reading-list", "somebody's")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -32,6 +33,7 @@ from tests.convert import storage_made as made
 from tests.convert.storage_cli import call, data, left, refusal
 from tests.convert.storage_runs import SAFE, TRACKER, Trained, copied, goes_on_as, resumed
 from tests.core import oracle
+from tests.soak.test_disk import mounted
 from tests.unit import handmade, index_bytes, test_cli
 
 SHAPES = st.lists(st.integers(0, 12), max_size=3).map(tuple)
@@ -269,6 +271,37 @@ def test_what_came_to_be_meanwhile_is_not_replaced(root: Path, monkeypatch: pyte
     assert "ConfigurationError" in refusal("reshard", root / "old", after, "--ranks", 1)
     assert left(after) == ["precious"]
     assert left(root / "new") == ["iter_0000010"]
+
+
+@pytest.mark.parametrize("command", [("reshard", "--ranks", "3"), ("to-stock",)], ids=lambda words: words[0])
+def test_a_full_disk_is_named_and_leaves_nothing(command: tuple[str, ...], root: Path) -> None:
+    verb, *options = command
+    old, before = root / "old", content(root / "old")
+    with mounted(root / "disk", "size=16k"):
+        said = refusal(verb, old, root / "disk" / "new" / "iter_0000010", *options)
+        assert left(root / "disk") == []
+        gc.collect()  # files that the error still refers to
+    for part in ("StorageError: ", f"converting {old}/iter_0000010 to {root}/disk/new/iter_0000010", "No space left"):
+        assert part in said
+    assert content(old) == before
+
+
+def test_a_tracker_that_cannot_be_written_fails_no_conversion(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint is there, and whole: it was reported as a failure, and could not be made again."""
+
+    def refused(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("mbridge_fsdp_ckpt.commit.trackers.replace_file", refused)
+    found = data("reshard", root / "old", root / "new" / "iter_0000010", "--ranks", 1)
+    assert (found["tracker"], left(root / "new")) == (False, ["iter_0000010"])
+    assert found["resume"] == f"checkpoint.load={root / 'new'} checkpoint.ckpt_step=10"
+    [note] = found["notes"]
+    assert "could not be written (OSError: [Errno 28] No space left on device)" in note
+
+
+def content(root: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
 # --- damage, interruption, death ---

@@ -7,6 +7,7 @@ import argparse
 import io
 import json
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -211,6 +212,21 @@ def test_it_says_that_arguments_of_megatron_lm_are_left_out(tmp_path: Path) -> N
     assert note == (
         "of Megatron-LM's arguments (args) only what a load reads comes along: consumed_train_samples, tokenizer_type"
     )
+
+
+def test_what_megatron_lm_saved_is_resumed_by_its_own_options(tmp_path: Path) -> None:
+    """Bridge leaves a run configuration."""
+    given, new = argparse.Namespace(consumed_train_samples=8), tmp_path / "new" / "iter_0000010"
+    made.save_stock(tmp_path / "old", args=given)
+    assert data("from-stock", tmp_path / "old", tmp_path / "by-bridge")["resume"].startswith("checkpoint.load=")
+    (tmp_path / "old" / "run_config.yaml").unlink()
+    assert data("from-stock", tmp_path / "old", new)["resume"] == f"--load {tmp_path / 'new'}"
+    (tmp_path / "new" / TRACKER).write_text("30")
+    assert data("to-stock", new, tmp_path / "back")["resume"] == f"--load {tmp_path / 'back'}"
+    shutil.rmtree(tmp_path / "old")
+    (tmp_path / "new" / "iter_0000010").rename(tmp_path / "old")
+    found = data("reshard", tmp_path / "old", new, "--ranks", "1")
+    assert found["resume"] == f"--load {tmp_path / 'new'} --ckpt-step 10"
 
 
 def test_without_run_files_it_can_be_converted_as_well(tmp_path: Path) -> None:

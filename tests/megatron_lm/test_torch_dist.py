@@ -38,6 +38,7 @@ def test_the_arguments_tell_the_model_and_training_goes_on(
     after = tmp_path / "iter_0000002"
     [report] = training_ranks.run(storage_torch_dist.convert, str(saved), str(after), trusted=False, ranks=1)
     assert (report["read"], report["written"], report["tracker"]) == ("torch_dist", "fsdp_dtensor_safe", True)
+    assert report["resume"] == f"--load {tmp_path}"
     whole = storage_torch_dist.expected(saved / "iter_0000002")
     expected = {key: oracle.digest(tensor) for key, tensor in whole.items()}
     assert len([key for key in expected if key.endswith(".exp_avg")]) == 17  # 15 parameters, 2 of them split in two

@@ -9,7 +9,7 @@ from typing import Any
 from mbridge_fsdp_ckpt.commit import trackers
 from mbridge_fsdp_ckpt.commit.methods import put_aside
 from mbridge_fsdp_ckpt.commit.target import check_replaceable
-from mbridge_fsdp_ckpt.errors import ConfigurationError, NotACheckpointError
+from mbridge_fsdp_ckpt.errors import ConfigurationError, NotACheckpointError, brief
 from mbridge_fsdp_ckpt.format.manifest import added_file
 from mbridge_fsdp_ckpt.format.metadata import has_metadata
 from mbridge_fsdp_ckpt.format.names import MAX_TRAIN_STATE_BYTES, TRAIN_STATE, iteration_name, iteration_of
@@ -83,22 +83,28 @@ class Published:
     note: str = ""
 
 
-def publish(target: AnyPath) -> Published:
-    """Let the tracker name a new checkpoint, where its root has none yet; an existing one is never changed."""
+def publish(target: AnyPath, *, of_megatron_lm: bool) -> Published:
+    """Let the tracker name a new checkpoint, where its root has none yet; an existing one is never changed.
+
+    Args:
+        target: The checkpoint.
+        of_megatron_lm: Whether Megatron-LM saved it, whose options are others than Bridge's.
+    """
+    load, step = ("--load ", "--ckpt-step ") if of_megatron_lm else ("checkpoint.load=", "checkpoint.ckpt_step=")
     number, root = iteration_of(target.name), target.parent
     if number is None:
-        return Published(False, f"checkpoint.load={target}")
+        return Published(False, f"{load}{target}")
+    by_number = f"{load}{root} {step}{number}"
     try:
         named = trackers.meant(root)
         there = "" if named is None else f"names {named.name}"
     except NotACheckpointError as error:
         there = f"is not legible ({error.found})"
     if there:
-        return Published(
-            False,
-            f"checkpoint.load={root} checkpoint.ckpt_step={number}",
-            f"the tracker in {root} {there}, and was left as it is",
-        )
+        return Published(False, by_number, f"the tracker in {root} {there}, and was left as it is")
     state = added_file(target, TRAIN_STATE)
-    trackers.publish(root, number, read_bounded(state, MAX_TRAIN_STATE_BYTES) if is_plain_file(state) else None)
-    return Published(True, f"checkpoint.load={root}")
+    try:
+        trackers.publish(root, number, read_bounded(state, MAX_TRAIN_STATE_BYTES) if is_plain_file(state) else None)
+    except OSError as error:  # the checkpoint is there, whole
+        return Published(False, by_number, f"the tracker in {root} could not be written ({brief(error)})")
+    return Published(True, f"{load}{root}")

@@ -13,9 +13,10 @@ from mbridge_fsdp_ckpt.commit import methods, removal
 from mbridge_fsdp_ckpt.commit.content import Commit
 from mbridge_fsdp_ckpt.commit.lease import of_save, renewing
 from mbridge_fsdp_ckpt.commit.retention import reading
-from mbridge_fsdp_ckpt.errors import ConfigurationError
+from mbridge_fsdp_ckpt.errors import ConfigurationError, describe_unexpected
 from mbridge_fsdp_ckpt.format.kinds import DESCRIPTIONS, TORCH_DIST_COMMON, DirectoryKind
-from mbridge_fsdp_ckpt.format.names import TORCH_DIST_METADATA, Files
+from mbridge_fsdp_ckpt.format.manifest import added_file
+from mbridge_fsdp_ckpt.format.names import ARGUMENTS, TORCH_DIST_METADATA, Files
 from mbridge_fsdp_ckpt.format.source import CheckpointSource, batches
 from mbridge_fsdp_ckpt.integrations.bridge.names import RUN_CONFIG
 from mbridge_fsdp_ckpt.integrations.bridge.run_config import RunConfig
@@ -27,7 +28,7 @@ from mbridge_fsdp_ckpt.opening import REMEDIES, kind_of
 from mbridge_fsdp_ckpt.remedies import remedy
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.tools.convert.description import Description
-from mbridge_fsdp_ckpt.tools.convert.destination import Published, check_free, open_destination, publish
+from mbridge_fsdp_ckpt.tools.convert.destination import check_free, open_destination, publish
 from mbridge_fsdp_ckpt.tools.convert.other_files import carry_over, other_files
 from mbridge_fsdp_ckpt.tools.convert.rewrite import Chunks, Rewriting, Shares, rewrite
 from mbridge_fsdp_ckpt.tools.convert.torch_dist.reader import TORCH_DIST
@@ -116,9 +117,11 @@ def job_of[S: CheckpointSource](
         missing = [path for path in (target.parent, *target.parent.parents) if not path.exists()]
         try:
             yield Job(directory, opened, target, report, alive, progress)
-        except BaseException:
+        except BaseException as error:
             if is_local(target):
                 _remove_empty(missing)
+            if isinstance(error, OSError):
+                raise describe_unexpected(error, rank=None, doing=f"converting {directory} to {target}") from error
             raise
 
 
@@ -227,7 +230,9 @@ def added_files(job: AnyJob) -> Callable[[Path], None]:
 
 def publish_to_tracker(job: AnyJob) -> None:
     """Let the tracker name what was written, where there is none yet."""
-    published: Published = publish(job.target)
+    metadata = job.source.metadata
+    without_bridge = not added_file(metadata.directory, RUN_CONFIG).exists()
+    published = publish(job.target, of_megatron_lm=ARGUMENTS in metadata.values and without_bridge)
     job.report.tracker, job.report.resume = published.tracker, published.resume
     if published.note:
         job.report.notes.append(published.note)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import islice
@@ -13,10 +13,10 @@ from mbridge_fsdp_ckpt.commit.retention import reading
 from mbridge_fsdp_ckpt.dcp.reader import DcpSource
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.format.kinds import TORCH_DIST_COMMON
-from mbridge_fsdp_ckpt.format.names import MANIFEST_NAME, PROGRESS, TRAIN_STATE, is_part
+from mbridge_fsdp_ckpt.format.names import PROGRESS, TRAIN_STATE
 from mbridge_fsdp_ckpt.format.reader import SafeSource
 from mbridge_fsdp_ckpt.format.source import CheckpointSource, batches
-from mbridge_fsdp_ckpt.io.files import entries, file_checksum, is_plain_file
+from mbridge_fsdp_ckpt.io.files import file_checksum, is_plain_file
 from mbridge_fsdp_ckpt.io.progress import Progress
 from mbridge_fsdp_ckpt.io.store import AnyPath
 from mbridge_fsdp_ckpt.opening import open_any
@@ -30,6 +30,7 @@ from mbridge_fsdp_ckpt.tools.compare import (
     flattened,
     unlike,
 )
+from mbridge_fsdp_ckpt.tools.convert.other_files import Beside, beside_tensors
 from mbridge_fsdp_ckpt.tools.convert.torch_dist.common import read_common_file
 
 _ABSENT = "(absent)"
@@ -89,7 +90,7 @@ def differences(
             found.notes.append("what tensors and other state hold was not compared (--no-values)")
         else:
             _compare_values(one, other, pattern, found)
-            _name_what_is_left_out(one.source, other.source, found)
+            _name_what_is_left_out(one.source, other.source, found, lambda: advance(0))
         if not found.looked_at:
             raise _nothing(pattern)
         if not values:
@@ -182,28 +183,35 @@ def _compare_values(one: _Opened, other: _Opened, pattern: str, found: Differenc
             found.values[name] = _text(left, name), _text(right, name)
 
 
-def _name_what_is_left_out(a: CheckpointSource, b: CheckpointSource, found: Differences) -> None:
+def _name_what_is_left_out(
+    a: CheckpointSource, b: CheckpointSource, found: Differences, progress: Callable[[], None]
+) -> None:
     """Note what is in the checkpoints, and was not compared."""
     own = {name for source in (a, b) for record in islice(source.ranks(), 1) for name in record.values}
     if own:
         found.notes.append(f"not compared, being of single ranks: {', '.join(sorted(own))}")
-    ours, theirs = _files(a), _files(b)
-    others = sorted(name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name))
-    if others:
-        named = ", ".join(others[:20]) + (", ..." if len(others) > 20 else "")
-        found.notes.append(f"files beside the tensors are others, which was not looked into: {named}")
+    beside = [beside_tensors(source.metadata.directory) for source in (a, b)]
+    ours, theirs = (_checksums(*pair, progress) for pair in zip((a, b), beside, strict=True))
+    unlike = sorted(name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name))
+    if unlike:
+        found.notes.append(f"files beside the tensors are others, which was not looked into: {_listed(unlike)}")
+    special = sorted({name for side in beside for name in side.others})
+    if special:
+        found.notes.append(f"not compared, being no plain files: {_listed(special)}")
 
 
-def _files(source: CheckpointSource) -> dict[str, str]:
-    """Files of the run beside the tensors, each with its checksum; of stock's train state the content is compared."""
-    directory = source.metadata.directory
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
 
-    def counts(name: str) -> bool:
-        return not is_part(name) and name not in (TRAIN_STATE, TORCH_DIST_COMMON)
 
-    if source.metadata.files or (directory / MANIFEST_NAME).exists():
-        return {entry.name: entry.checksum for entry in source.metadata.files if counts(entry.name)}
-    return {path.name: file_checksum(path) for path in entries(directory) if counts(path.name) and is_plain_file(path)}
+def _checksums(source: CheckpointSource, beside: Beside, progress: Callable[[], None]) -> dict[str, str]:
+    """Of files beside the tensors, as the metadata lists them, or by what is in them; train state is compared itself."""
+    directory, listed = source.metadata.directory, {entry.name: entry.checksum for entry in source.metadata.files}
+    return {
+        name: listed.get(stored) or file_checksum(directory / stored, progress)
+        for name, stored in beside.files.items()
+        if name not in (TRAIN_STATE, TORCH_DIST_COMMON)
+    }
 
 
 def _by_parameter(source: CheckpointSource) -> dict[str, Any]:

@@ -25,11 +25,15 @@ from mbridge_fsdp_ckpt.format.values import encode, hash_of
 from mbridge_fsdp_ckpt.format.write_results import count_keys, together, write_group_index, write_own_index
 from mbridge_fsdp_ckpt.plan.boxes import Box, whole
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
+from mbridge_fsdp_ckpt.saving.commit import Job
+from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.tools import compare
 from mbridge_fsdp_ckpt.tools.compare import same_value
 from tests.unit import handmade
 from tests.unit.handmade import write_manifest
+from tests.unit.shards import shards
 from tests.unit.test_cli import call, data
+from tests.unit.test_saving import coordination, prepared, saved
 
 NAME = "module.weight"
 WEIGHT, AVERAGE, STEP = "model.weight", f"optimizer.state.{NAME}.exp_avg", f"optimizer.state.{NAME}.step"
@@ -249,12 +253,30 @@ def test_what_was_not_compared_is_named(stock: Path, tmp_path: Path) -> None:
     for directory, text in ((stock, "a"), (other, "b")):
         (directory / "run_config.yaml").write_text(text)
         (directory / "same.json").write_text("{}")
-    (other / "vocabulary.txt").write_text("a b c")
+    (other / "tokenizer").mkdir()
+    (other / "tokenizer" / "vocabulary.txt").write_text("a b c")
+    (other / "out").symlink_to("same.json")
     found = data("diff", stock, other)
-    named = "files beside the tensors are others, which was not looked into: run_config.yaml, vocabulary.txt"
-    assert (found["equal"], found["notes"]) == (True, [named])
+    named = "files beside the tensors are others, which was not looked into: run_config.yaml, tokenizer/vocabulary.txt"
+    assert (found["equal"], found["notes"]) == (True, [named, "not compared, being no plain files: out"])
     sides = [handmade.make(tmp_path / name) for name in ("c", "d")]
     assert data("diff", *sides)["notes"] == ["not compared, being of single ranks: rng_state"]
+    (sides[0] / "notes.txt").write_text("which no manifest lists")
+    assert data("diff", *sides)["notes"][1].endswith("not looked into: notes.txt")
+
+
+def test_files_that_saves_without_a_rename_added_are_compared(tmp_path: Path) -> None:
+    """They lie in a folder of their save's own, whose names always differ."""
+    for name, text in (("one", "a"), ("same", "a"), ("other", "b")):
+
+        def add(folder: Path, text: str = text) -> None:
+            (folder / "run_config.yaml").write_text(text)
+
+        settings = Settings(dcp_metadata="never", commit="marker")
+        saved(Job(tmp_path / name, settings, coordination(0), {}, add, None), [prepared(shards(0, 12))])
+    assert data("diff", tmp_path / "one", tmp_path / "same")["notes"] == []
+    [note] = data("diff", tmp_path / "one", tmp_path / "other")["notes"]
+    assert note.endswith("not looked into: run_config.yaml")
 
 
 def test_damaged_bytes_are_a_named_error_not_a_difference(a: Path, tmp_path: Path) -> None:

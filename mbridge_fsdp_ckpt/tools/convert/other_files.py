@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from mbridge_fsdp_ckpt.errors import DamagedCheckpointError
@@ -15,34 +16,57 @@ from mbridge_fsdp_ckpt.io.files import copy_file, everything_in
 from mbridge_fsdp_ckpt.io.store import AnyPath, store_of
 
 
-def other_files(directory: AnyPath) -> dict[str, str]:
-    """The files of a checkpoint that are neither payload nor metadata nor index files, each with its name on disk.
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What lies in a checkpoint, in whichever folder, and is neither payload nor metadata nor an index file.
+
+    Args:
+        files: Names of plain files, each with the name on disk.
+        others: Names of links and special files, each with what it is.
+    """
+
+    files: dict[str, str]
+    others: dict[str, str]
+
+
+def beside_tensors(directory: AnyPath) -> Beside:
+    """Look for the files of a checkpoint that belong to the run.
 
     In an object store those that the manifest lists: others are copies for stock, or of an older save.
 
     Raises:
-        DamagedCheckpointError: One is a link, or no file; or has a name that the format does not allow.
+        ManifestError: The manifest cannot be read.
         OSError: A folder may not be read.
     """
     if (directory / MANIFEST_NAME).exists() and (metadata := read_manifest(directory)).suffix:
         files = Files(metadata.save, metadata.suffix)
-        return {entry.name: files.added(entry.name) for entry in metadata.files}
-    names = sorted(name for name in _names(directory) if not is_part(name))
-    for name in names:
+        return Beside({entry.name: files.added(entry.name) for entry in metadata.files}, {})
+    found = Beside({}, {})
+    for path in everything_in(directory):
+        name, linked = path.relative_to(str(directory)).as_posix(), store_of(path).is_link()
+        if linked or not (path.is_file() or path.is_dir()):
+            found.others[name] = "a symbolic link" if linked else "a special file"
+        elif path.is_file() and not is_part(name):
+            found.files[name] = name
+    return found
+
+
+def other_files(directory: AnyPath) -> dict[str, str]:
+    """See `Beside.files`, sorted by name.
+
+    Raises:
+        DamagedCheckpointError: There is a link or a special file; or one has a name that the format does not allow.
+        ManifestError, OSError: See `beside_tensors`.
+    """
+    found = beside_tensors(directory)
+    for name, kind in found.others.items():
+        raise _refused(directory / name, kind)
+    for name in found.files:
         try:
             ExtraEntry(name=name, size=0, checksum="")
         except ValueError as error:
             raise _refused(directory / name, "another name") from error
-    return {name: name for name in names}
-
-
-def _names(directory: AnyPath) -> Iterator[str]:
-    for path in everything_in(directory):
-        linked, is_file = store_of(path).is_link(), path.is_file()
-        if linked or not (is_file or path.is_dir()):
-            raise _refused(path, "a symbolic link" if linked else "a special file")
-        if is_file:
-            yield path.relative_to(str(directory)).as_posix()
+    return dict(sorted(found.files.items()))
 
 
 def _refused(path: AnyPath, found: str) -> DamagedCheckpointError:

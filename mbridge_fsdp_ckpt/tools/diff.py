@@ -205,7 +205,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _checksums(source: CheckpointSource, beside: Beside, progress: Callable[[], None]) -> dict[str, str]:
-    """Of files beside the tensors, as the metadata lists them, or by what is in them; train state is compared itself."""
+    """Of files beside the tensors, as the metadata lists them, or else read; train state is compared by its content."""
     directory, listed = source.metadata.directory, {entry.name: entry.checksum for entry in source.metadata.files}
     return {
         name: listed.get(stored) or file_checksum(directory / stored, progress)

@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -174,12 +176,55 @@ def of_wrong_inputs(folder: str) -> dict[str, Any]:
     found["below a file"] = said("import", "--hf-model", str(source), "--megatron-path", below)
     assert not (root / "new").exists() or not any((root / "new").iterdir())
     found["again"] = said("import", "--hf-model", str(source), "--megatron-path", f"{folder}/new")
+    return found | failed_exports(root, source)
+
+
+def failed_exports(root: Path, source: Path) -> dict[str, Any]:
+    """The same of exports; what they left, or changed in the checkpoint, is added to what they say."""
+    from megatron.bridge import AutoBridge
+
+    checkpoint, cut = root / "new", Path(shutil.copytree(root / "new", root / "cut"))
+    for payload in cut.rglob("*.distcp"):
+        payload.write_bytes(payload.read_bytes()[:-1])
+    before, found = content(checkpoint), dict[str, Any]()
+
+    def export(what: str, to: str = "deep/exported", model: Path = source, of: Path = checkpoint) -> None:
+        names = sorted(path.name for path in root.iterdir())
+        line = ("--hf-model", str(model), "--megatron-path", str(of), "--hf-path", str(root / to))
+        code, out, error = said("export", *line)
+        left = set(root.iterdir()) - {root / name for name in names}
+        wrong = [*map(str, left), *([] if content(checkpoint) == before else ["the checkpoint is another"])]
+        found[f"export: {what}"] = code, out, error + "".join(f"\n{one}" for one in wrong)
+
+    export("cut shard", of=cut)
+    export("another architecture", model=root / "other")
+    export("below a file", "whole/config.json/exported")
+    with patch.object(AutoBridge, "save_hf_pretrained", side_effect=KeyboardInterrupt):
+        export("interrupted")
+    (root / "disk").mkdir()
+    if not subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", root / "disk"], check=False).returncode:
+        export("full disk", "disk/deep/exported")
+        found["export: full disk"] += ([path.name for path in (root / "disk").iterdir()],)
+        subprocess.run(["umount", "-l", root / "disk"], check=True)
     return found
+
+
+def content(root: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
 def test_wrong_inputs_are_one_named_line_and_leave_nothing(bridge_ranks: RankPool, tmp_path: Path) -> None:
     [found] = bridge_ranks.run(of_wrong_inputs, str(tmp_path), ranks=1)
     assert found.pop("again")[0] == 0
+    code, _, left = found.pop("export: interrupted")
+    assert (code, left) == (130, "")
+    if full := found.pop("export: full disk", None):
+        code, _, error, left = full
+        assert (code, left) == (1, [])
+        assert re.match("StorageError: .*exporting to .*/disk/deep/exported.*No space left.*storage", error), error
+    assert found["export: cut shard"][2].startswith("DamagedCheckpointError: ")
+    assert "exporting to " in found["export: below a file"][2]
+    assert "number of parameters" not in found["export: below a file"][1], "before the model is built"
     for what, (code, _, error) in found.items():
         assert code in (1, 2), (what, error)
         assert len(error.splitlines()) == 1, (what, error)

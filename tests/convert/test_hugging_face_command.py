@@ -105,11 +105,17 @@ def model(tmp_path: Path) -> str:
             "a checkpoint in the format",
         ),
         ("export --hf-model {0}/model --megatron-path {0}/none --hf-path {0}", "ConfigurationError", "new, or empty"),
+        ("export --hf-model {0}/model --megatron-path {0}/none --hf-path memory://new", "Configuration", "file system"),
+        ("export --hf-model {0}/model --megatron-path {0}/none --hf-path=", "ConfigurationError", "an empty path"),
+        ("export --hf-model= --megatron-path {0}/none --hf-path {0}/new", "ConfigurationError", "an empty path"),
+        ("import --hf-model= --megatron-path {0}/new", "ConfigurationError", "an empty path"),
+        ("import --hf-model {0}/model --megatron-path=", "ConfigurationError", "an empty path"),
     ],
 )
 def test_mistakes_are_named_in_one_line_before_anything_is_imported(
-    line: str, error: str, says: str, model: str, tmp_path: Path
+    line: str, error: str, says: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path / "model")  # which an empty path would be
     code, printed = called(*line.format(tmp_path).split())
     assert code == 2
     assert printed.startswith(error)

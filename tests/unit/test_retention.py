@@ -267,6 +267,13 @@ def test_a_reader_that_may_not_write_reads_without_protection(root: Path, monkey
         assert not being_read(root / "iter_0000010")
 
 
+def test_what_lies_aside_is_read_under_a_lease_all_the_same(root: Path) -> None:
+    """A removal looks a second time then, and moves it back for its reader."""
+    (root / "iter_0000010").rename(root / ".replaced-iter_0000010-0123456789ab")
+    with reading(root / "iter_0000010"):
+        assert being_read(root / "iter_0000010")
+
+
 def test_nothing_is_marked_where_there_is_nothing(root: Path) -> None:
     with reading(root / "iter_0000099"), reading(root / "iter_0000010", enabled=False):
         assert list(root.glob(".reading-*")) == []
@@ -322,7 +329,10 @@ def test_what_a_save_puts_in_its_place_meanwhile_stays(root: Path, monkeypatch: 
     assert not list(root.glob(".deleted-*"))
 
 
-@pytest.mark.parametrize("meanwhile", ["a reader", "a tracker that names it", "a tracker that is illegible"])
+MEANWHILE = ["a reader", "a tracker that names it", "a tracker that is illegible", "newer ones go"]
+
+
+@pytest.mark.parametrize("meanwhile", MEANWHILE)
 def test_what_speaks_for_it_after_the_last_look_brings_it_back(
     meanwhile: str, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -338,6 +348,9 @@ def test_what_speaks_for_it_after_the_last_look_brings_it_back(
                 (root / ".reading-iter_0000020-0123456789ab").touch()
             elif meanwhile == "a tracker that names it":
                 tracker.write_text("20")
+            elif meanwhile == "newer ones go":
+                for number in (40, 50):
+                    shutil.rmtree(root / f"iter_{number:07d}")
             else:
                 tracker.symlink_to("gone")
         return said
@@ -348,7 +361,7 @@ def test_what_speaks_for_it_after_the_last_look_brings_it_back(
             prune(root, 1)
         assert synced == [root], "moved back for good"
     else:
-        assert numbers(prune(root, 1)) == [10, 40]
+        assert numbers(prune(root, 1)) == ([10] if meanwhile == "newer ones go" else [10, 40])
     assert (root / "iter_0000020" / "manifest.json").is_file()
     assert not [path for mark in (".deleted-*", ".replaced-*") for path in root.glob(mark)]
 

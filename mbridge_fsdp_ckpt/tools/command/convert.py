@@ -138,7 +138,7 @@ def export(
     with _one_voice(), inside(Door.EXPORT):
         _check_format(ckpt_format, (FORMAT_NAME, STOCK_FORMAT))
         _check_sizes(tp, cp, ep, etp)
-        model, target = _hugging_face(hf_model), Path(hf_path).expanduser()
+        model, target = _hugging_face(hf_model), _on_a_file_system(hf_path)
         _check_is_new(target)
         directory = _checkpoint(megatron_path)
         be_quiet()
@@ -195,6 +195,9 @@ def _check_sizes(tp: int, cp: int, ep: int, etp: int | None) -> None:
 
 
 def _hugging_face(place: str) -> str:
+    from mbridge_fsdp_ckpt.io.store import called
+
+    called(place)  # an empty one would be the working directory
     directory = Path(place).expanduser()
     if (directory / "config.json").is_file():
         return str(directory)
@@ -207,6 +210,19 @@ def _hugging_face(place: str) -> str:
         remedy="Give the model's directory, or its name on the Hub, as --hf-model.",
         key=place,
     )
+
+
+def _on_a_file_system(place: str) -> Path:
+    from mbridge_fsdp_ckpt.io.store import as_path, store_of
+
+    target = store_of(as_path(str(Path(place).expanduser()) if place.startswith("~") else place)).local
+    if target is None:
+        raise ConfigurationError(
+            expected="a directory on a file system as --hf-path",
+            found=place,
+            remedy="Megatron-Bridge writes Hugging Face files there alone: export to a directory, and copy that.",
+        )
+    return target
 
 
 def _check_is_new(target: AnyPath) -> None:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +68,14 @@ def check_free(target: AnyPath, source: AnyPath) -> None:
         remedy=f"Give the iteration directory to be made, such as {other}; nothing is ever overwritten.",
         key=str(target),
     )
+
+
+def remove_empty(folders: Iterable[AnyPath]) -> None:
+    """Remove folders that were made on the way to the destination, and that have nothing in them."""
+    for folder in folders:
+        with suppress(FileNotFoundError):  # another rank was faster
+            if folder.is_dir() and not any(folder.iterdir()):
+                folder.rmdir()
 
 
 @dataclass(frozen=True, slots=True)

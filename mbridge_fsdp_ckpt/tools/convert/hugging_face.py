@@ -26,9 +26,12 @@ from mbridge_fsdp_ckpt.integrations.bridge.process_group import job
 from mbridge_fsdp_ckpt.integrations.bridge.without_gpu import as_if_there_was_one
 from mbridge_fsdp_ckpt.io.store import AnyPath
 from mbridge_fsdp_ckpt.tools.convert.accounting import check_files, fill, left_out
+from mbridge_fsdp_ckpt.tools.convert.destination import remove_empty
 from mbridge_fsdp_ckpt.versions import require
 
 _HALF = (torch.bfloat16, torch.float16)
+_STORAGE = "that the model's files can be read, and the storage that is written to (space, permissions, quota)"
+_VERSIONS = "the model's files, and the versions that are installed"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -101,7 +104,7 @@ def import_model(source: Source, sizes: Sizes, directory: AnyPath, *, strict: bo
     from megatron.bridge.training.model_load_save import save_megatron_model
 
     register()
-    with job(), _errors_named("importing", source.place):
+    with job(), _errors_named(f"importing to {directory}", source.place):
         bridge, model = _build(source, sizes)
         unread = fill(bridge, model, strict=strict)
         save_megatron_model(
@@ -132,7 +135,7 @@ def export_model(source: Source, sizes: Sizes, directory: AnyPath, target: str, 
         CheckpointError: The load failed, the same on every rank.
     """
     register()
-    with job(), _errors_named("exporting", source.place), appearing(Path(target).absolute()) as place:
+    with job(), _errors_named(f"exporting to {target}", source.place), appearing(Path(target).absolute()) as place:
         bridge, model = _build(source, sizes)
         absent = load_plain(directory, [model], strict=files.strict)
         if source.dtype != torch.float32:
@@ -159,11 +162,12 @@ def _errors_named(doing: str, place: str) -> Iterator[None]:
     except CheckpointError:
         raise
     except Exception as error:
-        kind = StorageError if isinstance(error, OSError) else ConfigurationError
+        of_storage = isinstance(error, OSError) or "(os error " in str(error)  # as safetensors tells of the latter
+        kind, check = (StorageError, _STORAGE) if of_storage else (ConfigurationError, _VERSIONS)
         raise kind(
             expected=f"{doing} with the installed Megatron-Bridge to succeed",
             found=f"{type(error).__name__}: {in_one_line(error)}",
-            remedy="Nothing is left of it. Check the model's files, and the versions that are installed.",
+            remedy=f"Nothing is left of it. Check {check}.",
             key=place,
         ) from error
 
@@ -174,20 +178,37 @@ def appearing(target: Path) -> Iterator[Path]:
 
     It is beside the target; in it where that is there, for that may be a file system of its own.  All ranks enter and
     leave; the target is new, or empty.
+
+    Raises:
+        OSError: It cannot be made: said before anything is read, and on all ranks.
     """
     name = beside(STAGING, target.name)
-    places = [target / name if target.is_dir() else target.with_name(name)]
-    dist.broadcast_object_list(places)
-    [place] = places
+    place = target / name if target.is_dir() else target.with_name(name)
+    missing = [folder for folder in place.parents if not folder.exists()]
+    made: list[tuple[Path, OSError | None]] = [(place, _made(place) if dist.get_rank() == 0 else None)]
+    dist.broadcast_object_list(made)
+    [(place, error)] = made
     try:
+        if error is not None:
+            raise error
         yield place
         dist.barrier()
         if dist.get_rank() == 0:
             _move(place, target)
     except BaseException:
         shutil.rmtree(place, ignore_errors=True)
+        remove_empty(missing)
         raise
     dist.barrier()
+
+
+def _made(place: Path) -> OSError | None:
+    """Make a directory; what the storage refused."""
+    try:
+        place.mkdir(parents=True)
+    except OSError as error:
+        return error
+    return None
 
 
 def _move(place: Path, target: Path) -> None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,7 +28,7 @@ from mbridge_fsdp_ckpt.opening import REMEDIES, kind_of
 from mbridge_fsdp_ckpt.remedies import remedy
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.tools.convert.description import Description
-from mbridge_fsdp_ckpt.tools.convert.destination import check_free, open_destination, publish
+from mbridge_fsdp_ckpt.tools.convert.destination import check_free, open_destination, publish, remove_empty
 from mbridge_fsdp_ckpt.tools.convert.other_files import carry_over, other_files
 from mbridge_fsdp_ckpt.tools.convert.rewrite import Chunks, Rewriting, Shares, rewrite
 from mbridge_fsdp_ckpt.tools.convert.torch_dist.reader import TORCH_DIST
@@ -119,7 +119,7 @@ def job_of[S: CheckpointSource](
             yield Job(directory, opened, target, report, alive, progress)
         except BaseException as error:
             if is_local(target):
-                _remove_empty(missing)
+                remove_empty(missing)
             if isinstance(error, OSError):
                 raise describe_unexpected(error, rank=None, doing=f"converting {directory} to {target}") from error
             raise
@@ -135,13 +135,6 @@ def _check_is_torch_dist(directory: AnyPath) -> None:
             remedy=remedy(*_REMEDIES_HERE.get(kind, REMEDIES.get(kind, ()))),
             key=str(directory),
         )
-
-
-def _remove_empty(folders: Iterable[AnyPath]) -> None:
-    """Remove folders that were made on the way to the destination."""
-    for folder in folders:
-        if folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()
 
 
 def write_safe(

@@ -81,7 +81,7 @@ class Line:
         return (2 * before * rows + length) // (2 * length)
 
 
-type _Holders = tuple[bool, tuple[str, ...], int, int]
+type _Holders = tuple[bool, tuple[str, ...] | tuple[int, ...], int, int]
 """What tells apart the sets of ranks that hold the same: see `_holders`."""
 
 

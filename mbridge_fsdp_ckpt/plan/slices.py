@@ -22,9 +22,9 @@ from functools import cached_property
 from typing import Any
 
 from mbridge_fsdp_ckpt.families.declaration import Claim, Segment
-from mbridge_fsdp_ckpt.plan.boxes import Box, FlatRange, Shape, boxes_of, whole
+from mbridge_fsdp_ckpt.plan.boxes import Box, FlatRange, Shape, whole
 from mbridge_fsdp_ckpt.plan.keys import MODEL_PREFIX, slot_key
-from mbridge_fsdp_ckpt.plan.layout import Axis, ParameterLayout
+from mbridge_fsdp_ckpt.plan.layout import Axis, HeldBox, ParameterLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,11 @@ class Slice:
     def is_origin(self) -> bool:
         """Whether it holds the component's first element, or would: exactly one writer's slice does."""
         return not any(self.box.offset) and (self.box.volume > 0 or not math.prod(self.component.global_shape))
+
+    @property
+    def has_elements(self) -> bool:
+        """Whether it stands for elements, or for a tensor that has none; not for a parameter's numbers alone."""
+        return self.box.volume > 0 or self.is_origin
 
     @property
     def rows(self) -> int:
@@ -193,13 +198,14 @@ def _identity(segment: Segment) -> tuple[str, str]:
 def _slices(layout: ParameterLayout, strands: tuple[_Strand, ...]) -> Iterator[Slice]:
     if not math.prod(layout.local_shape):
         yield from _empty_slices(layout, strands)
-    for outer, part in boxes_of(layout.flat, layout.local_shape):
-        held = part.shift(-layout.flat.start)
+    elif layout.box_set is not None and not layout.box_set.boxes:
+        yield _numbers_alone(layout, strands[0].component)
+    for held in layout.held():
         for strand in strands:
-            common = outer.intersect(strand.source)
+            common = held.box.intersect(strand.source)
             if common is None:
                 continue
-            source, shape, inner = _place(common, outer, held)
+            source, shape, inner = _place(common, held)
             writes = _writes(layout, strand.component, layout.replica)
             box = _to_global(_moved(common, strand), strand, layout)
             yield Slice(strand.component, box, source, shape, inner, layout.replica, writes)
@@ -214,16 +220,23 @@ def _empty_slices(layout: ParameterLayout, strands: tuple[_Strand, ...]) -> Iter
         yield Slice(component, box, FlatRange(0, 0), box.size, box, replica, writes)
 
 
+def _numbers_alone(layout: ParameterLayout, component: Component) -> Slice:
+    """A DTensor's optimizer keeps state of an empty shard, too: no elements, but a step counter."""
+    nothing = whole((0,) * len(component.global_shape))
+    return Slice(component, nothing, FlatRange(0, 0), nothing.size, nothing, layout.replica, writes=False)
+
+
 def _writes(layout: ParameterLayout, component: Component, replica: Axis) -> bool:
     return not layout.is_copy and replica.index == owner(component.name_of(layout.key), replica.count)
 
 
-def _place(common: Box, outer: Box, held: FlatRange) -> tuple[FlatRange, Shape, Box]:
-    """Where a block of `outer`, held in a flat range, lies: part of the range, its shape, the block in it."""
-    inner = Box(tuple(a - b for a, b in zip(common.offset, outer.offset, strict=True)), common.size)
-    if common.size[1:] != outer.size[1:]:
-        return held, outer.size, inner
-    first = held.start + (inner.offset[0] * math.prod(common.size[1:]) if common.size else 0)
+def _place(common: Box, held: HeldBox) -> tuple[FlatRange, Shape, Box]:
+    """Where a block of a held box lies: part of the flattened local tensor, its shape, the block in it."""
+    moved = zip(common.offset, held.box.offset, held.inner.offset, strict=True)
+    inner = Box(tuple(a - b + c for a, b, c in moved), common.size)
+    if common.size[1:] != held.outer[1:]:
+        return held.source, held.outer, inner
+    first = held.source.start + (inner.offset[0] * math.prod(common.size[1:]) if common.size else 0)
     return FlatRange(first, first + common.volume), common.size, whole(common.size)
 
 

@@ -256,7 +256,7 @@ def _measured(format_name: str, meter: Meter, report: RankReport) -> Iterator[No
     from megatron.bridge.training import checkpointing, setup
 
     from mbridge_fsdp_ckpt.coordination.coordination import Coordination
-    from mbridge_fsdp_ckpt.loading import fill
+    from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import MegatronFsdpReader
     from mbridge_fsdp_ckpt.saving import snapshot
     from mbridge_fsdp_ckpt.saving.write_plan import PlanComparison
 
@@ -277,7 +277,7 @@ def _measured(format_name: str, meter: Meter, report: RankReport) -> Iterator[No
         ("preparation", snapshot, snapshot.observe),
         ("preparation", snapshot, snapshot.plan_save),
         ("preparation", PlanComparison, PlanComparison.message),
-        ("gather", fill, fill.refresh),
+        ("gather", MegatronFsdpReader, MegatronFsdpReader.refresh),
     ]
     for part, owner, function in parts:
         patches.set(owner, function.__name__, meter.part(part, function))

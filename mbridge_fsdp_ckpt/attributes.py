@@ -8,14 +8,16 @@ from __future__ import annotations
 
 ATTRIBUTES: dict[str, dict[str, str]] = {
     "a MegatronFSDP module": {
-        "live/readers/megatron_fsdp.py": "get_distributed_index param_and_grad_buffer",
-        "live/topology.py": (
+        "live/readers/megatron_fsdp/layouts.py": "get_distributed_index param_and_grad_buffer",
+        "live/readers/megatron_fsdp/parallel.py": (
             "ddp_config.data_parallel_sharding_strategy ddp_config.num_distributed_optimizer_instances"
         ),
-        "loading/fill.py": "install_optimized_model_weights synchronize_param_gather start_param_sync",
+        "live/readers/megatron_fsdp/reader.py": (
+            "install_optimized_model_weights synchronize_param_gather start_param_sync"
+        ),
     },
     "a parameter of Megatron-FSDP": {
-        "live/readers/megatron_fsdp.py": "orig_param megatron_fsdp_dist_index.tp_dim",
+        "live/readers/megatron_fsdp/layouts.py": "orig_param megatron_fsdp_dist_index.tp_dim",
         "live/mesh.py": (
             "megatron_fsdp_dist_index.dp_shard_dim megatron_fsdp_dist_index.dp_outer_dim megatron_fsdp_dist_index."
             "use_hybrid_fsdp megatron_fsdp_dist_index.hsdp_outer_dp_shard megatron_fsdp_dist_index.get_root_mesh"

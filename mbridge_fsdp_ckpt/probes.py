@@ -12,6 +12,8 @@ from typing import Literal
 
 Need = Literal[
     "save and load",
+    "Megatron-FSDP",
+    "DTensors",
     "corrections",
     "FP8 state",
     "random states",
@@ -62,16 +64,25 @@ _TOUCHED: dict[Need, dict[str, dict[str, str]]] = {
         "live/optimizer/base.py": {
             "torch.distributed.tensor": "DTensor.from_local(device_mesh,placements,shape,stride)",
         },
-        "live/topology.py": {
+    },
+    "DTensors": {
+        "live/readers/dtensor.py": {
+            "torch.distributed.fsdp": "FSDPModule.reshard",
+            "torch.distributed.tensor": "DTensor Replicate Shard",
+            "torch.distributed.tensor.placement_types": "_StridedShard",
+        },
+        "live/readers/holders.py": {"torch.distributed.device_mesh": "DeviceMesh._get_root_mesh"},
+    },
+    "Megatron-FSDP": {
+        "live/readers/megatron_fsdp/parallel.py": {
             "megatron.core.parallel_state": (
                 "model_parallel_is_initialized get_tensor_model_parallel_rank "
                 "get_tensor_model_parallel_world_size get_pipeline_model_parallel_rank "
                 "get_pipeline_model_parallel_world_size get_context_parallel_rank "
                 "get_context_parallel_world_size get_expert_model_parallel_rank "
-                "get_expert_model_parallel_world_size get_expert_tensor_parallel_rank "
-                "get_expert_tensor_parallel_world_size get_expert_data_parallel_rank "
-                "get_expert_data_parallel_world_size get_data_parallel_rank(with_context_parallel) "
-                "get_data_parallel_world_size(with_context_parallel)"
+                "get_expert_model_parallel_world_size get_expert_tensor_parallel_world_size "
+                "get_data_parallel_rank "
+                "get_data_parallel_world_size"
             ),
         },
     },

@@ -6,6 +6,7 @@ Dense parameters and experts have a mesh each; both are asked of `FSDPDistribute
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import reduce
 from typing import Any, Literal
 
@@ -36,16 +37,19 @@ def replicated_along(index: Any, context: ParameterContext, *, is_cut: bool, is_
     return replicated
 
 
-def replica_along(index: Any, dimensions: list[Dimension], *, expert: bool) -> tuple[Axis, tuple[str, ...]]:
+def replica_along(
+    index: Any, dimensions: list[Dimension], expert_parallel: Callable[[], Axis], *, expert: bool
+) -> tuple[Axis, tuple[str, ...]]:
     """This rank's place among those along some dimensions, and what the mesh calls these.
 
     Args:
         index: Megatron-FSDP's `FSDPDistributedIndex`.
         dimensions: The slowest changing first.
+        expert_parallel: Tells this rank's place along expert parallelism, which no mesh has.
         expert: Whether it is an expert's.
     """
     names = _names_of(index)
-    places = [_expert_parallel() if d == "expert" else axis_of(index, names[d], expert=expert) for d in dimensions]
+    places = [expert_parallel() if d == "expert" else axis_of(index, names[d], expert=expert) for d in dimensions]
     return combined(places), tuple(name for d in dimensions if (name := names.get(d)) is not None)
 
 
@@ -71,12 +75,6 @@ def peers(fsdp_module: Any, along: tuple[str, ...], *, expert: bool, whole: bool
     places = zip(mesh.mesh_dim_names, mesh.get_coordinate(), strict=True)
     found = mesh.mesh[tuple(slice(None) if name in free else at for name, at in places)]
     return sorted(found.flatten().tolist())
-
-
-def _expert_parallel() -> Axis:
-    from megatron.core import parallel_state
-
-    return Axis(parallel_state.get_expert_model_parallel_rank(), parallel_state.get_expert_model_parallel_world_size())
 
 
 def axis_of(index: Any, dim_name: str | None, *, expert: bool) -> Axis:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from mbridge_fsdp_ckpt.families.wrapping import unwrapped
-from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import EXTRA_STATE, naming_of, whole_layout
+from mbridge_fsdp_ckpt.live.readers.protocol import EXTRA_STATE, Reader
 from mbridge_fsdp_ckpt.plan.layout import ParameterLayout
 from mbridge_fsdp_ckpt.plan.slices import ParameterPlan, plan_parameter
 
@@ -55,15 +55,16 @@ def is_nothing(value: Any) -> bool:
     return value is None or (isinstance(value, io.BytesIO) and value.getbuffer().nbytes == 0)
 
 
-def keys_of(module: Any, plans: Iterable[ParameterPlan]) -> list[tuple[str, Any]]:
+def keys_of(reader: Reader, plans: Iterable[ParameterPlan]) -> list[tuple[str, Any]]:
     """Every module that may keep such state, each once, with the key of it.
 
     Args:
-        module: A `MegatronFSDP` module.
+        reader: Of the model.
         plans: Of its parameters.
     """
-    naming, root = naming_of(module), _root(plans)
-    named = [(_as_in_state_dict(name, root), part) for name, part in module.named_modules() if _keeps(type(part))]
+    naming, root = reader.naming, _root(plans)
+    modules = reader.module.named_modules()
+    named = [(_as_in_state_dict(name, root), part) for name, part in modules if _keeps(type(part))]
     return [(naming.on_disk(f"{name}.{EXTRA_STATE}".lstrip("."), root), part) for name, part in named]
 
 
@@ -83,15 +84,15 @@ def _as_in_state_dict(name: str, root: str) -> str:
     return ".".join(path[len(above) :] if path[: len(above)] == above else path)
 
 
-def plan_of(key: str, shape: Sequence[int], module: Any) -> ParameterPlan:
+def plan_of(key: str, shape: Sequence[int], reader: Reader) -> ParameterPlan:
     """The plan of a tensor that all ranks have which have a module: the same object for the same layout.
 
     Args:
         key: Its key.
         shape: Its shape.
-        module: A `MegatronFSDP` module.
+        reader: Of the model.
     """
-    return _plan(whole_layout(tuple(shape), key, module, naming_of(module).stages))
+    return _plan(reader.whole(key, tuple(shape)))
 
 
 @lru_cache(maxsize=1 << 12)

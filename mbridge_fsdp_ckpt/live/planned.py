@@ -1,7 +1,7 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """The plans of a model's tensors.
 
-Planning is arithmetic, and its result is kept for as long as all stands that it was made from (`structure`); tensors
+Planning is arithmetic, and its result is kept for as long as all stands that it was made from (`Look.marks`); tensors
 are looked up anew each time.
 """
 
@@ -9,24 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 
+from mbridge_fsdp_ckpt.families.declaration import Family
 from mbridge_fsdp_ckpt.families.hidden import refuse_hidden
 from mbridge_fsdp_ckpt.families.registry import default_registry
-from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import ModelParameter, local_shard, model_parameters, tensors_of
+from mbridge_fsdp_ckpt.live.readers.choice import reader_for
+from mbridge_fsdp_ckpt.live.readers.protocol import Job, ModelParameter, Reader
 from mbridge_fsdp_ckpt.live.refusals import refuse_unreadable
-from mbridge_fsdp_ckpt.live.structure import (
-    JobMarks,
-    Place,
-    Structure,
-    found_at,
-    marks_of_job,
-    parts_of,
-    places_of,
-    structure_of,
-)
+from mbridge_fsdp_ckpt.live.tensors import local_shard
 from mbridge_fsdp_ckpt.plan.shares import shared_out
 from mbridge_fsdp_ckpt.plan.slices import ParameterPlan, plan_parameter
 
@@ -83,54 +76,39 @@ class _Known(NamedTuple):
 
     Args:
         job: What plans depend on beside the model.
-        parts: The module and all below it.
+        families: Those that may claim a parameter.
         marks: What names, layouts and the choice of tensors depend on.
-        places: Where the tensors lie; None where that is not known of one.
         plans: Of each tensor, and whether it is a buffer.
     """
 
-    job: JobMarks
-    parts: list[ref[Any]]
-    marks: list[list[Any]]
-    places: list[Place] | None
+    job: Job
+    families: tuple[Family, ...]
+    marks: list[Any]
     plans: tuple[tuple[ParameterPlan, bool], ...]
-
-    def still(self, module: Any, job: JobMarks) -> Structure | None:
-        """The model's structure, if the plans would be made alike of what it is now."""
-        parts = [part() for part in self.parts]
-        if job != self.job or any(part is None for part in parts):
-            return None
-        structure = structure_of(module, parts)
-        return structure if structure.marks == self.marks else None
 
 
 _known: WeakKeyDictionary[object, _Known] = WeakKeyDictionary()
 
 
-def plan_model(module: Any) -> list[Planned]:
-    """Plan every parameter and persistent buffer of a `MegatronFSDP` module; not twice while its structure stands.
+def plan_model(model: Any) -> list[Planned]:
+    """Plan every parameter and persistent buffer of a model; not twice while its structure stands.
 
     Raises:
-        LayoutError, FamilyError: See `model_parameters`, `FamilyRegistry`.
+        ConfigurationError, LayoutError, FamilyError: See `reader_for`, `Reader`, `FamilyRegistry`.
     """
-    return plan_with_parts(module, marks_of_job())[0].each()
+    return plan_with_parts(reader_for(model))[0].each()
 
 
-def plan_with_parts(module: Any, job: JobMarks) -> tuple[PlannedTensors, list[Any]]:
-    """The same, in the job as it is now, and the module with all below it: see `parts_of`."""
-    known = _known.get(module)
-    structure = known.still(module, job) if known is not None else None
-    if known is not None and structure is not None and known.places is not None:
-        return PlannedTensors(known.plans, found_at(known.places, structure)), structure.parts
-    tensors = list(tensors_of(module).values())
-    if known is None or structure is None:
-        structure = structure_of(module, parts_of(module))
-        places, plans = places_of(structure, tensors), tuple(_plans(model_parameters(module)))
-        parts = list(map(ref, structure.parts))
-        known = _Known(job, parts, structure.marks, places, plans)
-        if structure.parameters:
-            _known[module] = known
-    return PlannedTensors(known.plans, tensors), structure.parts
+def plan_with_parts(reader: Reader) -> tuple[PlannedTensors, list[Any]]:
+    """The same of a model that a reader reads, and the modules that it is made of."""
+    look, families = reader.look(), default_registry().families
+    known = _known.get(reader.module)
+    if known is not None and (known.job, known.families) == (reader.job, families) and known.marks == look.marks:
+        return PlannedTensors(known.plans, look.tensors), look.parts
+    plans = tuple(_plans(reader.layouts()))
+    if look.marks is not None:
+        _known[reader.module] = _Known(reader.job, families, look.marks, plans)
+    return PlannedTensors(plans, look.tensors), look.parts
 
 
 def _plans(tensors: list[ModelParameter]) -> Iterator[tuple[ParameterPlan, bool]]:
@@ -140,10 +118,10 @@ def _plans(tensors: list[ModelParameter]) -> Iterator[tuple[ParameterPlan, bool]
     them has a writer of its own (`plan.slices.owner`).
     """
     plans = list(map(_plan, tensors))
-    parameters = [(plan, tensor) for plan, tensor in zip(plans, tensors, strict=True) if tensor.context is not None]
+    parameters = [(plan, tensor) for plan, tensor in zip(plans, tensors, strict=True) if not tensor.is_buffer]
     shared = iter(shared_out([plan for plan, _ in parameters], [tensor.bytes_per_element for _, tensor in parameters]))
     for plan, tensor in zip(plans, tensors, strict=True):
-        yield (plan, True) if tensor.context is None else (next(shared), False)
+        yield (plan, True) if tensor.is_buffer else (next(shared), False)
 
 
 def _plan(parameter: ModelParameter) -> ParameterPlan:

@@ -34,6 +34,11 @@ def refuse_second_version(model: Any) -> None:
         )
 
 
+def described(model: Any) -> str:
+    """What a caller passed as a model."""
+    return type(model).__name__ + (f" of {len(model)}" if isinstance(model, list | tuple) else "")
+
+
 def refuse_strangers(fsdp_module: Any, known: tuple[Parameters, Parameters]) -> None:
     """Refuse parameters that Megatron-FSDP does not know: neither shards, nor optimizer, nor gradients have them.
 

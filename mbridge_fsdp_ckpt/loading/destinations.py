@@ -11,8 +11,8 @@ import torch
 from mbridge_fsdp_ckpt.errors import InternalError, UnsupportedStateError
 from mbridge_fsdp_ckpt.io.host_bytes import byte_row
 from mbridge_fsdp_ckpt.io.ranges import Place
-from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import storage_of
 from mbridge_fsdp_ckpt.live.refusals import refuse_unreadable
+from mbridge_fsdp_ckpt.live.tensors import storage_of
 from mbridge_fsdp_ckpt.plan.boxes import Box, whole
 from mbridge_fsdp_ckpt.plan.slices import Component, ParameterPlan, Slice
 

@@ -36,7 +36,7 @@ from mbridge_fsdp_ckpt.errors import (
 )
 from mbridge_fsdp_ckpt.format.source import StoredChunk
 from mbridge_fsdp_ckpt.io.checksums import digest
-from mbridge_fsdp_ckpt.live.replicas import Ranks
+from mbridge_fsdp_ckpt.live.readers.protocol import Ranks
 from mbridge_fsdp_ckpt.loading.connections import connected, gather
 from mbridge_fsdp_ckpt.loading.opened import Opened
 from mbridge_fsdp_ckpt.loading.sharing import ALIGNED, SharedBlock, Sharing, blocks, rounds

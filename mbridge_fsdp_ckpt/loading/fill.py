@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -15,7 +14,7 @@ from mbridge_fsdp_ckpt.errors import InternalError
 from mbridge_fsdp_ckpt.format.source import StoredChunk
 from mbridge_fsdp_ckpt.io.progress import Progress
 from mbridge_fsdp_ckpt.io.ranges import Arena, Scratch
-from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import local_shard, storage_of
+from mbridge_fsdp_ckpt.live.tensors import local_shard, storage_of
 from mbridge_fsdp_ckpt.loading import aliases, state
 from mbridge_fsdp_ckpt.loading.destinations import Targets, add_targets, refuse_copy
 from mbridge_fsdp_ckpt.loading.exchange import Exchange
@@ -89,7 +88,7 @@ def prepare(opened: Opened, coordination: Coordination, *, shared: bool, phases:
         KeyMismatchError: Keys that fill the same memory have other values.
     """
     weights: Targets = defaultdict(list)
-    held = {storage_of(buffer) for buffer in opened.module.buffers()}
+    held = {storage_of(buffer) for buffer in opened.reader.module.buffers()}
     for item in opened.planned:
         if item.is_buffer:
             refuse_copy(item.tensor, held, item.plan.layout.key)
@@ -225,10 +224,3 @@ class _Filling:
                         remedy="Report it with the layouts of the save and of this job.",
                         key=key,
                     )
-
-
-def refresh(module: Any) -> None:
-    """Make loaded main weights the compute weights, as a `MegatronFSDP` module does after an optimizer step."""
-    module.install_optimized_model_weights()
-    module.synchronize_param_gather()
-    module.start_param_sync()

@@ -22,10 +22,10 @@ from mbridge_fsdp_ckpt.live.local_shards import KeyFilter, OptimizerPart, holds_
 from mbridge_fsdp_ckpt.live.optimizer.adapters import grouped
 from mbridge_fsdp_ckpt.live.optimizer.base import STEP, Hyperparameters, SlotSpec
 from mbridge_fsdp_ckpt.live.optimizer.torch_optimizer import not_of
-from mbridge_fsdp_ckpt.live.planned import Planned, plan_model
-from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import find_fsdp_module
-from mbridge_fsdp_ckpt.live.replicas import Peers, ranks_with_copies
-from mbridge_fsdp_ckpt.live.topology import coordinates
+from mbridge_fsdp_ckpt.live.planned import Planned, plan_with_parts
+from mbridge_fsdp_ckpt.live.readers.choice import reader_for
+from mbridge_fsdp_ckpt.live.readers.protocol import Reader
+from mbridge_fsdp_ckpt.live.replicas import ranks_with_copies
 from mbridge_fsdp_ckpt.loading.match import WITHOUT_STATE, LiveState, Match, check_coverage, covered
 from mbridge_fsdp_ckpt.loading.own_state import OwnState
 from mbridge_fsdp_ckpt.loading.renaming import under_new_names
@@ -74,7 +74,7 @@ class Opened:
     """A checkpoint that fits this rank; its bytes are read by `fill`.
 
     Args:
-        module: The model's `MegatronFSDP` module.
+        reader: Of the model.
         planned: What of it is loaded.
         chunks: Where each needed key lies.
         parts: The optimizer's, over the parameters that are loaded.
@@ -90,7 +90,7 @@ class Opened:
 
     source: CheckpointSource
     settings: Settings
-    module: Any
+    reader: Reader
     include: KeyFilter | None
     planned: list[Planned]
     parts: list[OptimizerPart]
@@ -143,12 +143,12 @@ def open_and_match(directory: AnyPath, wanted: Wanted, settings: Settings, coord
     recover(directory)
     source = open_checkpoint(directory, near=[coordination.rank])
     _check_families(source, settings)  # before the model is planned: it would miss them, too
-    module = find_fsdp_module(wanted.model)
-    everything = plan_model(module)
-    source.look_near(ranks_with_copies(Peers(module), (item.plan for item in everything), coordination.rank))
+    reader = reader_for(wanted.model)
+    everything = plan_with_parts(reader)[0].each()
+    source.look_near(ranks_with_copies(reader.peers, (item.plan for item in everything), coordination.rank))
     source = under_new_names(source, [item.plan for item in everything])
-    own = OwnState.find(module, [item.plan for item in everything], source)
-    opened = _wanted_of(source, wanted, settings, module, everything, own)
+    own = OwnState.find(reader, [item.plan for item in everything], source)
+    opened = _wanted_of(source, wanted, settings, reader, everything, own)
     match = _match(opened, everything=False)
     if not match.fits:
         match = _match(opened, everything=True)
@@ -162,7 +162,7 @@ def open_and_match(directory: AnyPath, wanted: Wanted, settings: Settings, coord
     check_coverage(opened.needed, opened.chunks)
     if opened.with_weights:
         extra = own.restorations(opened.chunks, match.needed, source, verify=opened.verified)
-        opened.scaling = [*restorations(module, source.states), *extra]
+        opened.scaling = [*restorations(reader, source.states), *extra]
     if coordination.rank == 0:
         check_other_files(source.metadata, content=opened.verified, progress=coordination.heartbeat)
     return opened
@@ -172,7 +172,7 @@ def _wanted_of(
     source: CheckpointSource,
     wanted: Wanted,
     settings: Settings,
-    module: Any,
+    reader: Reader,
     everything: list[Planned],
     own: OwnState,
 ) -> Opened:
@@ -183,7 +183,7 @@ def _wanted_of(
     opened = Opened(
         source,
         settings,
-        module,
+        reader,
         include,
         planned=[item for item in kept if include is None or include(item.plan.layout.key)],
         parts=all_parts if include is None else [part.only(include) for part in all_parts],
@@ -310,7 +310,7 @@ def _same(one: object, other: object) -> bool:
 
 def records_of(opened: Opened) -> tuple[RankRecord | None, RankRecord | None]:
     """The record saved at this rank's coordinates, and one of its (pipeline, tensor) place."""
-    return opened.source.near(coordinates())
+    return opened.source.near(opened.reader.job.place)
 
 
 def topology_of(source: CheckpointSource) -> Mapping[str, int | str]:

@@ -26,6 +26,7 @@ from mbridge_fsdp_ckpt.format.values import decode
 from mbridge_fsdp_ckpt.io.files import malformed, parse_json
 from mbridge_fsdp_ckpt.live.own_state import LARGEST, can_be_set, is_nothing, keys_of, plan_of
 from mbridge_fsdp_ckpt.live.planned import Planned
+from mbridge_fsdp_ckpt.live.readers.protocol import Reader
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
 from mbridge_fsdp_ckpt.plan.keys import MODEL_PREFIX, KeyEntry
 from mbridge_fsdp_ckpt.plan.slices import ParameterPlan
@@ -52,11 +53,11 @@ class OwnState:
     planned: list[Planned]
 
     @classmethod
-    def find(cls, module: Any, plans: Iterable[ParameterPlan], source: CheckpointSource) -> OwnState:
+    def find(cls, reader: Reader, plans: Iterable[ParameterPlan], source: CheckpointSource) -> OwnState:
         """Look up every module's.
 
         Args:
-            module: A `MegatronFSDP` module.
+            reader: Of the model.
             plans: Of its parameters.
             source: The checkpoint.
 
@@ -64,13 +65,13 @@ class OwnState:
             ManifestError: A key of the checkpoint is none of such state.
         """
         parts, planned = dict[str, Any](), list[Planned]()
-        for key, part in keys_of(module, plans):
+        for key, part in keys_of(reader, plans):
             entry = source.metadata.keys.get(f"{MODEL_PREFIX}{key}")
             if entry is None and is_nothing(part.get_extra_state()):
                 continue
             tensor = torch.empty(0, dtype=torch.uint8) if entry is None else _room(entry, key, source)
             parts[f"{MODEL_PREFIX}{key}"] = part
-            planned.append(Planned(plan_of(key, tensor.shape, module), tensor, is_buffer=False))
+            planned.append(Planned(plan_of(key, tensor.shape, reader), tensor, is_buffer=False))
         return cls(parts, planned)
 
     def restorations(

@@ -71,7 +71,7 @@ def run(
         filled = _fill(prepared.value, staged.value, coordination, phases)
     if found.value.with_weights:
         with phases("refresh"):
-            fill.refresh(found.value.module)
+            found.value.reader.refresh()
     done = prepared.value.loaded.with_results(skipped, filled, staged.value, phases)
     if coordination.rank == 0:
         _tell(directory, done)

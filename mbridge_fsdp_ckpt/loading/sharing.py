@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from mbridge_fsdp_ckpt.format.source import StoredChunk
 from mbridge_fsdp_ckpt.io.store import AnyPath, is_local
-from mbridge_fsdp_ckpt.live.replicas import Peers, Ranks
+from mbridge_fsdp_ckpt.live.readers.protocol import Ranks
 from mbridge_fsdp_ckpt.loading.match import in_file_order
 from mbridge_fsdp_ckpt.loading.opened import Opened
 from mbridge_fsdp_ckpt.plan.boxes import Box, FlatRange, boxes_of
@@ -119,10 +119,10 @@ class Sharing:
 
 def _groups(opened: Opened, rank: int) -> dict[str, Ranks]:
     """The ranks that want the same of a key as this one, for each needed key that others want, too."""
-    peers, found = Peers(opened.module), {}
+    found = {}
     for key, plan, component in _keys(opened):
         if key in opened.needed:
-            ranks = peers.of(plan, component)
+            ranks = opened.reader.peers(plan, component)
             first = ranks.index(rank) // LARGEST_GROUP * LARGEST_GROUP
             found[key] = ranks[first : first + LARGEST_GROUP]
     return {key: ranks for key, ranks in found.items() if len(ranks) > 1}

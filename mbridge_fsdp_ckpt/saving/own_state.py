@@ -13,6 +13,7 @@ from mbridge_fsdp_ckpt.errors import UnsupportedStateError
 from mbridge_fsdp_ckpt.format.values import encode
 from mbridge_fsdp_ckpt.live.own_state import LARGEST, can_be_set, is_nothing, keepers, keys_of, plan_of
 from mbridge_fsdp_ckpt.live.planned import Planned
+from mbridge_fsdp_ckpt.live.readers.protocol import Reader
 from mbridge_fsdp_ckpt.plan.keys import MODEL_PREFIX
 from mbridge_fsdp_ckpt.plan.slices import ParameterPlan
 from mbridge_fsdp_ckpt.remedies import remedy
@@ -21,11 +22,11 @@ _ROUNDED = 1 << 12
 """Bytes: a plan stands as long as a tensor has its shape, and a counter has another digit now and then."""
 
 
-def own_state(module: Any, parts: Iterable[Any], plans: Iterable[ParameterPlan]) -> list[Planned]:
+def own_state(reader: Reader, parts: Iterable[Any], plans: Iterable[ParameterPlan]) -> list[Planned]:
     """What modules keep now, each with its plan.
 
     Args:
-        module: A `MegatronFSDP` module.
+        reader: Of the model.
         parts: Those below it that may keep something.
         plans: Of its parameters.
 
@@ -35,11 +36,11 @@ def own_state(module: Any, parts: Iterable[Any], plans: Iterable[ParameterPlan])
     if not keepers(parts):
         return []
     found = []
-    for key, part in keys_of(module, plans):
+    for key, part in keys_of(reader, plans):
         value = part.get_extra_state()
         if not is_nothing(value):
             tensor = _bytes_of(value, part, key)
-            found.append(Planned(plan_of(key, tensor.shape, module), tensor, is_buffer=False))
+            found.append(Planned(plan_of(key, tensor.shape, reader), tensor, is_buffer=False))
     return found
 
 

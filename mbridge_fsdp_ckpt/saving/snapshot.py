@@ -33,9 +33,8 @@ from mbridge_fsdp_ckpt.live.optimizer import loss_scales
 from mbridge_fsdp_ckpt.live.optimizer.adapters import grouped, kept_tensors, may_be_replayed, refuse_global_state
 from mbridge_fsdp_ckpt.live.optimizer.base import Grouped
 from mbridge_fsdp_ckpt.live.planned import Planned, PlannedTensors, plan_with_parts
-from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import find_fsdp_module
-from mbridge_fsdp_ckpt.live.structure import marks_of_job
-from mbridge_fsdp_ckpt.live.topology import sharding_strategy
+from mbridge_fsdp_ckpt.live.readers.choice import reader_for
+from mbridge_fsdp_ckpt.live.readers.protocol import Reader
 from mbridge_fsdp_ckpt.live.watched import Watched
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry, Section
 from mbridge_fsdp_ckpt.plan.slices import ParameterPlan, Slice
@@ -118,30 +117,26 @@ class Observed:
     """What is to be saved, seen at the call.
 
     Args:
-        module: The `MegatronFSDP` module.
+        reader: Of the model.
         tensors: Its parameters and buffers.
         own: What modules keep beside these.
         optimizers: With their param groups; none where none is saved.
         hyperparameters: Encoded, of each of their param groups.
-        place: This rank's, in the job.
         values: Its own, encoded.
         states: Its modules' FP8 state, encoded, and the names of these.
-        shape: `WritePlan.topology`.
         include: Takes a model key and returns whether to save it; None saves all.
         vocabulary_size: Rows of the vocabulary without its padding, where known.
         optimizer: Megatron's optimizer, or a torch optimizer; None where no state is saved.
         watched: The tensors that are read later, as they are at the call; None where the save waits.
     """
 
-    module: Any
+    reader: Reader
     tensors: PlannedTensors
     own: list[Planned]
     optimizers: list[Grouped]
     hyperparameters: list[dict[str, Json]]
-    place: dict[str, int]
     values: Json
     states: tuple[Json, list[str]]
-    shape: dict[str, int | str]
     include: KeyFilter | None
     vocabulary_size: int | None
     optimizer: Any
@@ -182,24 +177,21 @@ def observe(
         CheckpointError: The model or the optimizer cannot be saved.
     """
     require("save and load")
-    module = find_fsdp_module(model)
+    reader = reader_for(model)
     if optimizer is not None:
         refuse_global_state(optimizer)
         loss_scales.check_name(values, optimizer)
-    job = marks_of_job()
-    tensors, modules = plan_with_parts(module, job)
+    tensors, modules = plan_with_parts(reader)
     optimizers = grouped(optimizer) if optimizer is not None else []
-    states = own_states(module, modules)
+    states = own_states(reader, modules)
     return Observed(
-        module=module,
+        reader=reader,
         tensors=tensors,
-        own=own_state(module, modules, (plan for plan, _ in tensors.plans)),
+        own=own_state(reader, modules, (plan for plan, _ in tensors.plans)),
         optimizers=optimizers,
         hyperparameters=_encoded(optimizers),
-        place=job.place,
         values=encode_mapping(rank_values or {}, "rank_values"),
         states=(encode(states, "extra_state"), sorted({name for kind in (states or {}).values() for name in kind})),
-        shape={**job.sizes, "strategy": sharding_strategy(module)},
         include=include,
         vocabulary_size=vocabulary_size,
         optimizer=optimizer,
@@ -219,14 +211,14 @@ def plan_save(observed: Observed) -> Prepared:
     sections: tuple[Section, ...] = ("model", "optimizer") if parts else ("model",)
     numbers = [shard for shard in slots if shard.is_scalar]
     shards += [shard for shard in slots if shard.declares]
-    held, known = _held(shards, numbers), _described.get(observed.module)
+    held, known = _held(shards, numbers), _described.get(observed.reader.module)
     if known is None or known.held != held:
-        known = _described[observed.module] = _describe(shards, numbers, held)
+        known = _described[observed.reader.module] = _describe(shards, numbers, held)
     of_parameters, of_groups, encoded = _hyperparameters(parts, observed.hyperparameters)
     extra_state, names = observed.states
     said = RankIndex(
-        rank=observed.place["rank"],
-        coordinates=observed.place,
+        rank=observed.reader.job.place["rank"],
+        coordinates=observed.reader.job.place,
         payload=None,
         keys={},
         parameters=of_parameters,
@@ -235,7 +227,8 @@ def plan_save(observed: Observed) -> Prepared:
         own=RankOwn(values=observed.values, extra_state=extra_state),
         param_groups=of_groups,
     )
-    return Prepared(_write_plan(known, said, encoded, sections, observed.shape), shards, numbers, observed.watched)
+    write_plan = _write_plan(known, said, encoded, sections, observed.reader.job.sizes)
+    return Prepared(write_plan, shards, numbers, observed.watched)
 
 
 def write_plan_of(

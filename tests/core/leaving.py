@@ -14,6 +14,7 @@ import torch.distributed as dist
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.coordination import heartbeat, incarnation, meeting
 from mbridge_fsdp_ckpt.errors import CheckpointError
+from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import MegatronFsdpReader
 from testing.models import Recipe
 from testing.ranks import no_process_group
 from tests.core import cases
@@ -75,7 +76,7 @@ def _next_save(directory: str, trainable: Any) -> str:
 
 def _load_without_refresh(directory: str, trainable: Any) -> None:
     """A load's last meeting; the gather of compute weights after it is a collective, which keeps ranks together."""
-    with patch("mbridge_fsdp_ckpt.loading.fill.refresh", lambda module: None):
+    with patch.object(MegatronFsdpReader, "refresh", lambda reader: None):
         mbridge_fsdp_ckpt.load(directory, model=trainable.model, optimizer=trainable.optimizer)
 
 

@@ -16,7 +16,7 @@ from mbridge_fsdp_ckpt.errors import CheckpointError
 from mbridge_fsdp_ckpt.families.declaration import ParameterContext
 from mbridge_fsdp_ckpt.families.registry import default_registry
 from mbridge_fsdp_ckpt.live import planned
-from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import find_fsdp_module, tensors_of
+from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import find_fsdp_module, layouts, tensors_of
 from mbridge_fsdp_ckpt.saving.snapshot import Prepared, observe, plan_save
 from testing.models import Recipe, Trainable
 from tests.core import cases
@@ -53,19 +53,23 @@ class Saves:
     def save(self) -> Prepared:
         """What a save plans, counted."""
 
-        def counting(what: str, name: str) -> Any:
-            plain = getattr(planned, name)
+        def counting(what: str, owner: Any, name: str) -> Any:
+            plain = getattr(owner, name)
 
             def counted(*arguments: Any) -> Any:
                 setattr(self, what, getattr(self, what) + 1)
                 return plain(*arguments)
 
-            return patch.object(planned, name, counted)
+            return patch.object(owner, name, counted)
 
-        counted = ("plannings", "model_parameters"), ("parameters", "plan_parameter"), ("state_dicts", "tensors_of")
+        counted = [
+            ("plannings", layouts, "model_parameters"),
+            ("parameters", planned, "plan_parameter"),
+            ("state_dicts", layouts, "tensors_of"),
+        ]
         with ExitStack() as stack:
-            for what, name in counted:
-                stack.enter_context(counting(what, name))
+            for what, owner, name in counted:
+                stack.enter_context(counting(what, owner, name))
             return plan_save(observe(self.trainable.model, self.trainable.optimizer, None, None))
 
 

@@ -16,8 +16,9 @@ import torch.distributed as dist
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.io.ranges import OpenFiles
 from mbridge_fsdp_ckpt.live.planned import plan_model
+from mbridge_fsdp_ckpt.live.readers.choice import reader_for
 from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import find_fsdp_module, local_shard
-from mbridge_fsdp_ckpt.live.replicas import Peers, ranks_with_copies
+from mbridge_fsdp_ckpt.live.replicas import ranks_with_copies
 from mbridge_fsdp_ckpt.loading import exchange, sharing
 from mbridge_fsdp_ckpt.opening import open_checkpoint
 from testing.models import Recipe, Trainable
@@ -80,7 +81,7 @@ def holds(trainable: Trainable) -> tuple[set[tuple[Any, ...]], set[tuple[Any, ..
     plans = [item.plan for item in plan_model(module)]
     slices = {(plan.model_key(p.component), p.box.offset, p.box.size): p.writes for plan in plans for p in plan.slices}
     unwritten = {block for block, writes in slices.items() if not writes}
-    return set(slices), unwritten, ranks_with_copies(Peers(module), plans, dist.get_rank())
+    return set(slices), unwritten, ranks_with_copies(reader_for(module).peers, plans, dist.get_rank())
 
 
 def load_of_another_layout(directory: str, recipe: Recipe, at_once: int, largest: int = 64) -> dict[str, Any]:

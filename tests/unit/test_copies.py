@@ -5,20 +5,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mbridge_fsdp_ckpt.live.replicas import MOST_NEAR, Peers, Ranks, ranks_with_copies
+from mbridge_fsdp_ckpt.live.readers.protocol import Ranks
+from mbridge_fsdp_ckpt.live.replicas import MOST_NEAR, ranks_with_copies
 from mbridge_fsdp_ckpt.plan.boxes import FlatRange
 from mbridge_fsdp_ckpt.plan.layout import Axis, ParameterLayout
 from mbridge_fsdp_ckpt.plan.slices import Component, ParameterPlan, plan_parameter
 
 
-class OnKnownRanks(Peers):
+def on_known_ranks(plan: ParameterPlan, component: Component) -> Ranks:
     """Weights have copies on ranks 90 and 91, norms on ranks 0 to 99."""
-
-    def __init__(self) -> None:
-        super().__init__(None)
-
-    def of(self, plan: ParameterPlan, component: Component) -> Ranks:
-        return (90, 91) if plan.layout.replica.count == 2 else tuple(range(100))
+    return (90, 91) if plan.layout.replica.count == 2 else tuple(range(100))
 
 
 def plans(key: str, replica: Axis, count: int) -> list[ParameterPlan]:
@@ -29,12 +25,12 @@ def plans(key: str, replica: Axis, count: int) -> list[ParameterPlan]:
 
 def test_ranks_with_most_copies_come_first() -> None:
     held = [*plans("norm", Axis(91, 100), 5), *plans("weight", Axis(1, 2), 6)]
-    assert ranks_with_copies(OnKnownRanks(), held, 91) == [*range(MOST_NEAR - 1), 90]
+    assert ranks_with_copies(on_known_ranks, held, 91) == [*range(MOST_NEAR - 1), 90]
 
 
 def test_what_a_rank_writes_or_another_stage_does_leads_to_nobody() -> None:
     own = [plan for replica in (0, 1) for plan in plans("weight", Axis(replica, 2), 3)]
     written = [replace(plan, slices=tuple(replace(p, writes=True) for p in plan.slices)) for plan in own]
     later = [replace(plan, layout=replace(plan.layout, is_copy=True)) for plan in own]
-    assert ranks_with_copies(OnKnownRanks(), [*written, *later], 91) == []
-    assert ranks_with_copies(OnKnownRanks(), own, 91) == [90]
+    assert ranks_with_copies(on_known_ranks, [*written, *later], 91) == []
+    assert ranks_with_copies(on_known_ranks, own, 91) == [90]

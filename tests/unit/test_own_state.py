@@ -15,6 +15,7 @@ from mbridge_fsdp_ckpt.errors import ManifestError, UnsupportedStateError
 from mbridge_fsdp_ckpt.format.names import FORMAT_NAME, STOCK_FORMAT
 from mbridge_fsdp_ckpt.live import own_state
 from mbridge_fsdp_ckpt.live.own_state import can_be_set, keepers, keys_of
+from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import naming_of
 from mbridge_fsdp_ckpt.loading import own_state as loading
 from mbridge_fsdp_ckpt.plan.boxes import whole
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
@@ -68,6 +69,11 @@ def plan(name: str, key: str) -> Any:
     return SimpleNamespace(layout=SimpleNamespace(optimizer_name=f"module.{name}", key=key))
 
 
+def reader_of(module: torch.nn.Module) -> Any:
+    """As much of Megatron-FSDP's reader as is looked at."""
+    return SimpleNamespace(module=module, naming=naming_of(module))
+
+
 def test_modules_of_ones_own_may_keep_something() -> None:
     own, more = Keeper(), MoreThanMegatrons()
     assert keepers([torch.nn.Linear(2, 2), own, OfMegatron(), more, SimpleNamespace()]) == [own, more]
@@ -83,13 +89,13 @@ def test_keys_are_those_of_the_state_dict() -> None:
         "module.module.fc1.adapter",
     )
     plans = [plan("module.module.fc1.to_wrap.weight", "module.fc1.weight"), plan("module.module.w", "module.w")]
-    assert [key for key, _ in keys_of(module, plans)] == [
+    assert [key for key, _ in keys_of(reader_of(module), plans)] == [
         "module.decoder.keeper._extra_state",
         "module.decoder.wrapped._extra_state",
         "module.fc1.inner._extra_state",
         "module.fc1.adapter._extra_state",
     ]
-    assert [key for key, _ in keys_of(tree("a.b"), [])] == ["a.b._extra_state"]
+    assert [key for key, _ in keys_of(reader_of(tree("a.b")), [])] == ["a.b._extra_state"]
 
 
 def restored(data: bytes, *, part: Any = None, **entry: Any) -> Any:

@@ -58,7 +58,7 @@ def test_versions_in_the_window_pass_without_a_word(
 ) -> None:
     install(monkeypatch, torch=torch_version, megatron_core=core_version)
     with caplog.at_level(logging.WARNING):
-        versions.require("save and load")
+        versions.require("save and load", "Megatron-FSDP")
     assert said(caplog) == []
 
 
@@ -77,8 +77,8 @@ def test_other_versions_go_on_and_say_so_once(
 ) -> None:
     install(monkeypatch, **installed)
     for _ in range(2):
-        versions.require("save and load")
-        versions.require("plain models", "save and load")
+        versions.require("Megatron-FSDP")
+        versions.require("plain models", "save and load", "Megatron-FSDP")
     (message,) = said(caplog)
     assert says in message
     assert re.search(r"\(>=[\d.]+,<[\d.]+\)", message)
@@ -104,19 +104,19 @@ def test_a_name_that_is_gone_is_an_error_that_says_who_needs_it(monkeypatch: pyt
 
 
 def test_a_function_that_takes_other_arguments_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.core import parallel_state
+    from torch.distributed.tensor import DTensor
 
-    monkeypatch.setattr(parallel_state, "get_data_parallel_rank", lambda partial=False: 0)
-    with pytest.raises(
-        UnsupportedVersionError, match=r"get_data_parallel_rank with with_context_parallel, which live/"
-    ):
+    monkeypatch.setattr(DTensor, "from_local", lambda device_mesh, placements, shape: 0)
+    with pytest.raises(UnsupportedVersionError, match=r"DTensor.from_local with stride, which live/optimizer/base.py"):
         versions.require("save and load")
-    monkeypatch.setattr(parallel_state, "get_data_parallel_rank", lambda **anything: 0)
+    monkeypatch.setattr(DTensor, "from_local", lambda **anything: 0)
     versions.require("save and load")
 
 
 def test_a_module_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = {"save and load": (Probe("live/topology.py", "megatron.core.no_such_module", "anything"),)}
+    gone = {
+        "save and load": (Probe("live/readers/megatron_fsdp/parallel.py", "megatron.core.no_such_module", "anything"),)
+    }
     monkeypatch.setattr(versions, "PROBES", gone)
     with pytest.raises(UnsupportedVersionError, match=r"without it: No module named 'megatron.core.no_such_module'"):
         versions.require("save and load")
@@ -144,7 +144,7 @@ def test_an_object_is_asked_for_each_of_its_attributes(subject: str) -> None:
 @pytest.mark.parametrize("need", PROBES)
 def test_what_is_installed_here_has_every_name_and_each_is_missed(need: Need) -> None:
     missing = [probe.module for probe in PROBES[need] if not is_installed(probe.module.split(".")[0])]
-    if missing or (need != "save and load" and not is_installed("transformer_engine")):
+    if missing or (need not in ("save and load", "DTensors") and not is_installed("transformer_engine")):
         pytest.skip("needs the whole stack, of which a part is not installed")
     versions.require(need)
     errors = errors_without_each_name((need,), lambda: versions.require(need))

@@ -29,9 +29,8 @@ from mbridge_fsdp_ckpt.integrations.verl.asynchronous import Following, begun
 from mbridge_fsdp_ckpt.integrations.verl.restoration import CONTENTS, Parts, restoration
 from mbridge_fsdp_ckpt.live.local_shards import optimizer_parts
 from mbridge_fsdp_ckpt.live.optimizer.adapters import grouped
-from mbridge_fsdp_ckpt.live.planned import plan_model
-from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import find_fsdp_module
-from mbridge_fsdp_ckpt.loading.fill import refresh
+from mbridge_fsdp_ckpt.live.planned import plan_with_parts
+from mbridge_fsdp_ckpt.live.readers.choice import reader_for
 from mbridge_fsdp_ckpt.remedies import Door, entrance
 from mbridge_fsdp_ckpt.settings import Settings
 
@@ -153,13 +152,13 @@ def _check_export(export: Export) -> None:
 
 def _adopt_weights(model: Any, optimizer: Any) -> None:
     """Weights were written past the optimizer: refresh its copies, and what the forward pass reads."""
-    module = find_fsdp_module(model)
+    reader = reader_for(model)
     with torch.no_grad():
-        for part in optimizer_parts(grouped(optimizer), plan_model(module)):
+        for part in optimizer_parts(grouped(optimizer), plan_with_parts(reader)[0].each()):
             for parameter, _ in part.parameters():
                 part.adapter.refresh(parameter, _all_of_it)
             part.adapter.finish(None)
-    refresh(module)
+    reader.refresh()
 
 
 def _say(text: str, *args: Any) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from mbridge_fsdp_ckpt.errors import UnsupportedStateError
 from mbridge_fsdp_ckpt.live import huge_pages
-from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import local_shard
+from mbridge_fsdp_ckpt.live.tensors import local_shard
 from mbridge_fsdp_ckpt.plan.keys import Kind
 
 STEP = "step"

@@ -35,7 +35,7 @@ from mbridge_fsdp_ckpt.live.optimizer.base import (
     slot_of,
 )
 from mbridge_fsdp_ckpt.live.optimizer.torch_optimizer import TorchOptimizerAdapter, class_name, set_hyperparameters
-from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import local_shard
+from mbridge_fsdp_ckpt.live.tensors import local_shard
 from mbridge_fsdp_ckpt.versions import probe
 
 _SCALED = (torch.float16, torch.uint8)

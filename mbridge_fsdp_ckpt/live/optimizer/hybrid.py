@@ -26,7 +26,7 @@ from mbridge_fsdp_ckpt.live.optimizer.base import (
     groups_of,
 )
 from mbridge_fsdp_ckpt.live.optimizer.torch_optimizer import TorchOptimizerAdapter, set_hyperparameters
-from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import local_shard
+from mbridge_fsdp_ckpt.live.tensors import local_shard
 from mbridge_fsdp_ckpt.versions import probe
 
 _CONSTRUCTION = frozenset(

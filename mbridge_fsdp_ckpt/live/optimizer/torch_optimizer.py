@@ -26,7 +26,7 @@ from mbridge_fsdp_ckpt.live.optimizer.base import (
     restored,
     slot_of,
 )
-from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import local_shard
+from mbridge_fsdp_ckpt.live.tensors import local_shard
 
 _KERNELS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Hyperparameters of torch's optimizers that say how to compute, and where a counter lies: not what."""

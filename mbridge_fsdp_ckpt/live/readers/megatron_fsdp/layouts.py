@@ -11,14 +11,14 @@ Nothing is asked of other ranks.  Megatron-FSDP leaves on each optimizer-named p
                                parallelism cut it: of the global shape, its local tensor is that rank's
     _tensor_parallel_mode, tensor_model_parallel, partition_dim    the dimension that Megatron-Core's cuts
 
-This file and `mesh` alone read Megatron-FSDP's attributes; `structure` compares them.
+This file and `live.mesh` alone read Megatron-FSDP's attributes; `structure` compares them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,42 +30,14 @@ from mbridge_fsdp_ckpt.families.naming import Naming, is_expert_name
 from mbridge_fsdp_ckpt.families.wrapping import innermost, unwrapped, unwrapped_modules
 from mbridge_fsdp_ckpt.live.context import context_of, is_vocabulary
 from mbridge_fsdp_ckpt.live.mesh import axis_of, combined, replica_along, replicated_along
-from mbridge_fsdp_ckpt.live.refusals import refuse_second_version, refuse_strangers, refuse_values
+from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import parallel
+from mbridge_fsdp_ckpt.live.readers.protocol import EXTRA_STATE, ModelParameter
+from mbridge_fsdp_ckpt.live.refusals import described, refuse_second_version, refuse_strangers, refuse_values
+from mbridge_fsdp_ckpt.live.tensors import local_shard
 from mbridge_fsdp_ckpt.plan.boxes import FlatRange, Shape
 from mbridge_fsdp_ckpt.plan.layout import LAYOUT_REMEDY, Axis, ParameterLayout
 from mbridge_fsdp_ckpt.remedies import remedy
 from mbridge_fsdp_ckpt.versions import probe
-
-EXTRA_STATE = "_extra_state"
-"""The last part of the name under which a state dict has what `get_extra_state` returned."""
-
-_MOMENTS = 8
-"""Bytes of both of one element."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelParameter:
-    """A layout with the tensor it describes and what a family may look at (None for a buffer)."""
-
-    layout: ParameterLayout
-    context: ParameterContext | None
-    tensor: torch.Tensor
-    """The parameter that the optimizer updates, the main weight; or a persistent buffer."""
-
-    @property
-    def bytes_per_element(self) -> int:
-        """About what is saved for each of its elements: the weight and, if it is trained, Adam's two moments."""
-        return self.tensor.dtype.itemsize + (_MOMENTS if self.tensor.requires_grad else 0)
-
-
-def local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """The local tensor of a DTensor, or the tensor itself; detached, shares memory."""
-    return getattr(tensor, "_local_tensor", tensor).detach()
-
-
-def storage_of(tensor: torch.Tensor) -> int:
-    """What a tensor and its views have in common; nothing but itself, where it has no memory of one slice."""
-    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else -id(tensor)
 
 
 def find_fsdp_module(model: Any) -> Any:
@@ -74,22 +46,29 @@ def find_fsdp_module(model: Any) -> Any:
     Raises:
         ConfigurationError: There is none, or one of Megatron-FSDP v2.
     """
+    module = module_in(model)
+    if module is None:
+        refuse_second_version(model)
+        raise ConfigurationError(
+            expected="one model chunk wrapped in Megatron-FSDP",
+            found=described(model),
+            remedy=remedy(
+                "Wrap the model in it.", "Set {megatron_fsdp}.", "Virtual pipeline stages are not supported."
+            ),
+        )
+    return module
+
+
+def module_in(model: Any) -> Any:
+    """The same, or None where there is none."""
     module = innermost(model[0] if isinstance(model, list | tuple) and len(model) == 1 else model)
     while module is not None and not hasattr(module, "param_and_grad_buffer"):
         module = innermost(getattr(module, "module", None))
     inner = innermost(getattr(module, "module", None))
     if inner is not None and hasattr(inner, "param_and_grad_buffer"):  # FullyShardedDataParallel holds MegatronFSDP
         module = inner
-    if module is None:
-        refuse_second_version(model)
-        raise ConfigurationError(
-            expected="one model chunk wrapped in Megatron-FSDP",
-            found=f"{type(model).__name__}" + (f" of {len(model)}" if isinstance(model, list | tuple) else ""),
-            remedy=remedy(
-                "Wrap the model in it.", "Set {megatron_fsdp}.", "Virtual pipeline stages are not supported."
-            ),
-        )
-    probe("a MegatronFSDP module", module)
+    if module is not None:
+        probe("a MegatronFSDP module", module)
     return module
 
 
@@ -155,16 +134,7 @@ def model_parameters(fsdp_module: Any) -> list[ModelParameter]:
 
 def naming_of(module: Any) -> Naming:
     """Names on disk of what a model holds on this rank."""
-    from megatron.core import parallel_state
-
-    modules = unwrapped_modules(module.named_modules())
-    if not parallel_state.model_parallel_is_initialized():
-        return Naming(modules)
-    return Naming(
-        modules,
-        parallel_state.get_expert_model_parallel_rank(),
-        parallel_state.get_pipeline_model_parallel_world_size(),
-    )
+    return Naming(unwrapped_modules(module.named_modules()), parallel.expert_rank(), parallel.stages())
 
 
 def _root(state: dict[str, Any], names: dict[int, str]) -> str:
@@ -210,7 +180,7 @@ def _layout(tensor: Any, key: str, optimizer_name: str, context: ParameterContex
     flat = FlatRange(0, math.prod(shape)) if shard is None else _flat_range(shard, key)
     is_whole = shard is None or not math.prod(shape)
     replicated = replicated_along(index, context, is_cut=dim is not None, is_whole=is_whole)
-    replica, along = replica_along(index, replicated, expert=is_expert)
+    replica, along = replica_along(index, replicated, parallel.expert_axis, expert=is_expert)
     return ParameterLayout(key, optimizer_name, shape, dim, tensor_parallel, flat, replica, copied_along=along)
 
 

@@ -1,5 +1,5 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""The sizes of the running job and this rank's coordinates in it, for the manifest."""
+"""Megatron's parallel state: the sizes of the running job, and this rank's place in it."""
 
 from __future__ import annotations
 
@@ -42,20 +42,24 @@ def coordinates() -> dict[str, int]:
     return place
 
 
-def replicas(*, expert: bool) -> Axis:
-    """This rank's place among those that hold the same module, up to tensor-parallel shards of its weights."""
+def expert_axis() -> Axis:
+    """This rank's place along expert parallelism."""
     state = _parallel_state()
     if state is None:
         return Axis(0, 1)
-    if expert:
-        return Axis(state.get_expert_data_parallel_rank(), state.get_expert_data_parallel_world_size()).within(
-            Axis(state.get_expert_tensor_parallel_rank(), state.get_expert_tensor_parallel_world_size())
-        )
-    data = Axis(
-        state.get_data_parallel_rank(with_context_parallel=True),
-        state.get_data_parallel_world_size(with_context_parallel=True),
-    )
-    return data.within(Axis(state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size()))
+    return Axis(state.get_expert_model_parallel_rank(), state.get_expert_model_parallel_world_size())
+
+
+def expert_rank() -> int:
+    """Expert-parallel rank."""
+    state = _parallel_state()
+    return 0 if state is None else int(state.get_expert_model_parallel_rank())
+
+
+def stages() -> int:
+    """Pipeline-parallel size."""
+    state = _parallel_state()
+    return 1 if state is None else int(state.get_pipeline_model_parallel_world_size())
 
 
 def sharding_strategy(module: Any) -> str:

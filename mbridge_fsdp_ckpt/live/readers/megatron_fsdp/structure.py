@@ -15,9 +15,7 @@ from weakref import ref
 
 import torch
 
-from mbridge_fsdp_ckpt.families.registry import default_registry
-from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import both_parameters
-from mbridge_fsdp_ckpt.live.topology import coordinates, topology
+from mbridge_fsdp_ckpt.live.readers.megatron_fsdp.layouts import both_parameters
 
 _NONE: Mapping[str, Any] = {}
 _KINDS, _LEFT_OUT = ("_modules", "_parameters", "_buffers"), "_non_persistent_buffers_set"
@@ -31,25 +29,6 @@ _NAMED_BY = (
 )
 _OF_PARAMETERS = "megatron_fsdp_slice", "_tensor_parallel_mode", "tensor_model_parallel", "partition_dim"
 _OF_ORIGINALS = "partition_stride", "partition_sizes"
-
-
-class JobMarks(NamedTuple):
-    """What plans depend on beside the model.
-
-    Args:
-        place: This rank's place along each parallel dimension.
-        sizes: Parallel sizes, by name.
-        families: Those that may claim a parameter.
-    """
-
-    place: dict[str, int]
-    sizes: dict[str, int | str]
-    families: tuple[Any, ...]
-
-
-def marks_of_job() -> JobMarks:
-    """This rank's place in the job, as it is now."""
-    return JobMarks(coordinates(), topology(), default_registry().families)
 
 
 class Structure(NamedTuple):
@@ -108,7 +87,7 @@ def _marks_of_parts(own: Sequence[Mapping[str, Any]], named: Mapping[int, str]) 
 
 
 def _marks_of_parameters(updated: Mapping[str, Any]) -> Iterator[list[Any]]:
-    """What `megatron_fsdp` reads of them; what one of them is for good, such as its shape, is not asked again."""
+    """What `layouts` reads of them; what one of them is for good, such as its shape, is not asked again."""
     own = list(map(vars, updated.values()))
     originals = [vars(of["orig_param"]) if "orig_param" in of else _NONE for of in own]
     yield list(updated)

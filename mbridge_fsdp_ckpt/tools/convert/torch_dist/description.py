@@ -28,7 +28,7 @@ from mbridge_fsdp_ckpt.integrations.bridge.plain_model import PlainModel
 from mbridge_fsdp_ckpt.integrations.bridge.process_group import job
 from mbridge_fsdp_ckpt.live.local_shards import LocalShard, model_shards
 from mbridge_fsdp_ckpt.live.planned import Planned, plan_model
-from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import local_shard, storage_of
+from mbridge_fsdp_ckpt.live.tensors import local_shard, storage_of
 from mbridge_fsdp_ckpt.loading.match import listed
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry
 from mbridge_fsdp_ckpt.tools.convert.description import Description, Parameters

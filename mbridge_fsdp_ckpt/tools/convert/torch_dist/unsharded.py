@@ -20,7 +20,7 @@ from mbridge_fsdp_ckpt.integrations.bridge.names import RUN_CONFIG
 from mbridge_fsdp_ckpt.integrations.bridge.without_gpu import as_if_there_was_one
 from mbridge_fsdp_ckpt.io.store import AnyPath
 from mbridge_fsdp_ckpt.live.planned import Planned
-from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import local_shard, storage_of
+from mbridge_fsdp_ckpt.live.tensors import local_shard, storage_of
 from mbridge_fsdp_ckpt.tools.convert import hugging_face
 from mbridge_fsdp_ckpt.tools.convert.description import Parameters
 from mbridge_fsdp_ckpt.tools.convert.torch_dist.arguments import built

@@ -24,10 +24,10 @@ from typing import Any
 from mbridge_fsdp_ckpt.coordination.coordination import next_coordination
 from mbridge_fsdp_ckpt.coordination.delegated import Participant
 from mbridge_fsdp_ckpt.coordination.outcome import Outcome
+from mbridge_fsdp_ckpt.errors import CheckpointError
 from mbridge_fsdp_ckpt.io.progress_bar import job_bar
 from mbridge_fsdp_ckpt.io.store import AnyPath, as_path, called
 from mbridge_fsdp_ckpt.live.local_shards import KeyFilter
-from mbridge_fsdp_ckpt.live.optimizer import loss_scales
 from mbridge_fsdp_ckpt.loading import run as loading
 from mbridge_fsdp_ckpt.loading.opened import Wanted
 from mbridge_fsdp_ckpt.loading.result import LoadResult
@@ -107,13 +107,13 @@ def save(
     """
     settings, phases, place = settings or _DEFAULTS, Phases(), called(directory)
     observe = partial(snapshot.observe, model, optimizer, include, rank_values, values, settings.vocabulary_size)
-    values = loss_scales.with_loss_scales(values, optimizer)
     with async_saves().old_error_last():
         async_saves().end_last()
         coordination = next_coordination(f"save to {place}", settings.time_limit, settings.storage_limit)
-        job = Job(as_path(directory), settings, coordination, values, add_files, after_commit)
         with phases("plan"):
             prepared = Outcome.of(lambda: snapshot.plan_save(observe()), coordination.rank, "planning the save")
+        said = {} if isinstance(prepared.brought, CheckpointError) else prepared.brought.values
+        job = Job(as_path(directory), settings, coordination, said, add_files, after_commit)
         write_plan = prepared.then(lambda own: own.read(), coordination.rank, "planning the save")
         with job_bar(coordination.rank, wanted=settings.progress) as progress:
             saved = saving.run(job, write_plan, lambda: prepared.value.elements, Watching(phases, progress))
@@ -166,7 +166,6 @@ def async_save(
     """
     settings, phases, place = settings or _DEFAULTS, Phases(), called(directory)
     observe = partial(snapshot.observe, model, optimizer, include, rank_values, values, settings.vocabulary_size)
-    values = loss_scales.with_loss_scales(values, optimizer)
     with async_saves().old_error_last():
         participant = Participant.next(f"save to {place}", settings.time_limit, settings.storage_limit)
         if async_saves().skips(participant, settings):
@@ -175,7 +174,7 @@ def async_save(
             async_saves().end_last()
         with phases("plan"):
             observed = Outcome.of(observe, participant.rank, "planning the save")
-        order = Order(place, participant, settings, values, observed, phases, add_files, after_commit)
+        order = Order(place, participant, settings, observed, phases, add_files, after_commit)
         return async_saves().begin(order)
 
 

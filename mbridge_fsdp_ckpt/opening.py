@@ -51,24 +51,25 @@ REMEDIES: dict[DirectoryKind, tuple[str, ...]] = {
 """What can be done with a directory of each kind that this package does not load."""
 
 
-def open_checkpoint(directory: AnyPath, near: Sequence[int] = ()) -> CheckpointSource:
+def open_checkpoint(directory: AnyPath, near: Sequence[int] = (), *, plain: bool = False) -> CheckpointSource:
     """Open an iteration directory of this format, or of stock `fsdp_dtensor`.
 
     Args:
         directory: The directory.
         near: In a load, ranks whose index files are looked at first.
+        plain: Whether a checkpoint of plain DCP is opened, too.
 
     Raises:
         NotACheckpointError: It is neither; the error says what it is.
         ManifestError, UnsupportedVersionError, DamagedCheckpointError: See the readers.
     """
-    found = open_any(directory, near)
-    if isinstance(found, DcpSource) and found.kind is not DirectoryKind.STOCK:
+    found = open_any(directory, near, plain=plain)
+    if isinstance(found, DcpSource) and not found.is_of_model:
         raise _not_loaded(directory, found.kind)
     return found
 
 
-def open_any(directory: AnyPath, near: Sequence[int] = ()) -> SafeSource | DcpSource:
+def open_any(directory: AnyPath, near: Sequence[int] = (), *, plain: bool = False) -> SafeSource | DcpSource:
     """The same, for what looks at any checkpoint of torch's Distributed Checkpoint; `DcpSource.kind` says whose."""
     directory = hold(directory)
     if (directory / MANIFEST_NAME).exists():
@@ -76,7 +77,7 @@ def open_any(directory: AnyPath, near: Sequence[int] = ()) -> SafeSource | DcpSo
     if not (directory / DCP_METADATA).exists():
         raise _not_loaded(directory, kind_of(directory))
     _check_written_by_stock(directory)
-    return DcpSource(directory)
+    return DcpSource(directory, plain=plain)
 
 
 def kind_of(directory: AnyPath) -> DirectoryKind:

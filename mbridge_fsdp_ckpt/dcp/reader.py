@@ -9,6 +9,7 @@ Progress is among the values wherever stock keeps it: Bridge in a file beside th
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -28,6 +29,8 @@ from mbridge_fsdp_ckpt.format.names import (
     DCP_METADATA,
     KEPT_ARGUMENTS,
     MAX_TRAIN_STATE_BYTES,
+    OPTIMIZER,
+    PARAM_GROUPS,
     PROGRESS,
     TORCH_DIST_METADATA,
     TRAIN_STATE,
@@ -46,7 +49,11 @@ from mbridge_fsdp_ckpt.plan.tiling import tiling_defect
 
 _GROUPS = "optimizer.param_to_group_meta."
 _OPERATIONS = "num_floating_point_operations_so_far"
+_SECTIONS = "model", OPTIMIZER
 _VALUES = ("checkpoint_version", "iteration", _OPERATIONS, "opt_param_scheduler", "lr_scheduler", ARGUMENTS)
+
+
+_log = logging.getLogger(__name__)
 
 
 def _coordinates(place: str) -> dict[str, int]:
@@ -70,12 +77,17 @@ def _contradictions_named(directory: AnyPath) -> Iterator[None]:
 class DcpSource:
     """See `CheckpointSource`.
 
+    Args:
+        directory: The checkpoint.
+        plain: Whether one that `dcp.save` wrote of `{"model": ..., "optimizer": ...}`, as torch's `get_state_dict`
+            gives them, is read as a model and its optimizer, and all else in it as values.
+
     Raises:
         ManifestError: `.metadata` is not what stock writes, or names what it must not.
     """
 
-    def __init__(self, directory: AnyPath) -> None:
-        directory = hold(directory)
+    def __init__(self, directory: AnyPath, *, plain: bool = False) -> None:
+        directory, self._plain = hold(directory), plain
         self._files = OpenFiles()
         self._sizes: dict[str, int] = {}
         with _contradictions_named(directory):
@@ -100,7 +112,10 @@ class DcpSource:
             for key, value in self._tensors.items()
         }
         self.kind = self._kind_of(directory)
-        known = (MODEL_PREFIX, STATE_PREFIX) if self.kind is DirectoryKind.STOCK else ""
+        self.is_of_model = self.kind is DirectoryKind.STOCK or (
+            self._plain and self.kind is DirectoryKind.DCP and any(key.startswith(MODEL_PREFIX) for key in self.tensors)
+        )
+        known = (MODEL_PREFIX, STATE_PREFIX) if self.is_of_model else ""
         self._keys = {key: entry for key, entry in self.tensors.items() if key.startswith(known)}
         has_optimizer = any(key.startswith(STATE_PREFIX) for key in self._keys)
         self._slots = tuple(dict.fromkeys(named[1] for key in self._keys if (named := name_and_slot(key))))
@@ -117,7 +132,15 @@ class DcpSource:
         """Non-parameter state that loads need, as far as it is known where it lies."""
         if self.kind is DirectoryKind.TORCH_DIST:
             return self.read_train_state()
-        return self.read_values(*_VALUES) | self.read_train_state() if self.kind is DirectoryKind.STOCK else {}
+        if self.kind is DirectoryKind.STOCK:
+            return self.read_values(*_VALUES) | self.read_train_state()
+        if not self.is_of_model:
+            return {}
+        values, unread = self.read_rest(*_SECTIONS)
+        if unread:
+            text = "values of %s that cannot be read without running code are left out: %s"
+            _log.warning(text, self._directory, ", ".join(unread))
+        return values
 
     def _kind_of(self, directory: AnyPath) -> DirectoryKind:
         """Whose it is: Megatron has files beside `torch_dist` checkpoints that tell them, or keys that do."""
@@ -136,6 +159,20 @@ class DcpSource:
                     continue
                 if wanted is None or name in wanted:
                     found.setdefault(name, {})[hyperparameter] = self._read_value(key)
+            found |= {name: own for name, own in self._by_group.items() if wanted is None or name in wanted}
+        return found
+
+    @cached_property
+    def _by_group(self) -> dict[str, dict[str, Any]]:
+        """Hyperparameters by parameter, of param groups as torch's `get_state_dict` gives them."""
+        groups: dict[Any, Any] = {}
+        for key, path in self.entries.items():
+            if self._plain and path[:2] == (OPTIMIZER, PARAM_GROUPS) and len(path) > 3:
+                _set(groups, path[2:], self._read_value(key))
+        found: dict[str, dict[str, Any]] = {}
+        for group in groups.values():
+            own = {name: value for name, value in group.items() if name != "params"}
+            found.update((str(name), own) for name in group.get("params", ()))
         return found
 
     def look_near(self, ranks: Iterable[int]) -> None:
@@ -193,8 +230,8 @@ class DcpSource:
         return slots_in(self._keys.get, name, self._slots)
 
     def stateless(self, names: Iterable[str]) -> set[str]:
-        """See `CheckpointSource`: stock does not say."""
-        return set()
+        """See `CheckpointSource`: stock does not say; param groups of a torch optimizer list all that it updates."""
+        return {name for name in names if name in self._by_group and not self.slots(name)}
 
     def share(self, index: int, count: int) -> list[str]:
         """See `CheckpointSource`."""

@@ -17,7 +17,14 @@ import torch
 from torch.distributed.checkpoint import _nested_dict
 
 from mbridge_fsdp_ckpt.dcp.metadata import KeyPath, Leaf, Record, Sharded, Values, metadata_bytes, path_of
-from mbridge_fsdp_ckpt.format.names import ARGUMENTS, DCP_METADATA, KEPT_ARGUMENTS, payload_name
+from mbridge_fsdp_ckpt.format.names import (
+    ARGUMENTS,
+    DCP_METADATA,
+    KEPT_ARGUMENTS,
+    OPTIMIZER,
+    PARAM_GROUPS,
+    payload_name,
+)
 from mbridge_fsdp_ckpt.format.payload import PayloadWriter
 from mbridge_fsdp_ckpt.format.reader import SafeSource
 from mbridge_fsdp_ckpt.io.files import replace_file
@@ -26,8 +33,8 @@ from mbridge_fsdp_ckpt.plan.boxes import whole
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
 
 _CONSUMED = KEPT_ARGUMENTS[0]
-_HYPERPARAMETERS = "optimizer", "param_to_group_meta"
-"""Where stock nests them, by parameter."""
+_HYPERPARAMETERS = OPTIMIZER, "param_to_group_meta"
+"""Where stock nests them, by parameter; of a torch optimizer, they are among the values, by param group."""
 
 
 def write_dcp_view(
@@ -66,9 +73,10 @@ def write_dcp_view(
     arguments = merged.get(ARGUMENTS)
     if isinstance(arguments, Mapping) and _CONSUMED in arguments and all(isinstance(name, str) for name in arguments):
         merged[ARGUMENTS] = Namespace(**arguments)  # as Megatron-LM, which looks for its own, wants them
-    groups = list(_hyperparameters(source))
+    lists_groups = PARAM_GROUPS in merged.get(OPTIMIZER, ())
+    groups = [] if lists_groups else list(_hyperparameters(source))
     if groups:
-        merged.pop(_HYPERPARAMETERS[0], None)
+        merged.pop(OPTIMIZER, None)
     file = _ValuesFile(directory / payload_name(0, source.files.suffix, file=1))
     found = [file.number(dtype, data, keys) for (dtype, data), keys in numbers.items()]
     found += [Values(((),), file.leaves(merged)), *(Values(parents, file.leaves(own)) for parents, own in groups)]

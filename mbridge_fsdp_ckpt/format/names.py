@@ -40,6 +40,10 @@ MAX_TRAIN_STATE_BYTES: Final = 1 << 28
 ARGUMENTS: Final = "args"
 """Megatron-LM's arguments, among a checkpoint's values: consumed samples, and what a load compares."""
 
+OPTIMIZER: Final = "optimizer"
+PARAM_GROUPS: Final = "param_groups"
+"""Where torch's `get_state_dict` has param groups: `optimizer.param_groups`, a list."""
+
 KEPT_ARGUMENTS: Final = (
     *("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples"),
     *("num_layers", "hidden_size", "num_attention_heads", "add_position_embedding", "max_position_embeddings"),

@@ -87,7 +87,8 @@ def model_shards(
             named = _blocks(item.plan, None, _Kept(dtype_name(item.tensor.dtype)), vocabulary_size)
             flat, kept = item.elements(), item.tensor
             for key, entry, slice_ in named:
-                yield LocalShard(key, entry, slice_, flat, item.plan, item.is_buffer, kept)
+                if slice_.has_elements:
+                    yield LocalShard(key, entry, slice_, flat, item.plan, item.is_buffer, kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,13 +152,14 @@ def optimizer_shards(
     for part in parts:
         for parameter, plan in part.parameters():
             slots = part.adapter.slots(parameter) if plan.slices else {}
-            if not slots and plan.slices:
+            if not slots and any(slice_.has_elements for slice_ in plan.slices):
                 stateless.append(plan.layout.optimizer_name)
             kept_by = part.adapter.class_name(parameter) if slots else ""
             for name, slot in slots.items():
                 flat = slot.tensor
                 for key, entry, slice_ in _blocks(plan, name, _Kept.of(slot, kept_by), vocabulary_size):
-                    shards.append(LocalShard(key, entry, slice_, flat, plan, kept=slot.kept))
+                    if slice_.has_elements or slot.kind != "sharded":
+                        shards.append(LocalShard(key, entry, slice_, flat, plan, kept=slot.kept))
     return shards, stateless
 
 

@@ -141,9 +141,9 @@ def open_and_match(directory: AnyPath, wanted: Wanted, settings: Settings, coord
     """
     require("save and load")
     recover(directory)
-    source = open_checkpoint(directory, near=[coordination.rank])
-    _check_families(source, settings)  # before the model is planned: it would miss them, too
     reader = reader_for(wanted.model)
+    source = open_checkpoint(directory, near=[coordination.rank], plain=reader.lists_groups)
+    _check_families(source, settings)  # before the model is planned: it would miss them, too
     everything = plan_with_parts(reader)[0].each()
     source.look_near(ranks_with_copies(reader.peers, (item.plan for item in everything), coordination.rank))
     source = under_new_names(source, [item.plan for item in everything])
@@ -232,7 +232,8 @@ def look_again(opened: Opened) -> None:
         KeyMismatchError: Components of a parameter have different slots.
         ManifestError: This rank's own index file has others than the index of all.
     """
-    found, opened.source = opened.slots, open_checkpoint(opened.source.metadata.directory)
+    directory, plain = opened.source.metadata.directory, opened.reader.lists_groups
+    found, opened.source = opened.slots, open_checkpoint(directory, plain=plain)
     opened.source = under_new_names(opened.source, [item.plan for item in opened.planned])
     _match(opened, everything=True).finish()
     for name, slots in found.items():

@@ -11,7 +11,9 @@ from weakref import WeakKeyDictionary
 
 from mbridge_fsdp_ckpt.coverage import plans as fingerprints
 from mbridge_fsdp_ckpt.coverage.plans import Block
+from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.format.columns import param_group_name
+from mbridge_fsdp_ckpt.format.names import OPTIMIZER, PARAM_GROUPS
 from mbridge_fsdp_ckpt.format.own_index import RankIndex
 from mbridge_fsdp_ckpt.format.rows import Scalar
 from mbridge_fsdp_ckpt.format.schema import RankOwn
@@ -51,12 +53,14 @@ class Prepared:
         write_plan: What it writes, without its numbers.
         shards: The blocks with what is behind them, one for each of `WritePlan.blocks`.
         numbers: The scalars of all parameters that it holds a part of, with what is behind them.
+        values: Those of `Observed`.
         watched: All of these tensors, where training goes on.
     """
 
     write_plan: WritePlan
     shards: list[LocalShard]
     numbers: list[LocalShard]
+    values: Mapping[str, Any]
     watched: Watched | None = None
 
     def read(self) -> WritePlan:
@@ -122,7 +126,8 @@ class Observed:
         own: What modules keep beside these.
         optimizers: With their param groups; none where none is saved.
         hyperparameters: Encoded, of each of their param groups.
-        values: Its own, encoded.
+        values: Those of `checkpoint.save`, loss scales and param groups among them.
+        rank_values: This rank's own, encoded.
         states: Its modules' FP8 state, encoded, and the names of these.
         include: Takes a model key and returns whether to save it; None saves all.
         vocabulary_size: Rows of the vocabulary without its padding, where known.
@@ -135,7 +140,8 @@ class Observed:
     own: list[Planned]
     optimizers: list[Grouped]
     hyperparameters: list[dict[str, Json]]
-    values: Json
+    values: Mapping[str, Any]
+    rank_values: Json
     states: tuple[Json, list[str]]
     include: KeyFilter | None
     vocabulary_size: int | None
@@ -190,12 +196,39 @@ def observe(
         own=own_state(reader, modules, (plan for plan, _ in tensors.plans)),
         optimizers=optimizers,
         hyperparameters=_encoded(optimizers),
-        values=encode_mapping(rank_values or {}, "rank_values"),
+        values=_with_param_groups(loss_scales.with_loss_scales(values, optimizer), reader, tensors, optimizers),
+        rank_values=encode_mapping(rank_values or {}, "rank_values"),
         states=(encode(states, "extra_state"), sorted({name for kind in (states or {}).values() for name in kind})),
         include=include,
         vocabulary_size=vocabulary_size,
         optimizer=optimizer,
     )
+
+
+def _with_param_groups(
+    values: Mapping[str, Any], reader: Reader, tensors: PlannedTensors, optimizers: Iterable[Grouped]
+) -> Mapping[str, Any]:
+    """Values, and the param groups where `Reader.lists_groups`, as torch's `get_state_dict` gives them.
+
+    Raises:
+        ConfigurationError: A value has their name.
+    """
+    groups = [group for optimizer in optimizers for group in optimizer.groups]
+    if not (reader.lists_groups and groups):
+        return values
+    if OPTIMIZER in values:
+        raise ConfigurationError(
+            expected=f"values without {OPTIMIZER!r}, under which the param groups of the optimizer are saved",
+            found="one",
+            remedy="Give it another name.",
+        )
+    named = zip(tensors.plans, tensors.tensors, strict=True)
+    names = {id(tensor): plan.layout.optimizer_name for (plan, _), tensor in named}
+    listed = [
+        {**group.hyperparameters, "params": [names.get(id(parameter), "") for parameter in group.parameters]}
+        for group in groups
+    ]
+    return {**values, OPTIMIZER: {PARAM_GROUPS: listed}}
 
 
 def plan_save(observed: Observed) -> Prepared:
@@ -224,11 +257,11 @@ def plan_save(observed: Observed) -> Prepared:
         parameters=of_parameters,
         stateless=stateless,
         states=names,
-        own=RankOwn(values=observed.values, extra_state=extra_state),
+        own=RankOwn(values=observed.rank_values, extra_state=extra_state),
         param_groups=of_groups,
     )
     write_plan = _write_plan(known, said, encoded, sections, observed.reader.job.sizes)
-    return Prepared(write_plan, shards, numbers, observed.watched)
+    return Prepared(write_plan, shards, numbers, observed.values, observed.watched)
 
 
 def write_plan_of(

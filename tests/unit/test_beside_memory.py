@@ -128,7 +128,7 @@ def test_all_that_a_writer_needs_crosses_as_json() -> None:
     own = RankOwn(values={"seed": [1, 2.5, None]}, extra_state={"fp8": {}})
     said = RankIndex(2, {"rank": 2, "data": 1}, None, {}, {"a": 7}, ["b"], ["c"], own, {"group": 2**63})
     what = write_plan_of(held, held[-1:], said, {2**64 - 1: {"lr": 0.1}}, ("model", "optimizer"), {"world": 4})
-    what = Prepared(what, held, held[-1:]).read()
+    what = Prepared(what, held, held[-1:], {}).read()
     layout = json.loads(json.dumps(wire.layout_to_wire(wire.layout_of(what))))
     rest = json.loads(json.dumps(wire.to_wire(what)))
     assert wire.from_wire(rest, wire.layout_from_wire(layout), 2) == what

@@ -38,7 +38,7 @@ def coordination(rank: int) -> Coordination:
 def prepared(held: list[LocalShard], sections: tuple[Section, ...] = ("model",)) -> Prepared:
     numbers = [shard for shard in held if shard.is_scalar]
     return Prepared(
-        write_plan_of(held, numbers, RankIndex(0, {}, None, {}), {}, sections, {"strategy": "x"}), held, numbers
+        write_plan_of(held, numbers, RankIndex(0, {}, None, {}), {}, sections, {"strategy": "x"}), held, numbers, {}
     )
 
 

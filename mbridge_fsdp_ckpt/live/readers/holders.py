@@ -34,11 +34,11 @@ class Holders:
 
     def __init__(self, meshes: Iterable[DeviceMesh]) -> None:
         self._meshes = list({id(mesh): mesh for mesh in meshes}.values())
-        self._along: dict[int, set[int]] = {}
+        self._along: dict[tuple[Any, ...], set[int]] = {}
         self._known: dict[tuple[int, tuple[int, ...]], Ranks] = {}
         for mesh in self._meshes:
             root = mesh._get_root_mesh()
-            self._along.setdefault(id(root), set()).update(_dimensions_in(mesh, root))
+            self._along.setdefault(_kind(root), set()).update(_dimensions_in(mesh, root))
 
     def of(self, mesh: DeviceMesh, replicated: Sequence[int]) -> Ranks:
         """Those that hold the same of a DTensor as this one, which is among them.
@@ -51,7 +51,7 @@ class Holders:
         if kind not in self._known:
             own = _ranks(mesh)[_through(mesh, replicated)].reshape(-1)
             root = mesh._get_root_mesh()
-            beyond = self._along[id(root)] - _dimensions_in(mesh, root)
+            beyond = self._along[_kind(root)] - _dimensions_in(mesh, root)
             self._known[kind] = _spread(own, root, beyond)
         return self._known[kind]
 
@@ -62,12 +62,18 @@ class Holders:
         if not roots:
             return tuple(range(dist.get_world_size())) if dist.is_initialized() else (0,)
         me = np.array([dist.get_rank()])
-        return max((_spread(me, root, self._along[id(root)]) for root in roots), key=len)
+        return max((_spread(me, root, self._along[_kind(root)]) for root in roots), key=len)
 
 
 def place_among(ranks: Ranks) -> Axis:
     """This rank's place among some that hold the same."""
     return Axis(ranks.index(dist.get_rank() if dist.is_initialized() else 0), len(ranks))
+
+
+def _kind(mesh: DeviceMesh) -> tuple[Any, ...]:
+    """What a mesh lays out how: torch keeps equal ones for DTensors that it makes, of models that were there before."""
+    ranks = _ranks(mesh)
+    return ranks.shape, ranks.tobytes()
 
 
 def _ranks(mesh: DeviceMesh) -> _Array:

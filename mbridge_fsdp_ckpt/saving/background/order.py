@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from mbridge_fsdp_ckpt.coordination.delegated import Participant
 from mbridge_fsdp_ckpt.coordination.outcome import Outcome
@@ -25,7 +24,7 @@ class Frozen:
 
     Args:
         observed: With copies of buffers.
-        values: `Order.values` on rank 0, encoded.
+        values: `Observed.values` on rank 0, encoded.
     """
 
     observed: Observed
@@ -60,7 +59,6 @@ class Order:
         directory: Where to, as all ranks call it.
         participant: This rank's, in the meetings.
         settings: Of this save.
-        values: Non-tensor state that is the same on all ranks, by name.
         observed: What this rank saves, or why it can't.
         phases: The clock of the save.
         add_files: Puts files of the caller into an empty folder, on rank 0; None where there are none.
@@ -71,7 +69,6 @@ class Order:
     directory: str
     participant: Participant
     settings: Settings
-    values: Mapping[str, Any]
     observed: Outcome[Observed]
     phases: Phases
     add_files: Callable[[Path], None] | None
@@ -83,7 +80,7 @@ class Order:
         return self.observed.then(self._freeze, self.participant.rank, _DOING)
 
     def _freeze(self, observed: Observed) -> Frozen:
-        values = encode_mapping(self.values, "values") if self.participant.rank == 0 else None
+        values = encode_mapping(observed.values, "values") if self.participant.rank == 0 else None
         return Frozen(observed.with_buffers_copied(), values)
 
     def planned(self, frozen: Outcome[Frozen]) -> Outcome[Snapshot]:

@@ -87,7 +87,7 @@ class Case:
         path: Who deletes.
         event: What happens between the decision and the deed.
         names: The run's and its neighbour's.
-        kinds: By iteration: "ours", "stock" or "headless".
+        kinds: By iteration: "ours", "stock", "damaged" (ours without a payload file) or "headless".
         trackers: One of `TRACKERS`.
         named: The iteration that they name, and one before it.
         special: What else is there, and of which iteration.
@@ -136,6 +136,10 @@ class Case:
         found = [number for number, kind in self.kinds.items() if kind != "headless"]
         return sorted([*found, *self.of("a link under an iteration's name")])
 
+    @property
+    def readable(self) -> list[int]:
+        return [number for number in self.complete if self.kinds.get(number) != "damaged"]
+
 
 def name_of(number: int) -> str:
     return f"iter_{number:07d}"
@@ -145,7 +149,7 @@ def drawn(store: str, path: str, event: str, seed: str) -> Case:
     """A case, drawn at random."""
     rng = random.Random(f"deletions {store} {path} {event} {seed}")
     numbers = sorted(rng.sample(range(1, 60), rng.randint(2, 5)))
-    kinds = {number: rng.choice(("ours", "ours", "ours", "stock", "headless")) for number in numbers}
+    kinds = {number: rng.choice(("ours", "ours", "ours", "stock", "headless", "damaged")) for number in numbers}
     kinds[numbers[0]] = "ours"
     choices = [*ANYWHERE, *LEFTOVERS, *(LOCAL if store == STORES[0] else ())]
     old = numbers[: max(1, len(numbers) // 2)]  # of which more may go
@@ -225,7 +229,8 @@ def doomed(case: Case) -> set[int]:
     """Iterations that a pruning takes."""
     if case.trackers == "illegible":
         return set()
-    return {n for n in case.complete[: -case.keep] if not stays(case, n) and n != case.also_keep}
+    old = {n for n in case.complete if sum(newer > n for newer in case.readable) >= case.keep}
+    return {n for n in old if not stays(case, n) and n != case.also_keep}
 
 
 def made(case: Case, whole: dict[str, Files]) -> list[tuple[str, bytes, float]]:
@@ -239,6 +244,8 @@ def made(case: Case, whole: dict[str, Files]) -> list[tuple[str, bytes, float]]:
     for run in case.names:
         for number, kind in case.kinds.items():
             files = whole.get(kind) or {"__0_0.distcp": b"x", "rank_00000.index": b"y"}
+            if kind == "damaged":
+                files = {name: data for name, data in whole["ours"].items() if not name.startswith("__1_0")}
             age = 60.0 if case.has("saved just now", number) and run == case.names[0] else 3 * HOUR
             found += [(f"{run}/{name_of(number)}/{name}", data, age) for name, data in files.items()]
         strangers = "notes.txt", "tensorboard/events", "iter_x/manifest.json", "iter_0000070", ".staging-mine/a"
@@ -376,7 +383,7 @@ def _saved(case: Case, number: int, *, by_marker: bool) -> Case:
         special -= {("link out of it", number), ("somebody's file in it", number), ("link into it", number)}
     elif young in case.special and case.kinds.get(number) != "headless":
         special |= {young}
-    elif case.kinds.get(number) == "ours" and not case.is_local:
+    elif case.kinds.get(number) in ("ours", "damaged") and not case.is_local:
         special |= {("objects of the save before in it", number)}
     return replace(case, kinds=case.kinds | {number: "ours"}, special=frozenset(special))
 
@@ -460,22 +467,23 @@ def _save(case: Case, target: str, found: Left, *, fails: bool = False) -> None:
 def _repair(case: Case, before: Files, found: Left) -> None:
     own, renewed = case.names[0], case.event == "a leftover is renewed" or not case.has_times
     saved = case.event == "saved anew"
-    complete = set(case.complete)
+    complete, readable = set(case.complete), set(case.readable)
     for top, (kind, aim, old) in leftovers(case, before).items() if case.is_local else ():
         if kind == "replaced" and aim == name_of(ALONE):
             moved = {p.replace(top, aim): data for p, data in before.items() if p.startswith(f"{own}/{top}/")}
             found.drop(f"{own}/{top}")
             found.files |= moved
             complete.add(ALONE)
+            readable.add(ALONE)
         elif old and not renewed and (kind != "replaced" or _is_complete(case, aim)):
             found.drop(f"{own}/{top}")
     if not renewed:
         found.drop(*(path for path in before if is_stale_lease(case, path)))
         found.drop(*() if saved else [f"{own}/{name_of(DEAD)}"])
-    _repair_trackers(case, complete, found)
+    _repair_trackers(case, complete, max(readable, default=None), found)
 
 
-def _repair_trackers(case: Case, complete: set[int], found: Left) -> None:
+def _repair_trackers(case: Case, complete: set[int], newest: int | None, found: Left) -> None:
     newer, older = case.named
     text = {"Bridge's newer": older, "Bridge's older": newer, "Megatron's": newer, "both": newer}.get(case.trackers)
     by_bridge = {"Bridge's newer": newer, "Bridge's older": older, "Bridge's": newer, "both": newer}.get(case.trackers)
@@ -483,7 +491,7 @@ def _repair_trackers(case: Case, complete: set[int], found: Left) -> None:
     good = [number for number in (by_bridge, text) if number in complete]
     if text in complete and (by_bridge in complete or not has_state):
         return
-    meant = good[0] if good else max(complete, default=None)
+    meant = good[0] if good else newest
     if meant is not None:
         found.files[f"{case.names[0]}/{TRACKER}"] = str(meant).encode()
         if has_state and by_bridge not in complete:

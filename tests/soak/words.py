@@ -58,13 +58,13 @@ MATRICES = {
     "deletions": (
         "Deletions",
         "Two runs lie side by side whose names match each other as patterns (`run[1]` and `run1`, `a*b`, `q?`), on a "
-        "file system, on an S3 server and in memory, with trackers of every kind, links, readers, leftovers of saves "
-        "that died and files of somebody's. Whatever deletes is run: `prune`, `repair`, retention after a save, the "
-        "removal of one checkpoint in the background, a save that overwrites, one that fails, a conversion that is "
-        "interrupted; in between the run goes back, a reader comes, a tracker becomes illegible, or a save commits. A "
-        "case passes if exactly what the rules name is gone, computed from the description of the case apart from the "
-        "package, and if every other file of both runs is there, byte for byte. `make test` makes the same draws each "
-        "time.",
+        "file system, on an S3 server and in memory, with trackers of every kind, links, readers, checkpoints that "
+        "lack a file, leftovers of saves that died and files of somebody's. Whatever deletes is run: `prune`, "
+        "`repair`, retention after a save, the removal of one checkpoint in the background, a save that overwrites, "
+        "one that fails, a conversion that is interrupted; in between the run goes back, a reader comes, a tracker "
+        "becomes illegible, or a save commits. A case passes if exactly what the rules name is gone, computed from the "
+        "description of the case apart from the package, and if every other file of both runs is there, byte for byte. "
+        "`make test` makes the same draws each time.",
     ),
     "signals": (
         "Signals and forks",

@@ -260,7 +260,7 @@ def test_what_may_be_alive_is_left_alone(root: Path) -> None:
     assert names(root) == WHOLE
 
 
-@pytest.mark.parametrize("meanwhile", ["renewed", "committed", "removed", "read", "published"])
+@pytest.mark.parametrize("meanwhile", ["renewed", "committed", "linked", "removed", "read", "published"])
 def test_what_changes_until_the_answer_is_looked_at_again(root: Path, meanwhile: str) -> None:
     """A question waits as long as people do."""
     dead, other = root / "iter_0000030", root / f".staging-iter_0000050-{TOKEN}"
@@ -283,6 +283,9 @@ def test_what_changes_until_the_answer_is_looked_at_again(root: Path, meanwhile:
     elif meanwhile == "committed":
         (root / "metadata").rename(dead / "manifest.json")
         stays = dead / f"group_00000-{TOKEN}.index"
+    elif meanwhile == "linked":
+        stays = dead.rename(root / "somebody's") / f"group_00000-{TOKEN}.index"
+        dead.symlink_to("somebody's")
     elif meanwhile == "removed":
         shutil.rmtree(root / "iter_0000010")
         stays = aside
@@ -296,7 +299,7 @@ def test_what_changes_until_the_answer_is_looked_at_again(root: Path, meanwhile:
     assert stays.exists()
     assert stays not in taken
     assert meanwhile != "published" or (root / TRACKER).read_text() == "10"
-    assert len(taken) == {"committed": 3, "published": 5}.get(meanwhile, 4)
+    assert len(taken) == {"committed": 3, "linked": 3, "published": 5}.get(meanwhile, 4)
 
 
 @pytest.mark.parametrize("linked", [False, True])
@@ -332,15 +335,18 @@ def test_marks_of_dead_readers_are_deleted_and_those_of_living_ones_never(root: 
     assert alive.exists()
 
 
-def test_objects_of_dead_saves_by_marker_are_deleted(root: Path) -> None:
+def test_objects_of_dead_saves_by_marker_are_deleted(root: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     dead = root / "iter_0000030"
     dead.mkdir()
     for name in (f"__0_0-{TOKEN}.distcp", f"rank_00000-{TOKEN}.index", "notes.txt"):
         (dead / name).write_bytes(b"x")
     age(dead)
+    (root / "elsewhere").symlink_to(shutil.copytree(dead, tmp_path_factory.mktemp("elsewhere") / "run"))
+    age(root / "elsewhere" / ".")
     found = data("repair", root, "--yes")
     assert done(found) == [("delete", f"__0_0-{TOKEN}.distcp"), ("delete", f"rank_00000-{TOKEN}.index")]
     assert names(dead) == ["notes.txt"]
+    assert len(names(root / "elsewhere")) == 3, "nothing behind a link is the root's"
 
 
 @pytest.mark.parametrize("state", ["dead", "running", "committed", "committed meanwhile"])

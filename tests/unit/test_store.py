@@ -12,7 +12,15 @@ from upath import UPath
 
 from mbridge_fsdp_ckpt.errors import ConfigurationError, DamagedCheckpointError
 from mbridge_fsdp_ckpt.io.checksums import HASHED_AT_ONCE, Hasher, checksum
-from mbridge_fsdp_ckpt.io.files import entries, hold, is_plain_file, read_bounded, replace_file, write_file
+from mbridge_fsdp_ckpt.io.files import (
+    entries,
+    everything_in,
+    hold,
+    is_plain_file,
+    read_bounded,
+    replace_file,
+    write_file,
+)
 from mbridge_fsdp_ckpt.io.held_path import HeldPath
 from mbridge_fsdp_ckpt.io.ranges import OpenFiles, Scratch
 from mbridge_fsdp_ckpt.io.store import AnyPath, as_path, called, is_local, store_of
@@ -102,6 +110,9 @@ def test_sizes_are_those_of_files_by_their_names(place: AnyPath) -> None:
         write_file(place / name, data)
     if isinstance(place, Path):
         (place / "link").symlink_to("x")
+        (place / "linked").symlink_to("folder")
+        assert {path.name for path in everything_in(place)} == {"folder", "link", "linked", "x", "y"}
+        assert sum(path.name == "y" for path in everything_in(place)) == 1, "behind no link"
     assert store_of(place).sizes() == {"x": 2, "folder/y": 0}
     assert store_of(as_path(str(place))).sizes() == {"x": 2, "folder/y": 0}
 

@@ -4,16 +4,21 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 
 import mbridge_fsdp_ckpt
+from mbridge_fsdp_ckpt.errors import CheckpointError
+from mbridge_fsdp_ckpt.live.readers.choice import register_reader, unregister_reader
+from mbridge_fsdp_ckpt.live.readers.dtensor import DTensorReader
 from mbridge_fsdp_ckpt.live.readers.holders import Holders
 from tests.fsdp2.models import Layout, Model, build, held, optimizer_of, train
 
@@ -99,3 +104,78 @@ def _fill_with_nan(state: Any) -> None:
                 local.detach().fill_(float("nan"))
         elif isinstance(value, dict | list):
             _fill_with_nan(value)
+
+
+def load_weights(directory: str, layout: Layout) -> tuple[Any, list[str]]:
+    """Weights after a load of weights alone, and the state that the optimizer has then."""
+    model = build(layout, seed=2)
+    optimizer = optimizer_of("AdamW", model)
+    mbridge_fsdp_ckpt.load_weights(directory, model=model, optimizer=optimizer)
+    found = held(model, optimizer)
+    return found, [name for name in found if not name.startswith("model.")]
+
+
+class ByTheName:
+    """A reader of somebody's own: DTensors of a wrapper that has the model in an attribute."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.inner = model
+
+
+def save_by_a_reader_of_ones_own(directory: str) -> Any:
+    """What a model saves that another reader finds, and which error says what readers there are where none does."""
+    model = build(Layout(), seed=1)
+    optimizer = optimizer_of("AdamW", model)
+    train(model, optimizer, range(1))
+    errors = []
+    for strange in (ByTheName(model), torch.nn.Linear(2, 2)):
+        try:
+            mbridge_fsdp_ckpt.save(directory, model=strange, optimizer=optimizer)
+        except CheckpointError as error:
+            errors.append(str(error))
+    register_reader("a wrapper", lambda found: DTensorReader(found.inner) if isinstance(found, ByTheName) else None)
+    try:
+        mbridge_fsdp_ckpt.save(directory, model=ByTheName(model), optimizer=optimizer)
+    finally:
+        unregister_reader("a wrapper")
+    return held(model, optimizer), errors
+
+
+def refused() -> dict[str, str]:
+    """By what is wrong with a model, the error of a save."""
+    found = {}
+    for what, spoil in _SPOILT.items():
+        model = build(Layout(), seed=1)
+        values = spoil(model)
+        try:
+            optimizer = optimizer_of("SGD", model)
+            mbridge_fsdp_ckpt.save("/nonexistent/never", model=model, optimizer=optimizer, values=values)
+        except CheckpointError as error:
+            found[what] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def _of_another_shape(model: Model) -> None:
+    block: Any = model.blocks[0]
+    weight = block.up.weight
+    weight._local_tensor = weight._local_tensor[:-1]
+
+
+def _partial(model: Model) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model.ignored = torch.nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh, [Partial()], run_check=False))
+
+
+def _made_by_a_hook(model: Model) -> None:
+    def double(module: Any, state: dict[str, Any], *rest: Any) -> None:
+        state["ignored"] = state["ignored"] * 2
+
+    model.register_state_dict_post_hook(double)  # type: ignore[no-untyped-call]
+
+
+_SPOILT: dict[str, Callable[[Model], Any]] = {
+    "a shard of another shape": _of_another_shape,
+    "a partial sum": _partial,
+    "a tensor that a hook made": _made_by_a_hook,
+    "a value of the name of param groups": lambda model: {"optimizer": 1},
+}

@@ -87,8 +87,8 @@ class Model(nn.Module):
         hidden = self.embedding(inputs)
         for block in self.blocks:
             hidden = block(hidden)
-        result: torch.Tensor = self.head(hidden).float() @ self.ignored.t()
-        return result + self.frozen(hidden).float()
+        result: torch.Tensor = self.head(hidden).float() @ self.ignored.t() + self.frozen(hidden).float()
+        return result
 
 
 def build(layout: Layout, seed: int) -> Model:
@@ -187,7 +187,7 @@ def held(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tens
 
 def _named(model: Model, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
     wrappers = ("_orig_mod.", "_checkpoint_wrapped_module.")
-    names = {}
+    names: dict[int, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         for wrapper in wrappers:
             name = name.replace(wrapper, "")

@@ -74,8 +74,7 @@ class Ranks:
             waiting = [c for rank, c in enumerate(self._connections) if rank not in found]
             ready = wait(waiting, timeout=LIMIT_S)
             assert ready, f"{case.__name__} hangs on ranks {sorted(set(range(len(self._connections))) - found.keys())}"
-            for connection in ready:
-                rank = self._connections.index(connection)  # type: ignore[arg-type]
+            for rank in [rank for rank, connection in enumerate(self._connections) if connection in ready]:
                 raised, found[rank] = pickle.loads(self._connections[rank].recv_bytes())
                 assert not raised, f"rank {rank}: {found[rank]}"
         self._waits = True

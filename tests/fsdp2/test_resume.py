@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,3 +92,40 @@ def test_ranks_with_the_same_are_found_on_equal_meshes(worlds: Worlds) -> None:
         [(2, 3), everybody, everybody],
         [(2, 3), everybody, everybody],
     ]
+
+
+@pytest.mark.parametrize(("layout", "optimizer"), [(FSDP, "AdamW"), (Layout(mixed=True), "SGD momentum")])
+def test_an_asynchronous_save_has_what_there_was_at_the_call(
+    layout: Layout, optimizer: str, worlds: Worlds, tmp_path: Path
+) -> None:
+    """Training goes on while it copies; then a model that has computed with other weights computes with these."""
+    saved = worlds[2].run(partial(cases.save, beside=True), str(tmp_path / "c"), layout, optimizer)
+    loaded = worlds[2].run(cases.load, str(tmp_path / "c"), layout, optimizer)
+    for (before, through), (after, resumed, _) in zip(saved, loaded, strict=True):
+        assert unlike(before, after) == []
+        assert through == resumed
+
+
+def test_weights_alone(worlds: Worlds, tmp_path: Path) -> None:
+    (saved, _), *_ = worlds[2].run(cases.save, str(tmp_path / "c"), FSDP, "AdamW")
+    for after, state in worlds[2].run(cases.load_weights, str(tmp_path / "c"), FSDP):
+        assert unlike({name: value for name, value in saved.items() if name.startswith("model.")}, after) == []
+        assert state == []
+
+
+def test_a_reader_of_ones_own_is_asked_and_an_error_lists_all(worlds: Worlds, tmp_path: Path) -> None:
+    (saved, errors), *others = worlds[2].run(cases.save_by_a_reader_of_ones_own, str(tmp_path / "c"))
+    for said in (errors, *(errors for _, errors in others)):
+        for error, found in zip(said, ("ByTheName", "Linear"), strict=True):
+            assert "Megatron-FSDP v1, or torch's FSDP2 (fully_shard) or DTensor parallelism" in error
+            assert f"found {found}" in error
+    for after, _, _ in worlds[2].run(cases.load, str(tmp_path / "c"), FSDP, "AdamW"):
+        assert unlike(saved, after) == []
+
+
+def test_what_cannot_be_saved_is_refused_by_name(worlds: Worlds) -> None:
+    for found in worlds[2].run(cases.refused):
+        assert "blocks.0.up.weight] expected a local tensor of shape" in found["a shard of another shape"]
+        assert "ignored] expected a DTensor that is sharded or replicated" in found["a partial sum"]
+        assert "ignored] expected the state dict to have the model's own" in found["a tensor that a hook made"]
+        assert "expected values without 'optimizer'" in found["a value of the name of param groups"]

@@ -83,7 +83,7 @@ def save(
         directory: The iteration directory: a path, or a URL that fsspec knows.  A checkpoint that is there is replaced,
             with whatever else lies in its directory.  Anything else is refused before anything is written: a file, a
             link, another format, a root of checkpoints, the working directory and its parents.
-        model: A model wrapped in Megatron-FSDP, or the `MegatronFSDP` module itself.
+        model: A model wrapped in Megatron-FSDP, the `MegatronFSDP` module itself, or a model under torch's FSDP2.
         optimizer: Megatron's optimizer over the model, or a torch optimizer.  None saves no optimizer state.  The loss
             scales of Megatron's fp16 optimizer are saved with it, among the values as "grad_scaler".
         values: Non-tensor state that is the same on all ranks, by name: numbers, strings, bytes, tensors of at most
@@ -214,9 +214,9 @@ def load(
     All ranks call it with the same arguments.  Every byte is verified on every rank before anything live changes.
 
     Args:
-        directory: An iteration directory of this format, or of stock `fsdp_dtensor`, saved in any layout: a path, or a
-            URL that fsspec knows.
-        model: The model to fill, wrapped in Megatron-FSDP, or the `MegatronFSDP` module itself.
+        directory: An iteration directory of this format, of stock `fsdp_dtensor` or, for a model under FSDP2, of plain
+            DCP, saved in any layout: a path, or a URL that fsspec knows.
+        model: The model to fill, wrapped as for `save`.
         optimizer: Megatron's optimizer over the model, or a torch optimizer.  None loads weights only, and leaves the
             copies of weights that an optimizer keeps as they are: `load_weights` refreshes them.
         include: Takes a model key and returns whether to load it, with the optimizer state of that parameter; all

@@ -14,6 +14,7 @@ from mbridge_fsdp_ckpt.commit.methods import recover
 from mbridge_fsdp_ckpt.coordination.coordination import Coordination
 from mbridge_fsdp_ckpt.errors import ConfigurationError, FamilyError, KeyMismatchError
 from mbridge_fsdp_ckpt.families import default_registry
+from mbridge_fsdp_ckpt.format.names import OPTIMIZER
 from mbridge_fsdp_ckpt.format.source import CheckpointSource, RankRecord, StoredChunk, sizes_of
 from mbridge_fsdp_ckpt.io.files import malformed
 from mbridge_fsdp_ckpt.io.store import AnyPath
@@ -312,6 +313,14 @@ def _same(one: object, other: object) -> bool:
 def records_of(opened: Opened) -> tuple[RankRecord | None, RankRecord | None]:
     """The record saved at this rank's coordinates, and one of its (pipeline, tensor) place."""
     return opened.source.near(opened.reader.job.place)
+
+
+def values_of(opened: Opened) -> Mapping[str, Any]:
+    """The checkpoint's values, without the param groups that DCP metadata has of them."""
+    values = opened.source.metadata.values
+    if not opened.reader.lists_groups:
+        return values
+    return {name: value for name, value in values.items() if name != OPTIMIZER}
 
 
 def topology_of(source: CheckpointSource) -> Mapping[str, int | str]:

@@ -46,7 +46,7 @@ def run(
 
     def prepare() -> _Prepared:
         found = opened.open_and_match(source, wanted, settings, coordination)
-        values, topology = found.source.metadata.values, opened.topology_of(found.source)
+        values, topology = opened.values_of(found), opened.topology_of(found.source)
         read = LoadResult(values, topology, *opened.records_of(found), skipped=tuple(found.skipped))
         steps = [accept(read)] if accept is not None else []
         if found.with_state:

@@ -46,13 +46,14 @@ def save(directory: str, layout: Layout, name: str, *, beside: bool = False) -> 
     return saved, losses
 
 
-def load(directory: str, layout: Layout, name: str) -> tuple[Any, list[float], Any]:
+def load(directory: str, layout: Layout, name: str, *, shared: bool = False) -> tuple[Any, list[float], Any]:
     """What another model holds once it is loaded, the losses of two steps, and the values."""
     model = build(layout, seed=2)
     optimizer = optimizer_of(name, model)
     with torch.no_grad():
         model(torch.ones(1, model.ignored.shape[1]))  # what is gathered here is old when the load is done
-    loaded = mbridge_fsdp_ckpt.load(directory, model=model, optimizer=optimizer)
+    settings = mbridge_fsdp_ckpt.Settings(share_reads="always" if shared else "never")
+    loaded = mbridge_fsdp_ckpt.load(directory, model=model, optimizer=optimizer, settings=settings)
     return held(model, optimizer), train(model, optimizer, range(2, 4)), dict(loaded.values)
 
 

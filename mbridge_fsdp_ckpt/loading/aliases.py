@@ -2,14 +2,14 @@
 """Memory that several keys of a checkpoint fill: tied weights, buffers that are views of one tensor.
 
 A model saves such memory once for each name, with equal bytes, and gets it back whichever key is read last.  Another
-model may have saved the same keys with other values: of these, all but the last would be lost without a word.  So
-where destinations lie on each other, they are filled in memory of their own first, laid out alike:
+model may have saved the same keys with different values: all but the last would be lost without an error.  So
+where destinations overlap, they are filled in separate memory first, laid out alike:
 
     live     one [ . . . . . . . . ]             shadow   [ a a a a a a b b b b ]     b was written last
            other           [ . . . . . . ]                          ^ ^               is this still `one`'s a?
 
 Where every key then finds there what it wrote, the order does not matter.  Few models have such memory, and it is
-small beside the rest: what is read here is read again when it is filled.
+small: what is read here is read again when live memory is filled.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Filled:
 
     @classmethod
     def of(cls, key: str, destination: Destination) -> Filled:
-        """Where a destination lies."""
+        """The range of addresses of a destination."""
         memory = destination.memory
         reach = sum((size - 1) * stride for size, stride in zip(memory.shape, memory.stride(), strict=True))
         begin = memory.data_ptr()
@@ -52,15 +52,15 @@ class Filled:
 
 
 def refuse_conflicts(targets: Mapping[str, Iterable[Destination]], opened: Opened, coordination: Coordination) -> None:
-    """Refuse keys with other values for memory that is the same.  Nothing live is changed.
+    """Refuse keys whose values differ for the same memory.  No live tensor is changed.
 
     Args:
-        targets: Where each key goes, in live memory.
+        targets: The destinations of each key, in live memory.
         opened: The checkpoint.
-        coordination: The load's.
+        coordination: The coordination of the load.
 
     Raises:
-        KeyMismatchError: What one key fills, another one would overwrite with other values.
+        KeyMismatchError: One key would overwrite the values of another with different ones.
         CheckpointError, OSError: Bytes are damaged, or cannot be read.
     """
     for together in overlapping(targets):
@@ -78,7 +78,7 @@ def refuse_conflicts(targets: Mapping[str, Iterable[Destination]], opened: Opene
 
 
 def overlapping(targets: Mapping[str, Iterable[Destination]]) -> Iterator[Sequence[Filled]]:
-    """What fills memory that lies on each other, as far as first and last addresses tell; of several keys."""
+    """Groups of destinations of several keys whose ranges of addresses overlap."""
     each = (Filled.of(key, place) for key, places in targets.items() for place in places if place.memory.numel())
     ordered = sorted(each, key=lambda filled: (str(filled.destination.memory.device), filled.begin))
     device, end, together = None, 0, list[Filled]()
@@ -94,7 +94,7 @@ def overlapping(targets: Mapping[str, Iterable[Destination]]) -> Iterator[Sequen
 
 
 def _read(filled: Filled, opened: Opened, coordination: Coordination) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the checkpoint has for a destination, as bytes of each element; and which elements it has."""
+    """The bytes that the checkpoint has of each element of a destination, and a mask of the elements that it has."""
     memory, box = filled.destination.memory, filled.destination.box
     own = Destination(box, torch.zeros(memory.shape, dtype=memory.dtype))
     covered = Destination(box, torch.zeros(memory.shape, dtype=torch.bool))
@@ -119,7 +119,7 @@ def _conflict(lost: str, keys: Sequence[str]) -> KeyMismatchError:
     others = ", ".join(key for key in dict.fromkeys(keys) if key != lost)
     return KeyMismatchError(
         expected=f"one value for memory that several keys fill: {lost} and {others} are tied in this model",
-        found="other values for it in the checkpoint, whose model did not tie them",
+        found="a checkpoint in which their values differ: the saved model did not tie them",
         remedy=remedy(
             "Build the model as it was saved, untied.",
             "Or choose with {include} which of the keys to load.",

@@ -19,7 +19,7 @@ from mbridge_fsdp_ckpt.plan.slices import Component, ParameterPlan, Slice
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """A block that is wanted of a key, and its memory.
+    """A block of a key to fill, and its memory.
 
     Args:
         box: The block, in the global tensor; of no dimensions for a scalar.
@@ -30,7 +30,7 @@ class Destination:
     memory: torch.Tensor
 
     def take(self, box: Box, data: torch.Tensor) -> int:
-        """Copy what a chunk has of the block.
+        """Copy the elements that a chunk has of the block.
 
         Args:
             box: The chunk, in the global tensor.
@@ -47,11 +47,13 @@ class Destination:
         return target.numel()
 
     def place_in(self, box: Box, dtype: torch.dtype) -> Place | None:
-        """Where a chunk's bytes can go as they are, if what it has of the block is one run of both, on the host.
+        """The memory into which a chunk can be read directly; None where its elements must be copied.
+
+        It can if the common elements lie contiguously in the chunk and in host memory of the same dtype.
 
         Args:
             box: The chunk, in the global tensor.
-            dtype: Of its elements.
+            dtype: The dtype of the chunk.
         """
         common = box.intersect(self.box)
         if common is None or self.memory.dtype != dtype or self.memory.device.type != "cpu":
@@ -92,7 +94,7 @@ def block(slice_: Slice, live: torch.Tensor, key: str) -> Destination:
 
 
 Targets = dict[str, list[Destination]]
-"""For each key, the blocks that are wanted of it."""
+"""For each key, the destinations to fill."""
 
 
 def add_targets(
@@ -102,14 +104,14 @@ def add_targets(
     live: torch.Tensor,
     asked: Collection[str],
 ) -> None:
-    """Add the slices of a local shard, of those keys that the checkpoint has.
+    """Add the slices of a local shard to the destinations, for the keys that the checkpoint has.
 
     Args:
-        targets: Where to add them.
-        plan: The parameter's.
-        key_of: The key of a component.
-        live: The local shard, of the weight or of a slot.
-        asked: Keys that are to be filled.
+        targets: The destinations, to which slices are added.
+        plan: The plan of the parameter.
+        key_of: Takes a component and returns its key.
+        live: The local shard of the weight or of a slot.
+        asked: The keys to fill.
     """
     for slice_ in plan.slices:
         key = key_of(slice_.component)
@@ -131,7 +133,7 @@ def refuse_copy(buffer: torch.Tensor, held: Collection[int], key: str) -> None:
     if storage_of(buffer) not in held:
         raise UnsupportedStateError(
             expected="the state dict to have the model's own buffer",
-            found="a copy of it, or something made from it",
+            found="a copy of the buffer, or a tensor that was made from it",
             remedy="Let the module's state dict have what it registers. Nothing was changed.",
             key=key,
         )
@@ -157,7 +159,7 @@ def _refuse_overlap(live: torch.Tensor, key: str) -> None:
 def _no_view(slice_: Slice, live: torch.Tensor, key: str) -> InternalError:
     return InternalError(
         expected=f"{slice_.box} to be a view of this rank's shard",
-        found=f"a shard of shape {list(live.shape)} and strides {list(live.stride())}",
+        found=f"no view in a shard of shape {list(live.shape)} and strides {list(live.stride())}",
         remedy="Report it with the model's parameters. Nothing was changed.",
         key=key,
     )

@@ -1,5 +1,5 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""Ranks that hold copies of a tensor read for each other: each its part, which it verifies and passes on.
+"""Ranks that hold copies of a tensor read for each other: each reads and verifies a part, and passes it on.
 
     rank 0   read a | pass on a, get c | read b | pass on b, get d      in rounds of bounded size: one is read
     rank 1   read c | pass on c, get a | read d | pass on d, get b      while the one before is on its way
@@ -44,10 +44,10 @@ from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.remedies import remedy
 
 Read = Callable[[StoredChunk], torch.Tensor]
-"""Gives a chunk's elements, until the next one is read."""
+"""Takes a chunk and returns its elements, which are valid until the next chunk is read."""
 
 Put = Callable[[str, Box, torch.Tensor], None]
-"""Takes elements of a box of a key."""
+"""Takes a key, a box of it and the elements of the box."""
 
 _AT_ONCE = 1 << 26
 """Bytes that all ranks of a replica group pass on in a round."""
@@ -57,37 +57,38 @@ _LOOK = timedelta(seconds=0.2)  # how long a wait goes on before it looks whethe
 
 
 def message[T, M](outcome: Outcome[T], announce: Callable[[ErrorData | None], M]) -> M | CheckpointError:
-    """What to bring to the meeting that follows an exchange.
+    """The message or error that this rank brings to the meeting that follows an exchange.
 
     A rank that lost its peers does not fail the meeting at once: one of them brings the cause, or is missing there.
 
     Args:
-        outcome: Of the step with the exchange.
-        announce: Makes the message; gets the error of who lost its peers, which the coordinator raises if all arrive.
+        outcome: The outcome of the step that exchanged.
+        announce: Makes the message.  It is given this rank's error if the rank lost its peers, else None; the
+            coordinator raises that error if all ranks arrive.
     """
     lost = outcome.brought
     return announce(lost.to_wire()) if isinstance(lost, RankMissingError) else outcome.message(lambda _: announce(None))
 
 
 def first(lost: list[ErrorData | None]) -> ErrorData | None:
-    """What the first rank said that lost its peers, if one did."""
+    """The error of the lowest rank that lost its peers; None where no rank did."""
     known = [error for error in lost if error is not None]
     return min(known, key=lambda error: error["rank"] or 0) if known else None
 
 
 def decide(lost: ErrorData | None) -> None:
-    """Raise what a rank that lost its peers said, if nobody else knows the cause."""
+    """Raise the error of a rank that lost its peers, on the coordinator, once all ranks arrived without a cause."""
     if lost is not None:
         raise CheckpointError.from_wire(lost)
 
 
 class Exchange:
-    """The connections of one load, with the ranks that this one reads for.
+    """The connections of one load to the ranks that this rank reads for.
 
     Args:
         opened: The checkpoint.
-        sharing: Who reads what.
-        coordination: The load's.
+        sharing: Which rank reads which chunks.
+        coordination: The coordination of the load.
     """
 
     def __init__(self, opened: Opened, sharing: Sharing, coordination: Coordination) -> None:
@@ -96,7 +97,7 @@ class Exchange:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """While the block runs, unless it fails: others then learn of it."""
+        """Close all connections if the block fails, so that the peers stop waiting."""
         try:
             yield
         except BaseException:
@@ -104,11 +105,11 @@ class Exchange:
             raise
 
     def connect(self) -> None:
-        """Meet this rank's peers, replica group after replica group, in the order that everybody has.
+        """Connect with this rank's peers, one replica group after the other, in the same order on all ranks.
 
         Raises:
             RankMissingError: A peer does not answer.
-            PlanDisagreementError: The ranks do not want the same.
+            PlanDisagreementError: The ranks of a group need different parts of the checkpoint.
         """
         if not self._groups or self._coordination.store is None:
             return
@@ -119,16 +120,16 @@ class Exchange:
                 group.compare(self.sharing.plan(group.ranks))
 
     def pass_on(self, keys: Collection[str], read: Read, put: Put) -> None:
-        """Read this rank's part of what is shared of these keys, pass it on, and get the others' parts.
+        """Read this rank's part of the shared chunks of some keys, pass it on, and receive the other ranks' parts.
 
         Args:
             keys: The keys.
-            read: Returns a chunk's elements, until the next one is read.
-            put: Is given a key, a box and its elements, which are gone when it returns.
+            read: Takes a chunk and returns its elements, which are valid until the next chunk is read.
+            put: Called with a key, a box and its elements, which are valid until it returns.
 
         Raises:
             RankMissingError: A peer was lost.
-            ExchangeError: What arrived is not what was sent.
+            ExchangeError: The bytes that arrived differ from those that were sent.
             CheckpointError, OSError: This rank could not read.
         """
         for group in self._groups:  # by their ranks, as everybody does: there is always one that is complete
@@ -162,7 +163,7 @@ class _ReplicaGroup:
             raise self._lost(error) from error
 
     def compare(self, plan: str) -> None:
-        """Do all want the same?"""
+        """Check that all ranks of the group need the same parts of the checkpoint."""
         own = torch.tensor([digest(plan.encode()) >> 1])
         found = [torch.empty_like(own) for _ in self.ranks]
         self._begin(own, found)
@@ -171,12 +172,12 @@ class _ReplicaGroup:
             if not torch.equal(one, other):
                 raise PlanDisagreementError(
                     expected=f"ranks {self._named()} to need the same of the checkpoint",
-                    found="they do not",
+                    found="ranks that need different parts of it",
                     remedy="They hold copies of the same parameters, but differ in model, optimizer or settings.",
                 )
 
     def pass_on(self, planned: list[list[list[SharedBlock]]], read: Read, put: Put) -> None:
-        """Round after round; while one is on its way, this rank reads what it passes on in the next."""
+        """Pass on blocks round by round.  While a round is on its way, this rank reads for the next one."""
         widths = [_HEADER + max(sum(item.room for item in batch) for batch in batches) for batches in planned]
         sent = [torch.empty(max(widths), dtype=torch.uint8) for _ in range(2)]
         got = torch.empty(len(self.ranks), max(widths), dtype=torch.uint8)
@@ -190,7 +191,11 @@ class _ReplicaGroup:
         self._take(planned[-1], got, put)
 
     def leave(self) -> None:
-        """A group is closed when nothing refers to it: where an operation is under way, that would wait for its end."""
+        """Close the connections, and do not wait for an operation that is under way.
+
+        torch closes a group once nothing refers to it, and waits there for its operations; so this keeps a reference to
+        one with an operation under way.
+        """
         if self._work is not None and not self._work.is_completed():
             for never_closed in (self._group, self._work):
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(never_closed))
@@ -213,8 +218,8 @@ class _ReplicaGroup:
             if int(block[:_HEADER].view(torch.int64)[0]) != _hash(batch, block):
                 raise ExchangeError(
                     expected=f"the bytes that rank {rank} has read and verified",
-                    found=f"others, of {batch[0].chunk.key if batch else 'nothing'}",
-                    remedy="They changed on their way through gloo, or in a host's memory: look at its logs.",
+                    found=f"different bytes, in a batch that begins with {batch[0].chunk.key if batch else 'nothing'}",
+                    remedy="They changed on their way through gloo, or in a host's memory: look at the host's logs.",
                 )
             for item, source in _places(batch, block):
                 put(item.chunk.key, item.box, source)
@@ -228,7 +233,7 @@ class _ReplicaGroup:
             raise self._lost(error) from error
 
     def _finish(self) -> None:
-        """Wait for the operation under way, for as long as anybody gives heartbeats."""
+        """Wait for the operation under way, for as long as some rank gives heartbeats."""
         watch = self._coordination.watch()
         while not self._work.is_completed():
             try:
@@ -242,7 +247,7 @@ class _ReplicaGroup:
             raise self._lost(error) from error
 
     def _settle(self) -> None:
-        """Before this rank leaves with an error of its own: a group with an operation under way cannot be closed."""
+        """Wait for the operation under way before this rank fails: a group cannot be closed in the middle of one."""
         if self._work is not None:
             try:
                 self._finish()
@@ -253,7 +258,7 @@ class _ReplicaGroup:
         return RankMissingError(
             expected=f"ranks {self._named()} to read for each other",
             found=brief(error),
-            remedy=remedy("Look at the logs of these ranks.", "{share_reads} can let every rank read for itself."),
+            remedy=remedy("Look at the logs of these ranks.", "Or let every rank read for itself, with {share_reads}."),
             rank=self._coordination.rank,
         )
 
@@ -262,7 +267,7 @@ class _ReplicaGroup:
 
 
 class _Elements:
-    """Elements of blocks, whose chunks are read once each."""
+    """Returns the elements of blocks, and reads each chunk once for its blocks that follow one another."""
 
     def __init__(self, read: Read) -> None:
         self._read = read
@@ -282,6 +287,6 @@ def _places(batch: list[SharedBlock], memory: torch.Tensor) -> Iterator[tuple[Sh
 
 
 def _hash(batch: list[SharedBlock], memory: torch.Tensor) -> int:
-    """Of what the batch holds, as an int64."""
+    """The hash of a batch's blocks in memory, as an int64."""
     held = memory[_HEADER : _HEADER + sum(item.room for item in batch)]
     return digest(held.numpy()) >> 1

@@ -1,5 +1,5 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""Reading a checkpoint's bytes: first into memory that nobody uses, then into live tensors."""
+"""Reading a checkpoint's bytes: first into memory that is not live, then into live tensors."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """Memory that nobody uses yet: new slots that are not in place, and kept chunks of weights.
+    """The memory that a load fills, and what it has read so far.
 
     Args:
         opened: The checkpoint.
         weights: Where weights go: live memory.
-        slots: Where optimizer state goes: new memory.
-        allocated: Of which parameters that is.
-        exchange: With ranks that want the same.
+        slots: Where optimizer state goes: new memory, not in place yet.
+        allocated: The new memory, for each parameter.
+        exchange: The connections with ranks that hold copies, and read for each other.
         scratch: Memory for one read after another.
         phases: The load's clock.
-        progress: Who watches.
-        kept: Chunks of weights that were verified.
+        progress: Receives the progress of the load.
+        kept: Verified chunks of weights, which are not read again.
     """
 
     opened: Opened
@@ -54,38 +54,38 @@ class Staged:
     kept: dict[StoredChunk, torch.Tensor] = field(default_factory=dict)
 
     def take(self, chunk: StoredChunk) -> torch.Tensor:
-        """A chunk's elements: those that were kept when it was verified, or read again."""
+        """A chunk's elements: kept since it was verified, or read again."""
         kept = self.kept.pop(chunk, None)
         return self.read(chunk) if kept is None else kept
 
     def not_kept(self, chunks: list[StoredChunk]) -> list[StoredChunk]:
-        """Those that are read again."""
+        """The chunks that have to be read again."""
         return [chunk for chunk in chunks if chunk not in self.kept]
 
     def read(self, chunk: StoredChunk) -> torch.Tensor:
-        """A chunk's elements, until the next one is read."""
+        """A chunk's elements, which are valid until the next chunk is read."""
         return self.opened.source.read(chunk, verify=self.opened.verified, scratch=self.scratch)
 
     def read_for_all(self, chunk: StoredChunk) -> torch.Tensor:
-        """The same of a chunk that this rank passes on to others, who do not read it."""
+        """The elements of a chunk that this rank reads for others; counts them as progress."""
         elements = self.read(chunk)
         self.progress.advance(chunk.record.length)
         return elements
 
 
 def prepare(opened: Opened, coordination: Coordination, *, shared: bool, phases: Phases, progress: Progress) -> Staged:
-    """Find or make the memory that is to be filled; of memory that several keys fill, what they have is compared.
+    """Find or allocate the memory to fill.  Where several keys fill the same memory, compare their values.
 
     Args:
         opened: The checkpoint.
-        coordination: The load's.
+        coordination: The coordination of the load.
         shared: Whether ranks read for each other.
         phases: The load's clock.
-        progress: Who watches.
+        progress: Receives the progress of the load.
 
     Raises:
-        UnsupportedStateError: Live memory that cannot be filled.
-        KeyMismatchError: Keys that fill the same memory have other values.
+        UnsupportedStateError: Live memory cannot be filled.
+        KeyMismatchError: The values of keys that fill the same memory differ.
     """
     weights: Targets = defaultdict(list)
     held = {storage_of(buffer) for buffer in opened.reader.module.buffers()}
@@ -110,7 +110,7 @@ def stage(staged: Staged, budget: int, coordination: Coordination) -> int:
         Bytes of payload that this rank reads, here or, of weights, when it fills; each counted once.
 
     Raises:
-        ConfigurationError: Parameters of one counter were saved after different numbers of steps.
+        ConfigurationError: Parameters that share a step counter were saved after different numbers of steps.
         CheckpointError, OSError: Bytes are damaged, or cannot be read.
     """
     opened, sharing, phases = staged.opened, staged.exchange.sharing, staged.phases
@@ -140,7 +140,7 @@ def stage(staged: Staged, budget: int, coordination: Coordination) -> int:
 
 
 def _own(staged: Staged) -> list[StoredChunk]:
-    """What this rank reads: state that is not shared, and weights, those that it reads for others among them."""
+    """The chunks that this rank reads: weights, also those that it reads for others, and state that is not shared."""
     opened, sharing = staged.opened, staged.exchange.sharing
     weights = set(sharing.own(staged.weights))
     wanted = in_file_order(opened.chunks, opened.needed)
@@ -155,7 +155,7 @@ def fill(staged: Staged, coordination: Coordination) -> None:
     """Copy verified bytes into live weights.
 
     Raises:
-        CheckpointError, OSError: The storage failed since it was verified, or a rank was lost that reads for this one.
+        CheckpointError, OSError: The storage failed after verification, or a rank was lost that reads for this one.
     """
     opened, sharing, phases = staged.opened, staged.exchange.sharing, staged.phases
     filling = _Filling(opened, staged.weights)
@@ -182,14 +182,14 @@ def finish(staged: Staged) -> None:
 
 
 class _Filling:
-    """Copies chunks to where they are wanted, and counts."""
+    """Copies chunks to their destinations, and counts the elements that each has got."""
 
     def __init__(self, opened: Opened, targets: Targets) -> None:
         self._opened, self._targets = opened, targets
         self._filled: Counter[tuple[str, int]] = Counter()
 
     def read(self, chunk: StoredChunk, staged: Staged) -> None:
-        """Read a chunk: straight to where it is wanted, if that is one run of memory."""
+        """Read a chunk, straight into its destination if that is one contiguous run of memory."""
         source, places = self._opened.source, self._targets[chunk.key]
         wanted = [number for number, each in enumerate(places) if chunk.box.intersect(each.box) is not None]
         dtype = dtype_from_name(source.metadata.keys[chunk.key].dtype)
@@ -202,16 +202,16 @@ class _Filling:
         self._filled[chunk.key, wanted[0]] += place.memory.size // dtype.itemsize
 
     def copy(self, key: str, box: Box, data: torch.Tensor) -> None:
-        """What a block of a key has of each of its places."""
+        """Copy a block of a key into each destination of the key that overlaps it."""
         with torch.no_grad():
             for number, destination in enumerate(self._targets.get(key, ())):
                 self._filled[key, number] += destination.take(box, data)
 
     def finish(self) -> None:
-        """Every place of every key got all its elements; only padding of the vocabulary has none in the checkpoint.
+        """Check that every destination got all elements that the checkpoint has of it.
 
         Raises:
-            InternalError: Some were left as they were.
+            InternalError: Some elements were not filled.
         """
         for key, places in self._targets.items():
             for number, destination in enumerate(places):
@@ -220,7 +220,7 @@ class _Filling:
                 if self._filled[key, number] != wanted:
                     raise InternalError(
                         expected=f"{wanted} elements of {common} to be filled",
-                        found=f"{self._filled[key, number]}",
+                        found=f"{self._filled[key, number]} elements filled",
                         remedy="Report it with the layouts of the save and of this job.",
                         key=key,
                     )

@@ -1,8 +1,8 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""A load's meetings before anything changes: do all read the same, and does somebody ask for every key?
+"""A load's meetings before anything changes: do all ranks read the same, and does some rank ask for every key?
 
-First sums, by buckets of keys: each rank adds the keys that it asks for, and takes off its share of those that the
-checkpoint has.  Where these do not add up, the keys themselves, a bounded number at a time.
+Ranks compare sums first, by buckets of keys: each rank adds the keys that it asks for, and subtracts its share of the
+checkpoint's keys.  Where a bucket is not zero, they exchange the keys themselves, a bounded number at a time.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ _KEYS_AT_ONCE, _BYTES_AT_ONCE = 8192, 3 << 20  # of one meeting
 
 
 class Asked(TypedDict):
-    """A rank's message for the verification, or several ranks': a fingerprint of the keys asked for.
+    """The message of one rank to the key check, or of several ranks combined.
 
     Args:
-        checkpoints: What tells them from all others.
-        asked: The fingerprint.
-        slots: Zero in sum, if whoever holds some of a parameter found the same slots of it.
-        replicas: How many a block has at most.
-        skipped: The first keys that are missing, and may be, or that nobody is to ask for.
-        lost: The error of a rank that lost those that read for it.
+        checkpoints: The identities of the checkpoints that the ranks opened.
+        asked: A fingerprint of the keys that the ranks ask for: sums by bucket.
+        slots: A check sum, zero over all ranks if they found the same slots of each parameter.
+        replicas: The largest number of ranks that hold copies of one block.
+        skipped: The first keys that are missing, or stay unread, and are allowed to.
+        lost: The error of a rank that lost the ranks that read for it; None where there is none.
     """
 
     checkpoints: list[str]
@@ -55,12 +55,12 @@ class Asked(TypedDict):
 
 
 class KeysDecided(TypedDict):
-    """What the verification found.
+    """The coordinator's decision of the key check.
 
     Args:
-        disputed: The buckets in which keys do not add up, as many at a time as one meeting takes.
-        slots_differ: Whether some ranks found other slots of a parameter than others.
-        skipped: The first keys that are missing, and may be, or that nobody is to ask for.
+        disputed: The buckets that are not zero, in groups that one meeting each can name.
+        slots_differ: Whether ranks found different slots of a parameter.
+        skipped: The first keys that are missing, or stay unread, and are allowed to.
     """
 
     disputed: list[list[int]]
@@ -69,48 +69,58 @@ class KeysDecided(TypedDict):
 
 
 type AskedByName = dict[str, tuple[str, bool, bool]]
-"""By key: for which replicas somebody asked, as the bits of a number, whether for one twice, whether it is there."""
+"""For each key: the replicas that ask for it, as hexadecimal bits; whether one asks twice; whether the checkpoint has
+it."""
 
 
 @dataclass(slots=True)
 class SameCheckpoint(Round[list[str], None]):
-    """Before ranks read for each other: have all opened the same checkpoint?"""
+    """A meeting before ranks read for each other: have all opened the same checkpoint?
+
+    Args:
+        opened: The checkpoint that this rank opened, or the error that it failed with.
+    """
 
     opened: Outcome[Opened]
     phase = "comparison of what to read"
 
     def message(self) -> list[str] | CheckpointError:
-        """What tells the checkpoint from all others."""
+        """The identity of the checkpoint that this rank opened."""
         return self.opened.message(lambda own: [own.source.metadata.identity])
 
     def combine(self, messages: list[list[str]]) -> list[str]:
-        """The same of several ranks, up to a bound."""
+        """The identities of the checkpoints that several ranks opened, the first eight."""
         return sorted({one for message in messages for one in message})[:_IDENTITIES]
 
     def decide(self, whole: list[str]) -> None:
-        """Refuse more than one."""
+        """Refuse more than one checkpoint."""
         if len(whole) > 1:
             raise ConfigurationError(
                 expected="all ranks to read the same checkpoint",
-                found=f"{len(whole)} different ones: {', '.join(whole)}",
-                remedy="Is the directory on a file system that all hosts share, and settled?",
+                found=f"{len(whole)} different checkpoints: {', '.join(whole)}",
+                remedy="Check that the directory is on a file system that all hosts share, and no job writes to it.",
             )
 
 
 @dataclass(slots=True)
 class KeyCheck(Round[Asked, KeysDecided]):
-    """First meeting of a load, once what a rank opened is staged: does somebody ask for every key of the checkpoint?"""
+    """First meeting of a load, after staging: does some rank ask for every key of the checkpoint?
+
+    Args:
+        opened: The checkpoint that this rank opened, or the error that it failed with.
+        staged: The bytes that this rank staged, or the error that it failed with.
+    """
 
     opened: Outcome[Opened]
     staged: Outcome[int]
     phase = "verification"
 
     def message(self) -> Asked | CheckpointError:
-        """What this rank asks for, bounded."""
+        """The sums of the keys that this rank asks for."""
         return exchange.message(self.staged, lambda lost: _asked(self.opened.value, lost))
 
     def combine(self, messages: list[Asked]) -> Asked:
-        """What several ranks ask for."""
+        """The sums of the keys that several ranks ask for."""
         return {
             "checkpoints": SameCheckpoint(self.opened).combine([message["checkpoints"] for message in messages]),
             "asked": added(message["asked"] for message in messages),
@@ -121,7 +131,7 @@ class KeyCheck(Round[Asked, KeysDecided]):
         }
 
     def decide(self, whole: Asked) -> KeysDecided:
-        """Find the buckets whose keys are to be named."""
+        """Find the buckets that are not zero, and whether slots differ."""
         exchange.decide(whole["lost"])
         SameCheckpoint(self.opened).decide(whole["checkpoints"])
         bad = [bucket for bucket, total in enumerate(whole["asked"]) if total]
@@ -131,14 +141,19 @@ class KeyCheck(Round[Asked, KeysDecided]):
 
 @dataclass(slots=True)
 class UnexpectedKeys(Round[AskedByName, None]):
-    """Only where the keys in some buckets do not add up: name those that nobody asks for.  One rank may be enough."""
+    """A meeting that is held only where buckets are not zero: it names the keys that no rank asks for.
+
+    Args:
+        opened: The checkpoint that this rank opened.
+        buckets: The buckets to look at.
+    """
 
     opened: Opened
     buckets: Sequence[int]
     phase = "unexpected keys"
 
     def message(self) -> AskedByName:
-        """Keys that this rank asked for, and its share of those that are there."""
+        """The keys of these buckets that this rank asks for, and those in its share of the checkpoint's keys."""
         wanted = set(self.buckets)
         own = [(key, 1 << slice_.replica.index) for key, slice_ in _declared(self.opened) if bucket_of(key) in wanted]
         there = [key for key in _offered(self.opened) if bucket_of(key) in wanted]
@@ -146,7 +161,7 @@ class UnexpectedKeys(Round[AskedByName, None]):
         return self.combine([*asked, *({key: ("0", False, True)} for key in there)])
 
     def combine(self, messages: list[AskedByName]) -> AskedByName:
-        """What several ranks asked for."""
+        """The keys that several ranks ask for, or have in their shares."""
         asked: dict[str, tuple[int, bool, bool]] = {}
         for message in messages:
             for key, (replicas, twice, there) in message.items():
@@ -155,7 +170,7 @@ class UnexpectedKeys(Round[AskedByName, None]):
         return {key: (f"{bits:x}", twice, there) for key, (bits, twice, there) in sorted(asked.items())}
 
     def decide(self, whole: AskedByName) -> None:
-        """Refuse keys that nobody asks for, and those for which one replica asks twice."""
+        """Refuse keys that no rank asks for, and keys that one replica asks for twice."""
         unexpected = [key for key, (replicas, _, there) in whole.items() if there and not int(replicas, 16)]
         if unexpected:
             raise KeyMismatchError(
@@ -169,10 +184,31 @@ class UnexpectedKeys(Round[AskedByName, None]):
         if several:
             raise PlanDisagreementError(
                 expected="one rank to hold the first element of a replica",
-                found=f"{len(several)} keys of which several do: {listed(several)}",
+                found=f"{len(several)} keys whose first element several ranks hold: {listed(several)}",
                 remedy="The ranks hold different models, or do not know of each other. Nothing was changed.",
                 key=several[0],
             )
+
+
+@dataclass(slots=True)
+class DifferingSlots(Round[None, None]):
+    """The last meeting where ranks found different slots of a parameter and no other meeting found the cause."""
+
+    phase = "slots of parameters"
+
+    def message(self) -> None:
+        """Nothing: the ranks know already that their slots differ."""
+
+    def combine(self, messages: list[None]) -> None:
+        """Nothing."""
+
+    def decide(self, whole: None) -> None:
+        """Refuse the load on all ranks: the checkpoint has the same slots for all of them, so the ranks differ."""
+        raise PlanDisagreementError(
+            expected="all ranks to load the same optimizer slots of each parameter",
+            found="ranks that load different ones, while the index has the same slots for all of them",
+            remedy="Pass the same model, optimizer, include and settings on every rank. Nothing was changed.",
+        )
 
 
 def _asked(opened: Opened, lost: ErrorData | None) -> Asked:
@@ -191,7 +227,11 @@ def _asked(opened: Opened, lost: ErrorData | None) -> Asked:
 
 
 def _slots_word(opened: Opened) -> int:
-    """Each holder adds a word for a parameter's slots as often as it has elements; who has the first takes all off."""
+    """This rank's part of a check sum that is zero over all ranks if they found the same slots of each parameter.
+
+    Every rank adds a word, made from the parameter's name and its slots, once for each element that it holds.  The rank
+    that holds the first element subtracts its own word once for each element of the whole parameter.
+    """
     total = 0
     for plan in opened.updated:
         if plan.layout.is_copy or not plan.slices:
@@ -206,7 +246,7 @@ def _slots_word(opened: Opened) -> int:
 
 
 def _declared(opened: Opened) -> list[tuple[str, Slice]]:
-    """Keys whose first element this rank holds: over all ranks, each key once a replica."""
+    """The keys whose first element this rank holds, so that over all ranks each replica declares each key once."""
     declared = []
     for item in opened.planned:
         declared += [(item.plan.model_key(slice_.component), slice_) for slice_ in _origins(item.plan)]
@@ -218,7 +258,7 @@ def _declared(opened: Opened) -> list[tuple[str, Slice]]:
 
 
 def _origins(plan: ParameterPlan) -> list[Slice]:
-    """A later stage's copy is no replica: the first stage asks for its key."""
+    """The slices of a plan that hold a first element; none of a later pipeline stage's copy, which is no replica."""
     return [] if plan.layout.is_copy else [slice_ for slice_ in plan.slices if slice_.is_origin]
 
 
@@ -226,9 +266,9 @@ def at_a_time(buckets: Sequence[int], keys: int, replicas: int) -> Iterator[list
     """Buckets in groups whose keys fit into one message.
 
     Args:
-        buckets: Those to be looked at.
-        keys: Of the whole checkpoint.
-        replicas: Of one block, at most.
+        buckets: The buckets to look at.
+        keys: The number of keys in the checkpoint.
+        replicas: The largest number of ranks that hold copies of one block.
     """
     most = min(_KEYS_AT_ONCE, _BYTES_AT_ONCE // (150 + replicas // 4))
     step = max(1, most * BUCKETS // max(1, keys))
@@ -237,16 +277,16 @@ def at_a_time(buckets: Sequence[int], keys: int, replicas: int) -> Iterator[list
 
 
 def _offered(opened: Opened) -> list[str]:
-    """Of this rank's share of the checkpoint's keys, those that somebody has to ask for."""
+    """The keys in this rank's share of the checkpoint's keys that some rank has to ask for."""
     offered = [key for key in opened.offered if _is_wanted(opened, key)]
     return [key for key in offered if not opened.settings.may_be_unexpected(key)]
 
 
 def _is_wanted(opened: Opened, key: str) -> bool:
-    """Whether a key belongs to what is loaded, as far as its name tells."""
-    named, include = name_and_slot(key), opened.include
+    """Whether a key, by its name, belongs to what is loaded."""
+    name_with_slot, include = name_and_slot(key), opened.include
     if key.startswith(MODEL_PREFIX):
         return opened.with_weights and (include is None or include(key.removeprefix(MODEL_PREFIX)))
-    if named is None or not opened.with_state:
+    if name_with_slot is None or not opened.with_state:
         return False
-    return include is None or include(named[0].removeprefix(opened.state_prefix))
+    return include is None or include(name_with_slot[0].removeprefix(opened.state_prefix))

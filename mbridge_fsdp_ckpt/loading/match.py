@@ -44,13 +44,13 @@ _KEYS_COMPARED = 50_000  # with one that is missing
 
 
 class Match:
-    """Collects what this rank needs and what does not fit, to name it all in one error.
+    """Collects the keys that this rank needs, and those that do not fit, so that one error can name them all.
 
     Args:
         source: The checkpoint.
-        settings: Which keys may be missing, unexpected or cast.
-        everything: Whether to look at components of which this rank holds nothing, too, as an error does that names all
-            that is missing.  Each element is held by some rank.
+        settings: The keys that may be missing, unexpected or cast.
+        everything: Whether to match also components of which this rank holds no elements.  An error names them all
+            then; without an error they are matched by the ranks that hold them.
     """
 
     def __init__(self, source: CheckpointSource, settings: Settings, *, everything: bool) -> None:
@@ -63,7 +63,7 @@ class Match:
         self._unlike: list[str] = []
 
     def weights(self, item: Planned) -> None:
-        """The weight's components."""
+        """Match the components of a weight or buffer."""
         spec = SlotSpec("sharded", item.tensor.dtype)
         for component in self._components(item.plan):
             self._key(item.plan.model_key(component), spec, item.plan, component)
@@ -72,11 +72,11 @@ class Match:
         return plan.components if self._everything else dict.fromkeys(slice_.component for slice_ in plan.slices)
 
     def slots(self, plan: ParameterPlan, live_state: Callable[[str | None], LiveState]) -> MatchedSlots:
-        """The slots of a parameter, those of the checkpoint and those that the live optimizer keeps.
+        """Match the slots that the checkpoint has of a parameter with those that the live optimizer keeps.
 
         Args:
-            plan: The parameter's.
-            live_state: What its optimizer keeps of it, and how it counts, by the class that kept the saved state.
+            plan: The plan of the parameter.
+            live_state: Takes the class that kept the saved state, and describes what the live optimizer keeps.
         """
         names = [plan.state_name(component) for component in self._components(plan)]
         found = {name: self._source.slots(name) for name in names}
@@ -105,13 +105,13 @@ class Match:
     def _slot(
         self, key: str, slot: str, spec: SlotSpec, plan: ParameterPlan, component: Component, live: LiveState
     ) -> None:
-        """A slot of a component: it is there, was kept by an optimizer of the same kind, and fits."""
+        """Match one slot of a component: it must exist, come from an optimizer of the same class, and fit."""
         entry, weight = self._source.metadata.keys.get(key), self._source.metadata.keys.get(plan.model_key(component))
         weight_dtype = None if weight is None else dtype_from_name(weight.dtype)
         is_of_another = live.slots is None and entry is not None and _is_of_another_class(entry, live.class_name)
         if entry is not None and is_of_another and not self._settings.may_be_cast(key):
             kept_by = entry.kept_by or "an optimizer of torch or Transformer Engine"
-            text = f"{key}: kept by {kept_by} in the checkpoint, {live.class_name} here, which allow_cast has to name"
+            text = f"{key}: kept by {kept_by} in the checkpoint, {live.class_name} here (allow_cast must name the key)"
             self._unlike.append(text)
         elif entry is not None and slot != STEP and (problem := self._cast(key, entry, spec, weight_dtype)):
             self._unlike.append(problem)
@@ -119,7 +119,7 @@ class Match:
             self._key(key, spec if slot != STEP or entry is None else _as_saved(entry), plan, component, of_slot=True)
 
     def _cast(self, key: str, entry: KeyEntry, spec: SlotSpec, weight_dtype: torch.dtype | None) -> str:
-        """What is wrong with the precision of a saved slot, if something is."""
+        """A text that says why a saved slot does not fit the live precision; empty where it fits."""
         saved, live = dtype_from_name(entry.dtype), spec.dtype if spec.scaled_from is None else spec.scaled_from
         is_of_stock = entry.kept_as is None and entry.dtype in _KEPT_WITH_SCALES
         if is_of_stock and (spec.scaled_from is not None or saved not in (spec.dtype, weight_dtype)):
@@ -129,11 +129,11 @@ class Match:
         if spec.scaled_from is not None:
             narrows = entry.kept_as is not None and kept != live and kept.itemsize >= live.itemsize
         if narrows and not self._settings.may_be_cast(key):
-            return f"{key}: {kept} in the checkpoint, {live} here, which allow_cast has to name"
+            return f"{key}: {kept} in the checkpoint, {live} here (allow_cast must name the key)"
         return "" if entry.kind == spec.kind else f"{key}: {entry.kind} in the checkpoint, {spec.kind} here"
 
     def _surplus(self, plan: ParameterPlan, slot: str, entry: KeyEntry, live: LiveState) -> None:
-        """A slot that the live optimizer does not keep; a master that only repeats an fp32 weight is let go."""
+        """Match a slot that the live optimizer does not keep.  A master that repeats an fp32 weight is not read."""
         for component in self._components(plan):
             key = plan.slot_key(component, slot)
             weight = self._source.metadata.keys.get(plan.model_key(component))
@@ -144,7 +144,7 @@ class Match:
                 self._unlike.append(f"{key}: in the checkpoint, {live.class_name} here keeps no {slot}")
 
     def section(self, name: str) -> None:
-        """A whole section that must be there."""
+        """Check that the checkpoint has a section, such as "optimizer"."""
         if name not in self._source.metadata.sections:
             self._absent(f"{name}.*")
 
@@ -189,7 +189,7 @@ class Match:
         return f"{text} (tokens without padding: {saved or 'unknown'} there, {here or 'unknown'} in vocabulary_size)"
 
     def _known(self) -> Iterable[str]:
-        """Keys of the checkpoint, to find the nearest of; of a large one there are too many."""
+        """Keys of the checkpoint among which to look for similar names; none where there are too many."""
         return self._source.metadata.keys if len(self._source.metadata.keys) < _KEYS_COMPARED else ()
 
     def _absent(self, key: str) -> None:
@@ -197,18 +197,22 @@ class Match:
 
     @property
     def fits(self) -> bool:
-        """Whether nothing was missing or unlike, not even what may be."""
+        """Whether no key was missing, also none that may be missing, and all keys fit."""
         return not (self._missing or self._unlike or self.skipped)
 
     def finish(self) -> None:
-        """Raise one error over everything that did not fit."""
+        """Raise one error that names all keys that are missing or do not fit.
+
+        Raises:
+            KeyMismatchError: There are such keys.
+        """
         if not self._missing and not self._unlike:
             return
         found = []
         if self._missing:
             found.append(f"{len(self._missing)} missing: {listed(self._missing, self._known())}")
         if self._unlike:
-            found.append(f"{len(self._unlike)} unlike: {listed(self._unlike)}")
+            found.append(f"{len(self._unlike)} that differ: {listed(self._unlike)}")
         raise KeyMismatchError(
             expected="a checkpoint of this model",
             found="; ".join(found),
@@ -221,10 +225,10 @@ class LiveState:
     """What a live optimizer keeps of a parameter.
 
     Args:
-        slots: The slots that the parameter has after a step, by name; None where only a step would tell.
-        class_name: Of the optimizer.
-        counts_elsewhere: Whether the param group counts its steps.
-        counted: Whether the checkpoint has a counter of its param group.
+        slots: The slots that the parameter has after a step, by name; None where that is unknown before a step.
+        class_name: The class of the optimizer.
+        counts_elsewhere: Whether the param group, not a slot of the parameter, counts its steps.
+        counted: Whether the checkpoint has a step counter of the param group.
     """
 
     slots: dict[str, SlotSpec] | None
@@ -237,8 +241,8 @@ class MatchedSlots(NamedTuple):
     """The slots of one parameter.
 
     Args:
-        found: Those of each component in the checkpoint, by its name in the optimizer's state.
-        specs: Those that are to be filled, whether they were found or not.
+        found: The slots that the checkpoint has, for each component by its name in the optimizer's state.
+        specs: The slots to fill, whether the checkpoint has them or not.
     """
 
     found: dict[str, dict[str, KeyEntry]]
@@ -246,7 +250,7 @@ class MatchedSlots(NamedTuple):
 
 
 def covered(entry: KeyEntry, box: Box) -> Box | None:
-    """What of a block the checkpoint has.  The rest is padding of the vocabulary, beyond the saved rows.
+    """The part of a block that the checkpoint has.  The rest is padding of the vocabulary, beyond the saved rows.
 
     Args:
         entry: The key's description in the checkpoint.
@@ -265,12 +269,12 @@ def _as_saved(entry: KeyEntry) -> SlotSpec:
 
 
 def fits(saved: torch.dtype, live: torch.dtype) -> bool:
-    """Whether a load may convert: equal, or widening without loss: 16-bit floats into float32."""
+    """Whether a load may convert from one dtype to another: they are equal, or the conversion loses nothing."""
     return saved == live or (saved in (torch.bfloat16, torch.float16) and live in (torch.float32, torch.float64))
 
 
 def listed(names: list[str], known: Iterable[str] = ()) -> str:
-    """Names for an error, up to a bound, the first with the nearest known name."""
+    """Names as a text for an error: the first 20, the first three of them with the most similar known name."""
     pool = list(known)
     shown: list[str] = []
     for name in sorted(names)[:NAMED]:
@@ -280,10 +284,10 @@ def listed(names: list[str], known: Iterable[str] = ()) -> str:
 
 
 def check_coverage(needed: dict[str, list[Box]], chunks: dict[str, list[StoredChunk]]) -> None:
-    """Every needed element must lie in exactly one chunk.
+    """Check that every needed element lies in exactly one chunk.
 
     Raises:
-        ManifestError: Some lie in none, or in two.
+        ManifestError: An element lies in no chunk, or in two.
     """
     for key, boxes in needed.items():
         for box in boxes:

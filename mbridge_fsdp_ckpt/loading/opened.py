@@ -1,10 +1,10 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""The steps of a load, each of one rank; `checkpoint.load` tells their story."""
+"""What one rank does of a load before the ranks meet: open the checkpoint, and match it with the live model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Protocol
 
@@ -41,14 +41,14 @@ from mbridge_fsdp_ckpt.versions import require
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What is to be filled.
+    """What a load is asked to fill.
 
     Args:
-        model: Wrapped in Megatron-FSDP.
-        optimizer: The one over it; None where there is none.
+        model: The model, wrapped in Megatron-FSDP.
+        optimizer: The optimizer over the model; None where there is none.
         include: Takes a model key and returns whether to load it; None loads all.
         weights: Whether the model gets weights and buffers.
-        state: Whether the optimizer gets state, or only refreshes its copies of the weights.
+        state: Whether the optimizer gets state.  If not, it only refreshes its copies of the weights.
     """
 
     model: Any
@@ -59,15 +59,15 @@ class Wanted:
 
     @property
     def called(self) -> str:
-        """What the load is called among ranks, and in errors."""
+        """The name of this kind of load in coordination and in errors."""
         return "load" if self.weights and self.state else f"load of {'weights' if self.weights else 'optimizer state'}"
 
 
 class Restored(Protocol):
-    """State of a module that is read and checked."""
+    """State of a module that was read and checked, and is not in place yet."""
 
     def apply(self) -> None:
-        """Put it in place."""
+        """Put the state in place."""
 
 
 @dataclass
@@ -75,18 +75,25 @@ class Opened:
     """A checkpoint that fits this rank; its bytes are read by `fill`.
 
     Args:
-        reader: Of the model.
-        planned: What of it is loaded.
+        source: The checkpoint.
+        settings: The settings of the load.
+        reader: The reader of the model.
+        include: Takes a model key and returns whether to load it; None loads all.
+        planned: The weights and buffers to load.
+        parts: The optimizers, each with the parameters whose state is loaded.
+        all_parts: The optimizers, each with all of its parameters.
+        with_weights: Whether weights and buffers are loaded.
+        with_state: Whether optimizer state is loaded.
         chunks: Where each needed key lies.
-        parts: The optimizer's, over the parameters that are loaded.
-        all_parts: The same over all parameters.
         needed: The blocks of each key that this rank needs.
-        slots: Of each component, by its name in the optimizer's state, what the checkpoint has.
-        specs: The slots of each parameter that are to be filled.
+        hyperparameters: The saved hyperparameters, by the optimizer's name of a parameter.
+        slots: The slots that the checkpoint has of each component, by the component's name in the optimizer's state.
+        specs: The slots to fill, for each parameter.
         scaling: FP8 state, and what modules keep beside tensors.
-        asked: Keys that have a place in this model.
-        let_go: Of these, those that only repeat another one and are not read.
-        offered: Of the checkpoint's keys, those that this rank sees to it that somebody asks for.
+        asked: The keys that have a place in this model.
+        let_go: Keys among `asked` that only repeat another key, and are not read.
+        offered: This rank's share of the checkpoint's keys.  It reports those for which no rank has a place.
+        skipped: Keys that the checkpoint lacks, and is allowed to lack.
     """
 
     source: CheckpointSource
@@ -117,13 +124,13 @@ class Opened:
                 yield plan
 
     def covered(self, key: str, box: Box) -> Box | None:
-        """What of a block a load fills: nothing of a key that may be missing and is."""
+        """The part of a block that the load fills; None for a key that the checkpoint lacks and is allowed to lack."""
         is_read = key in self.asked and key not in self.let_go
         return covered(self.source.metadata.keys[key], box) if is_read else None
 
     @cached_property
     def state_prefix(self) -> str:
-        """What the optimizer's name of a parameter has in front of the model's own key: more modules."""
+        """The names of outer modules that the optimizer's name of a parameter has in front of the model's key."""
         plans = (plan for part in self.all_parts for _, plan in part.parameters())
         return next((plan.layout.optimizer_name.removesuffix(plan.layout.key) for plan in plans), "")
 
@@ -137,7 +144,7 @@ def open_and_match(directory: AnyPath, wanted: Wanted, settings: Settings, coord
     """Open the checkpoint and match it with the live model.
 
     Raises:
-        KeyMismatchError: Keys are missing, or of another shape or dtype.
+        KeyMismatchError: Keys are missing, or have another shape or dtype.
         CheckpointError: The checkpoint cannot be read.
     """
     require("save and load")
@@ -177,7 +184,7 @@ def _wanted_of(
     everything: list[Planned],
     own: OwnState,
 ) -> Opened:
-    """A checkpoint with what is wanted of it, not matched yet; hyperparameters are looked up."""
+    """The checkpoint with what a load is asked to fill, not matched yet, and with the saved hyperparameters."""
     include = wanted.include
     kept = [*everything, *own.planned] if wanted.weights else []
     all_parts = optimizer_parts(grouped(wanted.optimizer), everything) if wanted.optimizer is not None else []
@@ -216,7 +223,15 @@ def _match(opened: Opened, *, everything: bool) -> Match:
 def _live_state(
     opened: Opened, part: OptimizerPart, parameter: torch.Tensor, plan: ParameterPlan, kept_by: str | None
 ) -> LiveState:
-    """See `Match.slots`."""
+    """Describe what the live optimizer keeps of a parameter, for `Match.slots`.
+
+    Args:
+        opened: The checkpoint.
+        part: The optimizer of the parameter.
+        parameter: The parameter.
+        plan: The plan of the parameter.
+        kept_by: The class that kept the saved state; None for classes whose slots are known.
+    """
     counted = not plan.slices or STEP in opened.hyperparameters.get(plan.layout.optimizer_name, {})
     return LiveState(
         slots=part.adapter.expected(parameter, kept_by),
@@ -226,23 +241,27 @@ def _live_state(
     )
 
 
-def look_again(opened: Opened) -> None:
-    """Where ranks do not find the same slots of a parameter: look at all of them, in the index of all ranks.
+def explain_differing_slots(opened: Opened) -> None:
+    """Raise the error that says why ranks found different slots of a parameter, if this rank can tell.
+
+    Each rank looked up the slots in its own index file first.  So this matches all components anew with the index of
+    all ranks, and compares.  It does not change `opened`: the load fails, also where no rank raises (`DifferingSlots`).
 
     Raises:
         KeyMismatchError: Components of a parameter have different slots.
-        ManifestError: This rank's own index file has others than the index of all.
+        ManifestError: The index file of this rank lists other slots than the index of all ranks.
     """
-    directory, plain = opened.source.metadata.directory, opened.reader.lists_groups
-    found, opened.source = opened.slots, open_checkpoint(directory, plain=plain)
-    opened.source = under_new_names(opened.source, [item.plan for item in opened.planned])
-    _match(opened, everything=True).finish()
-    for name, slots in found.items():
-        if slots.keys() != opened.slots[name].keys():
+    slots_of_own_index, directory = opened.slots, opened.source.metadata.directory
+    again = open_checkpoint(directory, plain=opened.reader.lists_groups)
+    source = under_new_names(again, [item.plan for item in opened.planned])
+    by_all = replace(opened, source=source, slots={}, specs={})
+    _match(by_all, everything=True).finish()
+    for name, slots in slots_of_own_index.items():
+        if slots.keys() != by_all.slots[name].keys():
             raise malformed(
-                opened.source.metadata.directory,
-                f"{', '.join(opened.slots[name])} of {name} in the index file of this rank, as in the others",
-                ", ".join(slots),
+                directory,
+                f"{', '.join(by_all.slots[name])} of {name} in the index file of this rank, as in the others",
+                ", ".join(slots) or "no slots",
             )
 
 
@@ -259,10 +278,10 @@ def _check_families(source: CheckpointSource, settings: Settings) -> None:
 
 
 def _check_groups(opened: Opened) -> None:
-    """Parameters of one live group must have been saved with the same hyperparameters.
+    """Check that the parameters of each live param group were saved with the same hyperparameters.
 
     Raises:
-        ConfigurationError: The live optimizer groups its parameters otherwise.
+        ConfigurationError: The live optimizer groups its parameters differently.
     """
     for part in opened.parts:
         for names in part.group_names():
@@ -274,13 +293,15 @@ def _check_groups(opened: Opened) -> None:
                 if unlike:
                     raise ConfigurationError(
                         expected=f"one set of hyperparameters for the param group of {saved[0]}",
-                        found=f"{name} was saved with another {', '.join(unlike)}",
+                        found=f"{name} was saved with a different {', '.join(unlike)}",
                         remedy="Build the optimizer with the param groups it was saved with.",
                     )
 
 
 def _check_classes(opened: Opened) -> None:
-    """An optimizer of another class is recognized by its slots; one that kept none, by its hyperparameters.
+    """Refuse hyperparameters of an optimizer of another class, where nothing but these was saved of a param group.
+
+    Where there are slots, matching them has refused another class already.
 
     Raises:
         KeyMismatchError: All parameters of a param group were saved without state, by an optimizer of another class.
@@ -296,7 +317,7 @@ def _check_classes(opened: Opened) -> None:
             if strange:
                 raise KeyMismatchError(
                     expected=f"a checkpoint of {part.adapter.class_name(group.parameters[0])}",
-                    found=f"one of an optimizer without state, with {strange}",
+                    found=f"a checkpoint of an optimizer without state, with {strange}",
                     remedy=remedy(*WITHOUT_STATE),
                     key=saved,
                 )

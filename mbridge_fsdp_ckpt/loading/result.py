@@ -21,20 +21,22 @@ class LoadResult:
     """What a load returns besides filling model and optimizer.
 
     Args:
-        values: The non-tensor state that `save` was given as `values`, by name.
-        topology: The sizes of the saving job, by name, and its sharding strategy.
+        values: The non-tensor state that was passed to `save` as `values`, by name.
+        topology: The parallel sizes of the saving job, by name, and its sharding strategy.
         own: The record of the saving rank that had this rank's coordinates; None if there was none.
-        nearest: The record of one saving rank with this rank's place in pipeline and tensor parallelism: `own` where
-            there is that; None if there was none.
-        skipped: Keys that were allowed to be missing, or to stay unread; of what other ranks found, the first 20.
-        bytes: Bytes of payload that this rank read, each counted once.  `accept` sees 0 here, and defaults below.
+        nearest: The record of a saving rank with this rank's pipeline- and tensor-parallel rank: the same as `own`
+            unless that is None; None if there was no such rank.
+        skipped: Keys that are missing from the checkpoint, or stayed unread, as `settings` allows: all that this rank
+            found, and the first 20 that other ranks found.
+        bytes: Bytes of payload that this rank read, each counted once.  When `accept` is called, this field is 0, and
+            the fields below have their defaults.
         bytes_of_all: Bytes of payload that all ranks read.
         seconds: Seconds by phase, in order: open (and match with the live model), agree (meetings), read (and verify),
             exchange (with ranks that read for each other), fill, refresh (the compute weights).
-        duration: Seconds from the call to its end.
-        unknown_slots: Names of optimizer slots that may be copies of weights, as far as this package knows, and that
-            the load left as they were although it changed the weights, or filled with zeros where the checkpoint lacks
-            elements.
+        duration: Seconds from the call of the load to its return.
+        unknown_slots: Names of optimizer slots that may be copies of weights and do not match the loaded weights.  The
+            package knows only statistics such as `exp_avg`, and fp32 copies of weights.  Other slots do not match where
+            weights were loaded without optimizer state, or where the checkpoint lacks elements, which became zero.
     """
 
     values: Mapping[str, Any]
@@ -49,24 +51,24 @@ class LoadResult:
     unknown_slots: tuple[str, ...] = field(default=())
 
     def warnings(self) -> list[str]:
-        """What a user should know of the load, one sentence each; rank 0 has logged them."""
-        said = []
+        """Warnings about the load, one text each.  Rank 0 has logged them."""
+        texts = []
         if self.skipped:
-            said.append(f"Not in the checkpoint, or not read, as allowed: {', '.join(self.skipped[:NAMED])}.")
+            texts.append(f"Not in the checkpoint, or not read, as allowed: {', '.join(self.skipped[:NAMED])}.")
         if self.unknown_slots:
-            said.append(
+            texts.append(
                 f"The optimizer keeps {', '.join(self.unknown_slots)}. It is not known whether they are copies of "
                 "weights, so the load did not set them. If they are, clear the optimizer's state: otherwise its next "
                 "step undoes the load."
             )
-        return said
+        return texts
 
     def with_results(self, skipped: Iterable[str], filled: Filled, read: int, phases: Phases) -> LoadResult:
-        """The same of a load that is done.
+        """This result, completed once the load is done.
 
         Args:
-            skipped: Of all ranks.
-            filled: What all ranks said at the end.
+            skipped: The first 20 keys that ranks skipped.
+            filled: The messages of all ranks to the second meeting, combined.
             read: Bytes that this rank read.
             phases: The load's clock.
         """
@@ -82,11 +84,11 @@ class LoadResult:
 
 
 class Filled(TypedDict):
-    """A rank's message when it is through, or several ranks'.
+    """The message of one rank once it has filled its tensors, or of several ranks combined.
 
     Args:
-        lost: The error of a rank that lost those that read for it.
-        bytes: That were read.
+        lost: The error of a rank that lost the ranks that read for it; None where there is none.
+        bytes: Bytes of payload that were read.
         unknown_slots: The first 20 of `LoadResult.unknown_slots`.
     """
 
@@ -97,7 +99,13 @@ class Filled(TypedDict):
 
 @dataclass(slots=True)
 class Completion(Round[Filled, Filled]):
-    """Second meeting of a load: has every rank filled what it had read and verified?"""
+    """Second meeting of a load: has every rank filled its tensors?
+
+    Args:
+        filled: Whether this rank filled its tensors, or the error that it failed with.
+        read: Bytes of payload that this rank read.
+        unknown_slots: See `LoadResult.unknown_slots`; the first 20.
+    """
 
     filled: Outcome[None]
     read: int
@@ -105,25 +113,25 @@ class Completion(Round[Filled, Filled]):
     phase = "completion of the load"
 
     def message(self) -> Filled | CheckpointError:
-        """What this rank says when it is through."""
+        """The message of this rank, or the error that it failed with."""
         return exchange.message(
             self.filled, lambda lost: Filled(lost=lost, bytes=self.read, unknown_slots=self.unknown_slots)
         )
 
     def combine(self, messages: list[Filled]) -> Filled:
-        """What several ranks say."""
+        """The messages of several ranks, combined."""
         lost = exchange.first([message["lost"] for message in messages])
         slots = sorted({slot for message in messages for slot in message["unknown_slots"]})[:NAMED]
         return {"lost": lost, "bytes": sum(message["bytes"] for message in messages), "unknown_slots": slots}
 
     def decide(self, whole: Filled) -> Filled:
-        """What all ranks say together, unless one lost those that read for it."""
+        """The messages of all ranks, unless a rank lost the ranks that read for it."""
         exchange.decide(whole["lost"])
         return whole
 
 
 def interrupted(error: CheckpointError) -> CheckpointError:
-    """What fails a load after live tensors had begun to change."""
+    """The error for a load that failed after it had begun to change live tensors."""
     return LoadInterruptedError(
         expected="all ranks to fill what they had verified",
         found=str(error),

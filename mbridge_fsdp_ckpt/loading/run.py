@@ -1,5 +1,5 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""The steps of a load: ranks open and read, agree, fill what is live, meet again."""
+"""The steps of a load: ranks open and read, agree, fill live tensors, and meet again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mbridge_fsdp_ckpt.io.store import AnyPath, as_path, called
 from mbridge_fsdp_ckpt.live.optimizer import loss_scales
 from mbridge_fsdp_ckpt.loading import fill, opened, state
 from mbridge_fsdp_ckpt.loading.budget import read_budget
-from mbridge_fsdp_ckpt.loading.key_check import KeyCheck, SameCheckpoint, UnexpectedKeys
+from mbridge_fsdp_ckpt.loading.key_check import DifferingSlots, KeyCheck, SameCheckpoint, UnexpectedKeys
 from mbridge_fsdp_ckpt.loading.match import NAMED
 from mbridge_fsdp_ckpt.loading.opened import Opened, Wanted
 from mbridge_fsdp_ckpt.loading.result import Completion, Filled, LoadResult, interrupted
@@ -32,7 +32,8 @@ _DOING = "reading the checkpoint"
 _log = logging.getLogger(__name__)
 
 Accept = Callable[[LoadResult], Callable[[], None]]
-"""See `checkpoint.load`."""
+"""Called on every rank with what was read, before anything changes.  It checks the values and returns a function that
+puts them in place, which is called once the tensors are filled.  If it raises, all ranks raise and nothing changes."""
 
 
 def run(
@@ -86,7 +87,14 @@ def _tell(directory: str | os.PathLike[str] | AnyPath, done: LoadResult) -> None
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """All that a rank can do of a load before the others agree."""
+    """What a rank has done of a load before the ranks agree.
+
+    Args:
+        staged: The memory to fill.
+        loaded: The result of the load so far.
+        put_in_place: Functions to call once the tensors are filled.
+        unknown_slots: See `LoadResult.unknown_slots`; the first 20.
+    """
 
     staged: fill.Staged
     loaded: LoadResult
@@ -95,22 +103,36 @@ class _Prepared:
 
 
 def _agree(found: Outcome[Opened], staged: Outcome[int], coordination: Coordination) -> list[str]:
-    """The first meeting, and those that it calls for; returns the keys that were skipped."""
+    """Hold the first meeting, and the meetings that it calls for.
+
+    Returns:
+        The keys that were skipped.
+
+    Raises:
+        CheckpointError: The ranks do not agree.  The same on every rank.
+    """
     decided = coordination.meet(KeyCheck(found, staged))
     own = found.value
     if decided["slots_differ"]:
-        again = Outcome.of(lambda: opened.look_again(own), coordination.rank, "reading the index again")
-        coordination.meet(Arrival("slots of parameters", again.brought))
+        explained = Outcome.of(
+            lambda: opened.explain_differing_slots(own), coordination.rank, "reading the index of all ranks"
+        )
+        coordination.meet(Arrival("slots of parameters", explained.brought))
     for buckets in decided["disputed"]:
         coordination.meet(UnexpectedKeys(own, buckets))
+    if decided["slots_differ"]:
+        coordination.meet(DifferingSlots())
     return decided["skipped"]
 
 
 def _fill(prepared: _Prepared, read: int, coordination: Coordination, phases: Phases) -> Filled:
-    """Change what is live, and the second meeting; returns what all ranks say of it.
+    """Fill live tensors, and hold the second meeting.
+
+    Returns:
+        The messages of all ranks to that meeting, combined.
 
     Raises:
-        LoadInterruptedError: Some rank could not.
+        LoadInterruptedError: A rank failed while it filled.
     """
 
     def action() -> None:

@@ -1,5 +1,5 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""Which ranks read for each other, who of them reads what, and in which blocks: arithmetic, the same on each of them.
+"""Which ranks read for each other, what each of them reads, and in which blocks: arithmetic, the same on each of them.
 
 Ranks that hold copies of a shard want the same blocks of the same chunks.  They form a replica group, and the chunks,
 in the order of the files, are cut into as many parts of about the same size:
@@ -29,7 +29,7 @@ from mbridge_fsdp_ckpt.plan.slices import Component, ParameterPlan
 from mbridge_fsdp_ckpt.settings import Settings
 
 LARGEST_GROUP = 64
-"""Of more peers so many form a replica group: what a rank connects to and buffers does not grow with the job."""
+"""Replica groups are capped at this many ranks, so that connections and buffers of a rank do not grow with the job."""
 
 ALIGNED = 16
 """Bytes, the size of an element of the widest dtype."""
@@ -42,7 +42,7 @@ class SharedBlock:
     Args:
         chunk: The chunk.
         box: The block, in the global tensor.
-        dtype: Of its elements.
+        dtype: The dtype of the elements.
     """
 
     chunk: StoredChunk
@@ -51,12 +51,12 @@ class SharedBlock:
 
     @property
     def length(self) -> int:
-        """Its bytes."""
+        """Bytes of the block."""
         return self.box.volume * self.dtype.itemsize
 
     @property
     def room(self) -> int:
-        """Bytes that it takes, so that the next one is aligned."""
+        """Bytes that the block takes in a batch, padded so that the next block is aligned."""
         return -(-self.length // ALIGNED) * ALIGNED
 
 
@@ -70,14 +70,14 @@ def reads_are_shared(settings: Settings, directory: AnyPath) -> bool:
 
 
 def _is_on_several_hosts(world_size: int) -> bool:
-    """As torchrun or SLURM tells it, the same on every host; one host where nobody does."""
+    """Whether the job runs on several hosts, by the variables of torchrun or SLURM; False where neither is set."""
     if "LOCAL_WORLD_SIZE" in os.environ:
         return world_size > int(os.environ["LOCAL_WORLD_SIZE"])
     return int(os.environ.get("SLURM_NNODES", "1")) > 1
 
 
 class Sharing:
-    """Who reads what of a checkpoint.
+    """Which rank of each replica group reads which chunks.
 
     Args:
         opened: The checkpoint.
@@ -96,40 +96,43 @@ class Sharing:
         self._shared = {chunk for chunks in self.groups.values() for chunk in chunks}
 
     def is_shared(self, chunk: StoredChunk) -> bool:
-        """Whether a replica group reads it."""
+        """Whether a replica group reads the chunk, and each of its ranks only a part."""
         return chunk in self._shared
 
     def plan(self, ranks: Ranks) -> str:
-        """What a replica group reads, and needs of it, in words that are the same on all its ranks."""
+        """The chunks that a replica group reads and the blocks that it needs, as a text that its ranks compare."""
         chunks = self.groups[ranks]
         return "\n".join(f"{c.path.name} {c.record} {c.key} {c.box} {self._needed[c.key]}" for c in chunks)
 
     def parts(self, ranks: Ranks, keys: Collection[str]) -> list[list[StoredChunk]]:
-        """What each rank of a replica group reads of these keys."""
+        """The chunks of these keys that each rank of a replica group reads."""
         chunks = [chunk for chunk in self.groups[ranks] if chunk.key in keys]
-        found: list[list[StoredChunk]] = [[] for _ in ranks]
+        by_reader: list[list[StoredChunk]] = [[] for _ in ranks]
         for chunk, reader in zip(chunks, readers([c.record.length for c in chunks], len(ranks)), strict=True):
-            found[reader].append(chunk)
-        return found
+            by_reader[reader].append(chunk)
+        return by_reader
 
     def own(self, keys: Collection[str]) -> list[StoredChunk]:
-        """What this rank reads for its replica groups, of these keys: one group after the other, by their ranks."""
+        """The chunks of these keys that this rank reads for its replica groups, one group after the other."""
         return [chunk for ranks in sorted(self.groups) for chunk in self.parts(ranks, keys)[ranks.index(self._rank)]]
 
 
 def _groups(opened: Opened, rank: int) -> dict[str, Ranks]:
-    """The ranks that want the same of a key as this one, for each needed key that others want, too."""
-    found = {}
+    """The replica group of this rank for each needed key that other ranks need, too."""
+    by_key = {}
     for key, plan, component in _keys(opened):
         if key in opened.needed:
             ranks = opened.reader.peers(plan, component)
             first = ranks.index(rank) // LARGEST_GROUP * LARGEST_GROUP
-            found[key] = ranks[first : first + LARGEST_GROUP]
-    return {key: ranks for key, ranks in found.items() if len(ranks) > 1}
+            by_key[key] = ranks[first : first + LARGEST_GROUP]
+    return {key: ranks for key, ranks in by_key.items() if len(ranks) > 1}
 
 
 def _keys(opened: Opened) -> Iterator[tuple[str, ParameterPlan, Component]]:
-    """Keys of which this rank holds some: of others it may have looked up more than its peers, which read nothing."""
+    """The keys of which this rank holds elements, with their plans and components.
+
+    Other keys are left out: a rank may have matched keys of which it holds nothing, and its peers may not.
+    """
     for item in opened.planned:
         for component in _held(item.plan):
             yield item.plan.model_key(component), item.plan, component
@@ -144,16 +147,24 @@ def _held(plan: ParameterPlan) -> Iterable[Component]:
 
 
 def readers(lengths: Sequence[int], count: int) -> list[int]:
-    """Which of so many ranks reads each of a row of chunks: neighbours go to one, and each gets about as many bytes."""
-    total, before, found = sum(lengths), 0, []
+    """The reader of each chunk: neighbouring chunks go to one rank, and each rank reads about as many bytes.
+
+    Args:
+        lengths: Bytes of each chunk, in the order of the files.
+        count: The number of ranks.
+
+    Returns:
+        For each chunk, the place of its reader among the ranks.
+    """
+    total, before, places = sum(lengths), 0, []
     for length in lengths:
-        found.append(min(count - 1, (2 * before + length) * count // (2 * total)) if total else 0)
+        places.append(min(count - 1, (2 * before + length) * count // (2 * total)) if total else 0)
         before += length
-    return found
+    return places
 
 
 def blocks(opened: Opened, chunks: Iterable[StoredChunk], limit: int) -> Iterator[SharedBlock]:
-    """What is needed of chunks, in blocks of at most so many bytes; whole rows where they fit."""
+    """The needed parts of chunks, in blocks of at most `limit` bytes; whole rows where they fit."""
     for chunk in chunks:
         dtype = dtype_from_name(opened.source.metadata.keys[chunk.key].dtype)
         for wanted in opened.needed[chunk.key]:
@@ -171,7 +182,7 @@ def _cut(box: Box, elements: int) -> Iterator[Box]:
 
 
 def rounds(shares: Collection[Iterable[SharedBlock]], limit: int) -> list[list[list[SharedBlock]]]:
-    """What each rank passes on at a time: for each round, by rank, blocks that together take at most so many bytes."""
+    """The blocks that each rank passes on in each round: by round, then by rank, at most `limit` bytes together."""
     batches = [list(_batches(share, limit)) for share in shares]
     return [
         [own[number] if number < len(own) else [] for own in batches]

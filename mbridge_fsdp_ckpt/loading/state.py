@@ -1,5 +1,5 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""Optimizer state in a load: memory for it, what the checkpoint does not cover of it, and how it gets into place.
+"""Optimizer state in a load: allocate memory, fill what the checkpoint does not cover, and put it in place.
 
 Every element that becomes live was read, or is what a rule says: zero in a slot, the weight in a copy of the weight.
 """
@@ -24,14 +24,14 @@ from mbridge_fsdp_ckpt.remedies import remedy
 
 @dataclass(frozen=True, slots=True)
 class Allocated:
-    """Memory for the state of one parameter, which nobody uses yet.
+    """Memory for the optimizer state of one parameter, which the optimizer does not use yet.
 
     Args:
-        part: Its optimizer.
+        part: The optimizer of the parameter.
         parameter: The parameter.
-        plan: Its plan.
-        slots: Its slots; none where it was saved without state, or has no elements here.
-        step: Its counter, as read; None where the checkpoint has none of its own.
+        plan: The plan of the parameter.
+        slots: The slots to fill; none where the parameter was saved without state, or has no elements here.
+        step: The parameter's own step counter, once it is read; None where the checkpoint has none.
     """
 
     part: OptimizerPart
@@ -41,7 +41,7 @@ class Allocated:
     step: torch.Tensor | None
 
     def counted(self, opened: Opened) -> float | None:
-        """Its steps, wherever the saving optimizer counted them."""
+        """The number of steps of the parameter, wherever the saving optimizer counted them."""
         if self.step is not None:
             return float(self.step.item())
         counted = opened.hyperparameters.get(self.plan.layout.optimizer_name, {}).get(STEP)
@@ -49,11 +49,11 @@ class Allocated:
 
 
 def allocate(opened: Opened, targets: Targets) -> Iterator[Allocated]:
-    """Make memory for what is loaded; what the checkpoint does not cover of a slot is zero.
+    """Allocate memory for the state that is loaded.  Elements that the checkpoint does not cover are zero.
 
     Args:
         opened: The checkpoint.
-        targets: Where to add what is to be read.
+        targets: The places to read into; the allocated slots are added to them.
     """
     for part in opened.parts:
         for parameter, plan in part.parameters():
@@ -90,10 +90,10 @@ def _covered_elements(opened: Opened, plan: ParameterPlan, slot: str) -> int:
 
 
 def check_counters(opened: Opened, allocated: list[Allocated]) -> None:
-    """Where one counter counts for a param group, its parameters have made as many steps.
+    """Check that parameters whose steps one counter counts were saved after the same number of steps.
 
     Raises:
-        ConfigurationError: They were saved after different numbers of steps, or some that are not loaded have another.
+        ConfigurationError: The numbers differ, or a parameter that is not loaded has made another number of steps.
     """
     steps: dict[int, tuple[str, float]] = {}
     for item in allocated:
@@ -137,7 +137,7 @@ def _differing_steps(found: str, name: str) -> ConfigurationError:
 
 
 def install(opened: Opened, allocated: list[Allocated]) -> None:
-    """Put state in place, if some is loaded, then set what the optimizer derives from weights."""
+    """Put loaded state in place, if there is any, then refresh the copies of weights that the optimizer keeps."""
     for item in allocated:
         item.part.adapter.install(item.parameter, item.slots, item.counted(opened) if item.slots else None)
     with_new_state = {id(item.parameter) for item in allocated if item.slots}
@@ -152,7 +152,7 @@ def install(opened: Opened, allocated: list[Allocated]) -> None:
 
 
 def _saved_group(opened: Opened, names: list[str]) -> Hyperparameters:
-    """The one set of hyperparameters that a group's parameters were saved with; nothing where none was."""
+    """The hyperparameters that the parameters of a group were saved with; empty where none of them was saved."""
     return next((opened.hyperparameters[name] for name in names if name in opened.hyperparameters), {})
 
 
@@ -161,10 +161,10 @@ type _Region = tuple[int, Box]
 
 
 def _to_refresh(opened: Opened, plan: ParameterPlan, *, has_new_state: bool) -> Iterator[_Region]:
-    """Where copies of a weight are to be set from the weight.
+    """The blocks in which copies of a weight have to be set from the weight.
 
-    Of a new state all that was not read; otherwise components whose weight was filled: of others, a copy may know the
-    weight more precisely than the weight itself.
+    In new state, these are all blocks that were not read.  Otherwise they are the components whose weight was filled:
+    the copy of another component may be more precise than the weight, and stays.
     """
     for number, slice_ in enumerate(plan.slices):
         if has_new_state:
@@ -175,7 +175,14 @@ def _to_refresh(opened: Opened, plan: ParameterPlan, *, has_new_state: bool) -> 
 
 
 def _copy(plan: ParameterPlan, regions: list[_Region], destination: torch.Tensor, source: torch.Tensor) -> None:
-    """See `live.optimizer.base.Copy`."""
+    """Copy some blocks of a parameter from one flat local tensor to another.
+
+    Args:
+        plan: The plan of the parameter.
+        regions: The blocks.
+        destination: The flat local tensor to copy to.
+        source: The flat local tensor to copy from.
+    """
     for number, box in regions:
         slice_ = plan.slices[number]
         index = box.slices_in(slice_.box)
@@ -183,15 +190,17 @@ def _copy(plan: ParameterPlan, regions: list[_Region], destination: torch.Tensor
 
 
 def unknown_slots(opened: Opened, allocated: list[Allocated]) -> list[str]:
-    """Slots of which nobody knows whether they are made of weights, and that a load leaves, or fills with zeros.
+    """Names of optimizer slots that may be copies of weights, and do not match the loaded weights.
 
-    Slots of weights that a load changes, if it does not read them; and slots of which the checkpoint lacks elements.
+    The package knows only statistics such as `exp_avg`, and fp32 copies of weights.  Other slots do not match where
+    weights are loaded without optimizer state, or where the checkpoint lacks elements of a slot, which become zero.
     """
     found, known = set[str](), STATISTICS | {MASTER}
-    for part in opened.parts if opened.with_weights and not opened.with_state else ():
-        for parameter, plan in part.parameters():
-            if any(opened.covered(plan.model_key(slice_.component), slice_.box) for slice_ in plan.slices):
-                found |= _sharded_slots(part, parameter)
+    if opened.with_weights and not opened.with_state:
+        for part in opened.parts:
+            for parameter, plan in part.parameters():
+                if any(opened.covered(plan.model_key(slice_.component), slice_.box) for slice_ in plan.slices):
+                    found |= _sharded_slots(part, parameter)
     for item in allocated:
         for name, slot in item.slots.items():
             if name in known or slot.kind != "sharded":

@@ -72,6 +72,22 @@ def load_overwritten(directory: str) -> dict[str, Any]:
     return {"iteration": loaded.values["iteration"], "live": oracle.live(trainable), "later": oracle.live(other)}
 
 
+def load_with_another_filter(directory: str) -> dict[str, Any]:
+    """A load of which rank 1 leaves everything out, and in which no rank misses that a key stays unread."""
+    trainable = cases.prepared(RECIPE, steps=1, seed=7)
+    settings = mbridge_fsdp_ckpt.Settings(allow_unexpected=("*",))
+    return failures.seen(
+        trainable,
+        lambda: mbridge_fsdp_ckpt.load(
+            directory,
+            model=trainable.model,
+            optimizer=trainable.optimizer,
+            include=lambda key: dist.get_rank() == 0,
+            settings=settings,
+        ),
+    )
+
+
 def load_verifying(directory: str, verify: Any, buffer: int | None = None) -> dict[str, Any]:
     """A load; how many bytes of payload it read, and what it loaded or raised."""
     trainable = cases.prepared(RECIPE, steps=1, seed=7)

@@ -108,7 +108,13 @@ def test_how_much_is_seen(damage: str, verify: str, saved: tuple[Path, Any], meg
 def test_ranks_that_find_other_slots_of_a_parameter_fail_and_change_nothing(
     saved: tuple[Path, Any], megatron_ranks: RankPool
 ) -> None:
-    """One rank's own index lacks a slot of all its parameters: alone it has no way to know."""
+    """First ranks that differ while the index does not; then one rank's own index lacks a slot of all its parameters.
+
+    In neither case a rank can know alone.
+    """
+    results = megatron_ranks.run(accepting.load_with_another_filter, str(saved[0]), ranks=2)
+    assert [result["error"] for result in results] == ["PlanDisagreementError"] * 2
+    assert all(result["unchanged"] for result in results)
     path = saved[0] / "rank_00001.index"
     part = index_bytes.decode(path.read_bytes())
     slots = [text.decode() for text in handmade.texts_of(part) if text.endswith(b".exp_avg_sq")]

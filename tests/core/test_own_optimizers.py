@@ -67,7 +67,7 @@ def test_moments_lose_precision_only_where_somebody_asks(megatron_ranks: RankPoo
     megatron_ranks.run(cases.train_and_save, str(tmp_path), own_optimizers.MODEL, ranks=2)
     error, _ = megatron_ranks.run(own_optimizers.cast, str(tmp_path), (), ranks=2)
     assert error.startswith("KeyMismatchError: ")
-    assert "torch.float32 in the checkpoint, torch.bfloat16 here, which allow_cast has to name" in error
+    assert "torch.float32 in the checkpoint, torch.bfloat16 here (allow_cast must name the key)" in error
     assert megatron_ranks.run(own_optimizers.cast, str(tmp_path), ("optimizer.*",), ranks=2) == ["", ""]
 
 

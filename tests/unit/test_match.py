@@ -52,10 +52,10 @@ def entry(dtype: str, **more: Any) -> KeyEntry:
     [
         ("float32", entry("float32", kept_as="float32"), SlotSpec("sharded", torch.float32), ""),
         ("float32", entry("bfloat16", kept_as="bfloat16"), SlotSpec("sharded", torch.float32), ""),
-        ("float32", entry("float32", kept_as="float32"), SlotSpec("sharded", torch.bfloat16), "allow_cast has to name"),
-        ("float32", entry("float32"), SlotSpec("sharded", torch.bfloat16), "allow_cast has to name"),
+        ("float32", entry("float32", kept_as="float32"), SlotSpec("sharded", torch.bfloat16), "allow_cast must name"),
+        ("float32", entry("float32"), SlotSpec("sharded", torch.bfloat16), "allow_cast must name"),
         ("float32", entry("float32", kept_as="float16"), SCALED, ""),
-        ("float32", entry("float32", kept_as="float32"), SCALED, "allow_cast has to name"),
+        ("float32", entry("float32", kept_as="float32"), SCALED, "allow_cast must name"),
         ("float32", entry("float32"), SCALED, ""),  # of stock and of conversions nobody knows
         ("float32", entry("float16"), SCALED, "without its scale, which stock does not save"),
         ("float32", entry("float16"), SlotSpec("sharded", torch.float32), "without its scale"),

@@ -22,31 +22,31 @@ _MARGIN = 1.0  # seconds that a wait inside the store may take beyond its own li
 
 
 class Store(Protocol):
-    """What is asked of a store: see `torch.distributed.Store`."""
+    """The requests that this package makes to a `torch.distributed.Store`."""
 
     def set(self, key: str, value: str) -> None:
         """Write a key."""
 
     def get(self, key: str) -> bytes:
-        """The value of a key that is there."""
+        """The value of a key, which must be there."""
 
     def add(self, key: str, value: int) -> int:
-        """Add to a counter; the sum."""
+        """Add to a counter; returns the sum."""
 
     def check(self, keys: list[str]) -> bool:
         """Whether all keys are there."""
 
     def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
-        """Write a key that has the expected value, or none where that is empty; the value that holds."""
+        """Write a key if it has the expected value, or, where that is empty, no value; returns the value that holds."""
 
     def delete_key(self, key: str) -> bool:
         """Delete a key."""
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """The values of keys that are there."""
+        """The values of several keys, which must be there."""
 
     def wait(self, keys: list[str], timeout: timedelta) -> None:
-        """Return once all keys are there; `DistStoreError` where they come too late."""
+        """Return once all keys are there; raise `DistStoreError` after the timeout."""
 
     def queue_push(self, key: str, value: str) -> None:
         """Append to a queue."""
@@ -66,20 +66,20 @@ class Connection:
         self._todo: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
         self._todo.put((Future(), lambda _: connect()))
         self.usable = True
-        """False once a request was given up, or failed: the next one needs another connection."""
+        """False once a request has failed or timed out.  The next request needs another connection."""
         threading.Thread(target=_serve, args=(self._todo,), name="rendezvous store", daemon=True).start()
         finalize(self, self._todo.put, None).atexit = False  # the thread ends when nobody can ask any more
 
     def ask[T](self, request: Callable[[dist.Store], T], limit: float) -> T:
-        """Make a request, of any thread.
+        """Make a request and wait for its answer.  Any thread may call it.
 
         Args:
-            request: What to call with the store.
+            request: Called with the store, in the connection's thread.
             limit: Seconds that the answer may take.
 
         Raises:
             TimeoutError: No answer came within the limit.
-            DistError, OSError: What torch raises.
+            DistError, OSError: The store failed.
         """
         answer: Future[T] = Future()
         self._todo.put((answer, request))
@@ -95,7 +95,7 @@ class Connection:
             raise
 
     def close(self) -> None:
-        """Hang up, once what has been asked is answered."""
+        """Close the connection once all requests so far are answered."""
         self.usable = False
         self._todo.put(None)
 
@@ -105,7 +105,7 @@ class Connection:
 
 
 def _serve(todo: queue.SimpleQueue[_Asked | None]) -> None:
-    """Make requests, of which the first connects.  Nothing refers to one, or to the store, once it is over."""
+    """Make requests one after the other; the first one connects.  It keeps no reference to a request that is over."""
     store: Any = None
     failed: BaseException | None = None
     while (asked := todo.get()) is not None:
@@ -124,7 +124,12 @@ def _serve(todo: queue.SimpleQueue[_Asked | None]) -> None:
 
 
 class _Within:
-    """See `Connection.within`."""
+    """A store, each of whose requests has a limit.
+
+    Args:
+        connection: The connection that makes the requests.
+        limit: Seconds for each request.
+    """
 
     def __init__(self, connection: Connection, limit: float) -> None:
         self._connection, self._limit = connection, limit
@@ -166,5 +171,5 @@ class _Within:
         self._connection.ask(lambda store: store.queue_push(key, value), self._limit)
 
     def has_extended_api(self) -> bool:
-        """Whether several values can be asked for in one request: of a `TCPStore` they can."""
+        """Whether `multi_get` works; a `TCPStore` has it."""
         return True

@@ -1,16 +1,15 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""The one exchange between ranks: all bring a message, these are combined, one decides, all get the same decision.
+"""The one exchange between ranks: each brings a message, these are combined, rank 0 decides, all get its decision.
 
-No collective.  Ranks meet in the job's rendezvous store, where waiting has a time limit and missing ranks can be named
-by name (`meeting`).  A collective has neither: a rank that raised before it leaves the others waiting until a watchdog
+It uses no collective.  Ranks meet in the job's rendezvous store, where waiting has a time limit and an error can name
+the missing ranks (`meeting`).  A collective has neither: if a rank raises before it, the others wait until a watchdog
 ends the job.
 
-Rank 0 names each sequence, and says what it begins (`incarnation`): whoever begins something else fails, and with it
-all.  Rank 0 serves the store in many jobs: after the last word of a sequence it stays a little, until everyone has
-read it.
+Rank 0 names each sequence of meetings, and says what it begins (`incarnation`).  If a rank begins something else, all
+ranks fail.  Rank 0 serves the store in many jobs: after the last decision it stays until the other ranks have read it.
 
-Cost: a constant number of store requests a rank, however many ranks there are.  Messages are combined on a tree
-(`protocol`), bounded by who combines them: nobody handles one of every rank.
+The cost of a meeting is a constant number of store requests for each rank, however many ranks there are.  Messages are
+combined on a tree (`protocol`), and are bounded when they are: no rank handles a message from every rank.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ from mbridge_fsdp_ckpt.settings import DEFAULT_STORAGE_LIMIT, DEFAULT_TIME_LIMIT
 
 _log = logging.getLogger(__name__)
 _spent: dict[tuple[str, int], deque[list[str]]] = {}
-"""Keys of the last sequences of a kind, of each rank that this process attends for; see `Coordination._tidy`."""
+"""The store's keys of recent sequences, by kind and by rank that this process attends for; `_tidy` deletes old ones."""
 _LONGEST = 1e9  # seconds
 _unended: list[tuple[str, CheckpointError]] = []
-"""Sequences that rank 0 attended here until the store no longer answered, and what it raised."""
+"""Sequences whose end rank 0 could not write because the store did not answer, each with the error that it raised."""
 
 
 @dataclass(slots=True)
@@ -45,16 +44,16 @@ class Coordination:
     """A sequence of meetings of all ranks.
 
     Args:
-        name: Common to all ranks and new for each sequence; see `next_coordination`.
+        name: The name of the sequence, common to all ranks and new for each sequence.
         rank: This rank.
-        world_size: All ranks.
+        world_size: The number of ranks.
         time_limit: Seconds that a rank waits for the others at each meeting, counted from its own arrival or from
             the last heartbeat of any other rank.
-        store: The store they meet in; None with a single rank.
-        storage_limit: Seconds that a rank may be inside one call of the storage, without a step of its own.
-        on_heartbeat: Called with every step, in the thread that works.
-        owned: The connection behind the store, where it is this coordination's alone.
-        keys: What this rank wrote and is to delete once nobody reads it any more.
+        store: The store in which ranks meet; None with a single rank.
+        storage_limit: Seconds that a rank may be inside one call of the storage before its heartbeats stop.
+        on_heartbeat: Called with every heartbeat, in the thread that gives it.
+        owned: The connection behind the store, if only this coordination uses it; else None.
+        keys: The store's keys that this rank wrote, and deletes once no rank reads them any more.
     """
 
     name: str
@@ -77,15 +76,15 @@ class Coordination:
 
     @property
     def leads(self) -> int | None:
-        """This rank, if it leads a group, where the messages of the group meet: each rank is in one; see `protocol`."""
+        """This rank if it combines the messages of a group of ranks, else None.  Each rank is in one group."""
         return self.rank if Node(self.rank, self.world_size).leads else None
 
     def meet[M, V](self, round: Round[M, V]) -> V:
-        """Meet all ranks; get what rank 0 decides.
+        """Meet all ranks, and return the decision of rank 0.
 
         Raises:
-            CheckpointError: The same on every rank: what a rank brought or a function of the round raised, or
-                `RankMissingError` naming the ranks that did not arrive.
+            CheckpointError: The same on every rank: an error that a rank brought, or that a function of the round
+                raised, or a `RankMissingError` that names the ranks that did not arrive.
         """
         self._meetings, self._fenced = self._meetings + 1, False
         decision: Wire[V]
@@ -106,10 +105,12 @@ class Coordination:
         return decision["value"]
 
     def end(self) -> bool:
-        """After the last meeting: rank 0 stays until the others have read the decision.  An error is a last word too.
+        """End the sequence after its last meeting.  Rank 0 stays until the other ranks have read the decision.
+
+        `meet` calls it before it raises an error.
 
         Returns:
-            Whether the store has heard of it.
+            Whether the end was written to the store.
         """
         if self._last is None or self.store is None or self._ended:
             return True
@@ -120,22 +121,24 @@ class Coordination:
             self._last.leave()
             self._tidy(self.store)
         except STORE_ERRORS as error:  # the decision is known here, and that is all that counts
-            _log.info("rank %d does not hear the end of %s: %s", self.rank, self.name, error)
+            _log.info("rank %d could not end %s in the store: %s", self.rank, self.name, error)
             return False
         return True
 
     def make_up(self) -> None:
-        """Of rank 0, before the first meeting: end what it could not end when the store did not answer.
+        """End earlier sequences that rank 0 could not end because the store did not answer.
+
+        Rank 0 calls it before the first meeting; it does nothing on other ranks.
 
         Raises:
-            DistError, OSError: It does not answer now.
+            DistError, OSError: The store does not answer.
         """
         while self.rank == 0 and self.store is not None and _unended:
             end_without(self.store, *_unended[-1])
             _unended.pop()
 
     def _tidy(self, store: Store) -> None:
-        """Delete this rank's keys of an earlier sequence.  Those of the last ones are kept: who is late reads them."""
+        """Delete this rank's keys of earlier sequences, except the last ones, which a late rank may still read."""
         spent = _spent.setdefault((self.name.rpartition("/")[0], self.rank), deque())
         spent.append(self.keys)
         while len(spent) > KEPT:
@@ -143,14 +146,14 @@ class Coordination:
                 store.delete_key(key)
 
     def close(self) -> None:
-        """After all meetings: let go of a connection of its own, and of what refers to this."""
+        """Close the connection, if it is this coordination's own, and drop references, after all meetings."""
         self.on_heartbeat, self._last = lambda: None, None
         if self.owned is not None:
             self.owned.close()
 
     @contextmanager
     def another_connection(self) -> Iterator[Store]:
-        """The job's store over another connection, while the block runs: for what waits inside it."""
+        """The job's store over another connection while the block runs, for code that waits inside the store."""
         job = incarnation()
         own = connection(job.host, job.port, self.time_limit)
         try:
@@ -159,43 +162,45 @@ class Coordination:
             own.close()
 
     def fence(self) -> None:
-        """Before the coordinator does what cannot be undone: from here on the others wait for it.
+        """Set the commit fence: from here on no other rank gives up, because rank 0 does what cannot be undone.
 
         Raises:
-            CheckpointError: What the others raised, if they gave up meanwhile.
+            CheckpointError: Another rank has failed or given up before; the error that all ranks raise.
         """
         if self._last is not None:
             self._last.fence()
         self._fenced = True
 
     def was_fenced(self) -> bool:
-        """Whether the last meeting was fenced, as far as this rank can tell: what it was about may be done."""
+        """Whether the last meeting was fenced, or may have been: then rank 0 may have committed."""
         return self._fenced or (self._last is not None and self._last.was_fenced())
 
     @property
     def has_stopped(self) -> bool:
-        """Whether this rank is stuck in its storage; of another thread."""
+        """Whether this rank is inside one call of the storage for longer than its limit.  Read by another thread."""
         return self._heartbeats.has_stopped
 
     def heartbeat(self) -> None:
-        """After each step of long work: others waiting for this rank begin their limit anew.  Cheap to call."""
+        """Give a heartbeat after a step of long work; it restarts the time limit of waiting ranks.  Cheap to call."""
         self.on_heartbeat()
         self._heartbeats.give()
 
     def watch(self) -> Watch:
-        """For a wait outside a meeting: tells when the time limit has passed without a heartbeat of any rank."""
+        """A watch for a wait outside a meeting: over when the time limit has passed without a heartbeat of any rank."""
         return Watch(self._heartbeats, self.time_limit)
 
     def at_work(self) -> AbstractContextManager[None]:
-        """Around all that touches storage between meetings, on any rank: a call that takes long is no silence.
+        """A block in which a thread gives heartbeats while a call of the storage takes long.
+
+        Put it around all storage access between meetings, on any rank:
 
             with coordination.at_work():
                 for item in items:
                     write(item)         # may block for up to the storage limit
-                    coordination.heartbeat()    # a step is done: that limit, too, begins anew
+                    coordination.heartbeat()    # a step is done: the storage limit restarts
 
-        The coordinator is inside one already, and blocks may be nested.  Leave out what waits for other ranks, or for
-        nothing of the storage's: who is stuck there is to be named within the time limit.
+        The coordinator is inside such a block already, and blocks may be nested.  Leave out code that waits for other
+        ranks or for anything but the storage: a rank that is stuck there has to be named within the time limit.
         """
         return self._heartbeats.at_work()
 
@@ -203,12 +208,12 @@ class Coordination:
 def next_coordination(
     purpose: str, time_limit: float = DEFAULT_TIME_LIMIT, storage_limit: float = DEFAULT_STORAGE_LIMIT
 ) -> Coordination:
-    """The next sequence of meetings of all ranks of this job.  Every rank calls it once a save or load, first thing.
+    """Begin the next sequence of meetings of all ranks.  Every rank calls it once in each save or load, first.
 
     Args:
-        purpose: What for, and where: "save to /checkpoints/iter_0000010".
-        time_limit: See `Coordination`.
-        storage_limit: See `Coordination`.
+        purpose: What the sequence is for, and where: "save to /checkpoints/iter_0000010".
+        time_limit: Seconds that a rank waits for the others at each meeting.
+        storage_limit: Seconds that a rank may be inside one call of the storage before its heartbeats stop.
 
     Raises:
         ConfigurationError: A limit is not positive, or the ranks begin different things.
@@ -229,10 +234,10 @@ def next_coordination(
 
 
 def check_limits(time_limit: float, storage_limit: float) -> None:
-    """Refuse limits that cannot be meant.
+    """Refuse limits that are not positive, or longer than threads and stores can wait.
 
     Raises:
-        ConfigurationError: One is not positive, or longer than threads and stores can wait.
+        ConfigurationError: A limit is out of range.
     """
     for name, limit, usual in (
         ("time", time_limit, DEFAULT_TIME_LIMIT),

@@ -1,5 +1,5 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""Sequences of meetings that a rank lets another process attend in its place."""
+"""Sequences of meetings that another process, such as the checkpoint process, attends in a rank's place."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from mbridge_fsdp_ckpt.errors import CheckpointError
 
 @dataclass(slots=True)
 class _Joining:
-    """The next sequence of a job: rank 0 opens it, all others ask for it, once, in the thread that first needs it.
+    """The next sequence of a job.  Rank 0 opens it and all others join it, once, in the thread that first needs it.
 
     Args:
-        job: The job: it may have left its process group when it is asked.
+        job: The incarnation, kept because the process group may be destroyed by then.
     """
 
     job: Incarnation
@@ -29,7 +29,15 @@ class _Joining:
     _found: Opened | CheckpointError | None = field(default=None)
 
     def join(self, participant: Participant, note: str = "") -> Opened:
-        """See `Incarnation.join`; the same answer, or error, for all that ask."""
+        """Begin the sequence, as `Incarnation.join` does.  Later calls get the same answer, or raise the same error.
+
+        Args:
+            participant: This rank's part in the sequence.
+            note: On rank 0, the answer that all ranks read with the name.
+
+        Raises:
+            CheckpointError: The ranks begin different things, or the store does not answer.
+        """
         with self._asking:
             if self._found is None:
                 limits = participant.time_limit, participant.storage_limit
@@ -44,15 +52,21 @@ class _Joining:
             return self._found
 
     def first_says(self, participant: Participant, word: str, about: str) -> str:
-        """See `Participant.first_says`."""
+        """Answer a question for all ranks: see `Participant.first_says`.
+
+        Rank 0 deletes the key of the last question but one, which all ranks have asked by then.
+
+        Raises:
+            DistError, OSError: The store does not answer.
+        """
         store, key = self.job.store(participant.time_limit, "call"), f"{self.join(participant).name}/{about}"
-        said = store.compare_set(key, "", word).decode()
-        self.job.asked.append(key)
-        if len(self.job.asked) > 2:  # nobody is two questions behind
-            spent = self.job.asked.pop(0)
+        answer = store.compare_set(key, "", word).decode()
+        self.job.question_keys.append(key)
+        if len(self.job.question_keys) > 2:  # nobody is two questions behind
+            spent = self.job.question_keys.pop(0)
             if participant.rank == 0:
                 store.delete_key(spent)
-        return said
+        return answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +79,10 @@ class Participant:
         world_size: All ranks.
         time_limit: See `Coordination`.
         storage_limit: See `Coordination`.
-        host: Who serves the rendezvous store; empty with a single rank, as what follows.
-        port: And where.
-        named: The name of the sequence, or who knows it.
+        host: The host that serves the rendezvous store; empty with a single rank.
+        port: The port of the store there; 0 with a single rank.
+        named: The name of the sequence, or an object that begins the sequence when the name is needed; empty with a
+            single rank.
     """
 
     purpose: str
@@ -81,9 +96,9 @@ class Participant:
 
     @classmethod
     def next(cls, purpose: str, time_limit: float, storage_limit: float) -> Self:
-        """The participant of this rank in the next sequence; every rank calls it once for each.
+        """This rank's part in the next sequence.  Every rank calls it once for each sequence.
 
-        The store is not asked yet: it would answer thousands of ranks while they all wait to train on.
+        It makes no request to the store yet: training would wait while the store answers thousands of ranks.
 
         Raises:
             ConfigurationError: A limit is not positive, or another process cannot reach the job's store.
@@ -97,7 +112,7 @@ class Participant:
 
     @property
     def name(self) -> str:
-        """Of the sequence; empty with a single rank.  Perhaps requests to the store.
+        """The name of the sequence; empty with a single rank.  The first call may make requests to the store.
 
         Raises:
             ConfigurationError: The ranks begin different things.
@@ -107,11 +122,11 @@ class Participant:
 
     @classmethod
     def from_wire(cls, data: dict[str, Any]) -> Self:
-        """What `to_wire` gave."""
+        """The participant that `to_wire` described."""
         return cls(**data)
 
     def to_wire(self) -> dict[str, Any]:
-        """As JSON-able data.
+        """The participant as JSON-able data.
 
         Raises:
             CheckpointError: See `name`.
@@ -119,10 +134,10 @@ class Participant:
         return {field.name: getattr(self, field.name) for field in fields(self)} | {"named": self.name}
 
     def rank_0_says(self, word: str) -> str:
-        """What rank 0 says as it begins the sequence; all ranks ask before anything else.
+        """Rank 0's answer, given as it begins the sequence.  All ranks ask before they use the sequence otherwise.
 
         Args:
-            word: What this rank would say.
+            word: The answer of this rank, which counts on rank 0.
 
         Raises:
             CheckpointError: See `name`.
@@ -130,11 +145,11 @@ class Participant:
         return word if isinstance(self.named, str) else self.named.join(self, word).note
 
     def first_says(self, word: str, about: str) -> str:
-        """What the first of all ranks says that asks; one request to the store.
+        """The answer of the first rank that asks, for all ranks.  It makes one request to the store.
 
         Args:
-            word: What this rank would say.
-            about: What it is asked about: the same word on all ranks, the number of a step say.
+            word: The answer of this rank.
+            about: A name for the question, the same on all ranks and new each time, such as the number of a step.
 
         Raises:
             CheckpointError: See `name`.
@@ -147,7 +162,7 @@ class Participant:
             raise lost(error, self.purpose, self.rank) from error
 
     def vouch(self) -> None:
-        """Give a heartbeat for the process that is about to attend.  Of the rank's own process.
+        """Give a heartbeat in place of the process that is about to attend.  Called in the rank's own process.
 
         Raises:
             CheckpointError: See `name`.
@@ -160,7 +175,7 @@ class Participant:
             raise lost(error, self.purpose, self.rank) from error
 
     def take(self) -> Coordination:
-        """Attend in the rank's place, over a connection of one's own: see `Coordination.close`.
+        """The coordination of the sequence, over a new connection, which `Coordination.close` closes.
 
         Raises:
             CheckpointError: See `name`.

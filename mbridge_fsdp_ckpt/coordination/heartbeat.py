@@ -1,10 +1,10 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""Heartbeats: what a rank gives while it works, and how long others wait for it.
+"""Heartbeats: signs that a rank still works, for which other ranks wait longer.
 
-Two threads of a rank give them.  The one that works does after each step (`Heartbeats.give`).  While it is inside a
-single call of the storage, which may take minutes (a flush, a rename), the pulse does it in its place
-(`Heartbeats.at_work`): for as long as the last step of the work is not older than the storage limit.  A process that
-died has no pulse, and one that is stuck for good loses it.
+Two threads of a rank give them.  The thread that works gives one after each step (`Heartbeats.give`).  While it is
+inside a single call of the storage, which may take minutes (a flush, a rename), another thread, the pulse, gives them
+(`Heartbeats.at_work`), until the last step is older than the storage limit.  So a process that died gives none, and
+one that is stuck stops.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from mbridge_fsdp_ckpt.coordination.connection import Store
 
 STORE_ERRORS = dist.DistError, ConnectionError, OSError
-"""What a call of the rendezvous store raises once nobody serves it any more."""
+"""The exceptions that a request to the rendezvous store raises once no process serves it any more."""
 
 _SELDOM = 5.0  # seconds between heartbeats, where the limit is long
 _PER_SECOND = 1000  # heartbeats that all ranks together give, at most
@@ -28,19 +28,19 @@ _log = logging.getLogger(__name__)
 
 
 def key_of(name: str) -> str:
-    """Where the heartbeats in a sequence of meetings are counted: one counter for all sequences of a kind."""
+    """The store's key that counts the heartbeats of a sequence: one counter for all sequences of a kind."""
     return f"{name.rpartition('/')[0] or name}/beats"
 
 
 class Heartbeats:
-    """The heartbeats of all ranks in one sequence of meetings: a number in the store, which each adds to.
+    """The heartbeats of all ranks in one sequence of meetings: a number in the store, to which each rank adds.
 
     Args:
         store: The store; None with a single rank.
-        name: The sequence's.
-        time_limit: Seconds without any sign after which who waits gives up.
-        storage_limit: Seconds without a step of a rank's own after which its pulse stops.
-        world_size: Ranks that give heartbeats: the more, the more seldom each does.
+        name: The name of the sequence.
+        time_limit: Seconds without a heartbeat of any rank after which a waiting rank gives up.
+        storage_limit: Seconds without a step of this rank's work after which its pulse stops.
+        world_size: The number of ranks that give heartbeats.  The more there are, the less often each gives one.
     """
 
     def __init__(
@@ -53,23 +53,23 @@ class Heartbeats:
 
     @property
     def has_stopped(self) -> bool:
-        """Whether the work stands still: inside one call of the storage for longer than its limit."""
+        """Whether this rank is inside one call of the storage for longer than the storage limit."""
         return self._works and time.monotonic() - self._last_step > self._storage_limit
 
     def give(self) -> None:
-        """A step of the work is done.  Cheap: most calls send nothing."""
+        """Give a heartbeat after a step of the work.  Cheap: most calls send nothing."""
         self._last_step = now = time.monotonic()
         if self._store is not None and now - self._sent > self._pause:
             self._sent = now
             self._store.add(self._key, 1)
 
     def count(self) -> int:
-        """How many heartbeats all ranks have given."""
+        """The number of heartbeats that all ranks have given."""
         return 0 if self._store is None else self._store.add(self._key, 0)
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """While the block runs, storage calls in it are no silence.  Blocks may be nested."""
+        """Give heartbeats from another thread while the block runs.  Blocks may be nested."""
         self._last_step = time.monotonic()
         outer, self._works = self._works, True
         try:
@@ -101,19 +101,19 @@ class Heartbeats:
             try:
                 store.add(self._key, 1)
             except STORE_ERRORS as error:  # the next meeting raises it
-                _log.info("no more heartbeats can be given: %s", error)
+                _log.info("this rank stops giving heartbeats: the store does not answer: %s", error)
                 return
 
 
 class Watch:
-    """Time since the start or since the last heartbeat of any rank, as far as this process was running.
+    """The time since the start or since the last heartbeat of any rank, in which this process was running.
 
-    A process that was stopped, or whose host was, must not take the others for dead when it goes on: of the time
-    between two looks, which follow each other every fraction of the limit, no more than a quarter of it counts.
+    A process that was stopped, or whose host was, must not take the other ranks for dead when it continues.  So between
+    two calls of `over`, at most a quarter of the limit counts.
 
     Args:
-        heartbeats: What to look at.
-        limit: Seconds without a sign until it is over.
+        heartbeats: The heartbeats to watch.
+        limit: Seconds without a heartbeat until the watch is over.
     """
 
     def __init__(self, heartbeats: Heartbeats, limit: float) -> None:

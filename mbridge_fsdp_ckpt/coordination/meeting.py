@@ -44,7 +44,7 @@ from mbridge_fsdp_ckpt.coordination.rounds import Round, Wire, brought, combined
 from mbridge_fsdp_ckpt.errors import CheckpointError, ErrorData, RankMissingError, brief
 
 GRACE = 15.0
-"""Seconds that others wait for what rank 0 says, beyond the limit of who waits for messages."""
+"""Seconds for which ranks wait for the decision of rank 0 beyond the limit of the ranks that wait for messages."""
 
 _LOOKS = 0.002, 0.25  # seconds between looks for messages, first and longest
 _LONGER = 1.2  # of the last pause: who is late by some time is seen a sixth of it later
@@ -61,14 +61,14 @@ class Meeting:
 
     Args:
         store: The store.
-        name: Common to all ranks, and new for each meeting.
-        round: What this rank brings, and how all of it is combined and decided.
+        name: The name of the meeting, common to all ranks and new for each meeting.
+        round: The message of this rank, and how messages are combined and decided.
         rank: This rank.
-        world_size: All ranks.
+        world_size: The number of ranks.
         time_limit: See `Coordination`.
-        heartbeats: Heartbeats of all ranks.
-        renew: What rank 0 does now and then while it waits.
-        hosts: Below this key, ranks write what host they are on.
+        heartbeats: The heartbeats of all ranks.
+        renew: Called on rank 0 about once a minute while it waits.
+        hosts: The key below which each rank has written its host.
     """
 
     store: Store
@@ -88,7 +88,7 @@ class Meeting:
         self._watch, self._renewed = Watch(self.heartbeats, self.time_limit), time.monotonic()
 
     def meet(self) -> Wire[Any]:
-        """Bring what this rank has to say; returns the decision."""
+        """Bring this rank's message or error; returns the decision."""
         own = brought(self.round, self.rank)
         try:
             if "failed" in own:
@@ -101,17 +101,17 @@ class Meeting:
         return decision
 
     def fence(self) -> None:
-        """Nobody gives up any more.
+        """Set the fence: from here on no rank gives up.
 
         Raises:
-            CheckpointError: Somebody has, or has failed.
+            CheckpointError: A rank has failed or given up before.
         """
         if self._answer(Settle(OUTCOME, FENCED)) != FENCED:
             decision = json.loads(self._run(protocol.follow(self._node)))
             raise CheckpointError.from_wire(decision["failed"])
 
     def was_fenced(self) -> bool:
-        """Whether nobody gave up, as far as this rank knows."""
+        """Whether the meeting was fenced; True where the store does not answer, since it may have been."""
         try:
             return bool(self._answer(Read(OUTCOME, waits=False)) == FENCED)
         except STORE_ERRORS:
@@ -125,13 +125,13 @@ class Meeting:
             elif self.store.add(self._at("read"), 1) == self.world_size - 1:
                 self.store.set(self._at("left"), "")
         except STORE_ERRORS as error:  # the decision is known here, and that is all that counts
-            _log.info("rank 0 does not hear that rank %d read its decision: %s", self.rank, error)
+            _log.info("rank %d could not tell rank 0 that it has read the decision: %s", self.rank, error)
 
     def keys(self, *, failed: bool) -> list[str]:
-        """The keys of this meeting that stay when it is over, and that this rank deletes later.
+        """The keys of this meeting that stay in the store when it is over, and that this rank deletes later.
 
         Args:
-            failed: Whether it failed: who gathers messages deletes them otherwise.
+            failed: Whether the meeting failed.  If not, the ranks that gathered messages have deleted their keys.
         """
         common = (protocol.DECISION, OUTCOME, protocol.NAMED, "read", "left") if self.rank == 0 else ()
         own = (protocol.message_of(self.rank), protocol.here(self.rank)) if failed else ()
@@ -145,7 +145,7 @@ class Meeting:
         return f"{self.name}/{key}"
 
     def _run(self, steps: Steps) -> str:
-        """Answer all requests; returns what the meeting came to."""
+        """Make all requests of the protocol; returns the decision."""
         answer: Any = None
         while True:
             try:
@@ -193,7 +193,7 @@ class Meeting:
         return None
 
     def _look(self, keys: list[str]) -> list[str] | None:
-        """The values of all keys; None, after a pause, if one is not there."""
+        """The values of all keys; None, after a pause, if a key is missing."""
         if self.store.check(keys):
             return values(self.store, keys)
         time.sleep(self._pause)
@@ -211,11 +211,13 @@ class Meeting:
     def _missing(self, absent: tuple[int, ...], *, fenced: bool) -> ErrorData:
         named = ", ".join(map(self._with_host, absent[:NAMES])) + (", ..." if len(absent) > NAMES else "")
         stalled = fenced or (absent == (0,) and self._answer(There(protocol.here(0))))
-        remedy = "Look at the logs of these ranks; raise the time limit if they were only slow."
+        remedy = "Look at the logs of these ranks, and raise the time limit if they were only slow."
         return RankMissingError(
             expected=f"all {self.world_size} ranks at {self.round.phase!r} within {self.time_limit:g} s",
             found=f"no {'decision' if stalled else 'sign'} of rank {named}",
-            remedy=f"It was about to finish: look whether the checkpoint is there. {remedy}" if fenced else remedy,
+            remedy=f"Rank 0 was about to commit: check whether the checkpoint is in its place. {remedy}"
+            if fenced
+            else remedy,
         ).to_wire()
 
     def _with_host(self, rank: int) -> str:
@@ -224,12 +226,12 @@ class Meeting:
 
 
 def a_while(time_limit: float) -> float:
-    """Seconds of one wait inside the store: then who waits looks for heartbeats."""
+    """Seconds of one wait inside the store, after which a rank looks for heartbeats."""
     return min(_SLICE, time_limit / 8)
 
 
 def wait_for(store: Store, keys: list[str], seconds: float) -> bool:
-    """Wait inside the store; whether all keys are there."""
+    """Wait inside the store; returns whether all keys are there."""
     try:
         store.wait(keys, timedelta(seconds=seconds))
     except dist.DistStoreError:  # late; a store that has gone raises another
@@ -238,7 +240,7 @@ def wait_for(store: Store, keys: list[str], seconds: float) -> bool:
 
 
 def values(store: Store, keys: list[str]) -> list[str]:
-    """Of keys that are there: in one request, where the store can."""
+    """The values of keys that are there, in one request where the store supports it."""
     in_one = getattr(store, "has_extended_api", bool)()  # torch's types don't know it
     return [found.decode() for found in (store.multi_get(keys) if in_one else map(store.get, keys))]
 
@@ -249,7 +251,7 @@ def lost(error: BaseException, phase: str, rank: int) -> RankMissingError:
     return RankMissingError(
         expected=f"the job's rendezvous store to answer at {phase!r}",
         found=brief(error),
-        remedy="Rank 0, or the process that serves the store, "
+        remedy="The process that serves the store (rank 0, or torchrun's agent) "
         f"{'is stopped or out of reach: look at its host' if frozen else 'has ended: look at its log'}.",
         rank=rank,
     )

@@ -1,5 +1,5 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""What one rank's step came to, until a meeting tells whether all ranks got that far."""
+"""The value or the error of one rank's step, kept until a meeting tells whether the step succeeded on all ranks."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Outcome[T]:
-    """A value, or the error that this rank failed with: the next meeting raises it on all ranks.
+    """A value, or the error that this rank failed with, which the next meeting raises on all ranks.
 
     Args:
-        brought: What to bring to that meeting where the value is the message.
+        brought: The value, or the error.
     """
 
     brought: T | CheckpointError
 
     @classmethod
     def of(cls, action: Callable[[], T], rank: int, doing: str) -> Outcome[T]:
-        """What the action gives or raises.
+        """Call an action, and keep what it returns or raises.
 
         Args:
             action: The step.
             rank: This rank.
-            doing: What it is, in words that follow "while".
+            doing: What the step does, in words that follow "while".
         """
         try:
             return cls(action())
@@ -39,7 +39,7 @@ class Outcome[T]:
             return cls(describe_unexpected(error, rank=rank, doing=doing))
 
     def then[U](self, action: Callable[[T], U], rank: int, doing: str) -> Outcome[U]:
-        """What the next step makes of the value, or the same error."""
+        """The outcome of the next step, which is given the value; the same error where there is no value."""
         brought = self.brought
         if isinstance(brought, CheckpointError):
             return Outcome(brought)
@@ -50,16 +50,16 @@ class Outcome[T]:
         """The value, once a meeting has passed.
 
         Raises:
-            InternalError: There is none: it was asked for before a meeting.
+            InternalError: This rank failed, and no meeting has raised its error before.
         """
         if isinstance(self.brought, CheckpointError):
             raise InternalError(
                 expected="a meeting to have raised this rank's error",
-                found=f"its value asked for all the same; the error: {self.brought}",
-                remedy="Report it.",
+                found=f"a step that uses the rank's value although it failed with: {self.brought}",
+                remedy="Report it with the rank's log.",
             ) from self.brought
         return self.brought
 
     def message[M](self, announce: Callable[[T], M]) -> M | CheckpointError:
-        """What to bring to the next meeting: what is announced of the value, or the error."""
+        """This rank's message to the next meeting, made from the value by `announce`, or its error."""
         return self.brought if isinstance(self.brought, CheckpointError) else announce(self.brought)

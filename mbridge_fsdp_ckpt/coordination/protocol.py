@@ -1,5 +1,5 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""What a rank does at a meeting, as a sequence of requests to the store; `meeting` makes them, tests explore them.
+"""A rank's part in a meeting as a sequence of requests to the store; `meeting` makes them, tests explore them.
 
 Ranks form a tree.  Messages are combined on the way to rank 0, which decides; everybody waits for one decision.
 
@@ -40,8 +40,8 @@ class Node:
 
     Args:
         rank: The rank.
-        size: All ranks.
-        arity: Children a rank.
+        size: The number of ranks.
+        arity: The number of children of a rank.
     """
 
     rank: int
@@ -50,7 +50,7 @@ class Node:
 
     @property
     def leads(self) -> bool:
-        """Whether it gathers a branch of the tree for the root, or is the root: who leads a group of ranks."""
+        """Whether the rank leads a group: it is the root, or gathers a branch of the tree for the root."""
         return self.rank == 0 or (self.rank <= self.arity and bool(self.children))
 
     @property
@@ -158,7 +158,7 @@ Steps = Generator[Request, Any, str]
 
 
 def attend(node: Node, own: str) -> Steps:
-    """Everything that a rank does at one meeting, from its own message to the decision."""
+    """All requests of a rank at one meeting, from its own message to the decision."""
     below = tuple(map(message_of, node.children))
     messages = (own,)
     if below:
@@ -181,12 +181,12 @@ def attend(node: Node, own: str) -> Steps:
 
 
 def fail(node: Node, error: str) -> Steps:
-    """A rank that has failed tells all others at once; who comes first among several is heard."""
+    """Publish the error of a rank that has failed; among several errors the first one counts."""
     return (yield from _end(node, failed(node, error), error))
 
 
 def failed(node: Node, error: str) -> str:
-    """The outcome where a rank's error is everyone's."""
+    """The outcome of a meeting in which all ranks raise the error of this rank."""
     return json.dumps([node.rank, error])
 
 
@@ -209,7 +209,7 @@ def follow(node: Node) -> Steps:
 
 
 def _give_up(node: Node) -> Steps:
-    """Nothing has come within the limit: the first to notice names for all who is missing."""
+    """Give up after the limit: the first rank that does so names the missing ranks for all."""
     own = json.dumps(node.rank)
     held = yield Settle(OUTCOME, own)
     if held == own:
@@ -222,7 +222,11 @@ def _give_up(node: Node) -> Steps:
 
 
 def _without(outcome: str) -> Steps:
-    """Who settled the outcome has come to nothing since."""
+    """Publish the decision in place of the rank that settled the outcome and has published nothing since.
+
+    Args:
+        outcome: The outcome that holds: a rank's error, a rank that names who is missing, or the fence.
+    """
     held = json.loads(outcome)
     if isinstance(held, int):
         return (yield from _name([held]))
@@ -233,7 +237,7 @@ def _without(outcome: str) -> Steps:
 
 
 def _name(absent: Sequence[int]) -> Steps:
-    """Publish who is missing; the first to say so is believed."""
+    """Publish the missing ranks; among several ranks that publish some, the first one counts."""
     held = yield Settle(NAMED, (yield Missing(tuple(absent))))
     yield Put(DECISION, held)
     return str(held)

@@ -1,5 +1,5 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""One meeting of all ranks as one object, and what crosses between ranks: bounded data, and errors in its place."""
+"""One meeting of all ranks as one object, and the data that crosses between ranks: bounded messages, or errors."""
 
 from __future__ import annotations
 
@@ -26,23 +26,28 @@ class Round[M, V](ABC):
 
     @abstractmethod
     def message(self) -> M | CheckpointError:
-        """What this rank brings, or the error that it failed with, which all ranks raise then."""
+        """The message of this rank, or the error that it failed with, which all ranks then raise."""
 
     @abstractmethod
     def combine(self, messages: list[M]) -> M:
-        """One message of this rank's own and of those below it, which are combined already, by rank; on every rank.
+        """Combine this rank's own message and those of the ranks below it, which are combined already, into one.
 
-        It may be called with one message, and must not depend on how ranks are grouped.
+        Called on every rank, perhaps with one message.  The result must not depend on how ranks are grouped.
         """
 
     @abstractmethod
     def decide(self, whole: M) -> V:
-        """The decision, on rank 0, of all messages combined: what it returns or raises, all ranks return or raise."""
+        """Decide, on rank 0, from all messages combined.  All ranks return what it returns, or raise what it raises."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival(Round[None, Any]):
-    """A meeting to which ranks bring no more than that they have come, or the error that they failed with."""
+    """A meeting without messages: it passes once all ranks have arrived, and fails with the error of one that failed.
+
+    Args:
+        phase: What the meeting is for, in errors.
+        failed: The error that this rank failed with; None where it did not.
+    """
 
     phase: str
     failed: CheckpointError | None
@@ -59,14 +64,19 @@ class Arrival(Round[None, Any]):
 
 
 class Wire[T](TypedDict, total=False):
-    """Either of both."""
+    """The data that crosses between ranks: exactly one of the two keys.
+
+    Args:
+        value: A message or a decision.
+        failed: An error in its place.
+    """
 
     value: T
     failed: ErrorData
 
 
 def brought[M](round: Round[M, Any], rank: int) -> Wire[M]:
-    """What a rank brings, as data: its message, or the error it failed with."""
+    """The message of a rank, or the error that it failed with, as data."""
     try:
         message = round.message()
     except Exception as error:  # the others must not wait for who fails at its own message
@@ -77,19 +87,19 @@ def brought[M](round: Round[M, Any], rank: int) -> Wire[M]:
 
 
 def combined[M](round: Round[M, Any], messages: list[M], rank: int) -> Wire[M]:
-    """One message of several, as data, or whatever went wrong with it."""
+    """Several messages combined into one, or the error that combining them raised, as data."""
     return _tried(lambda: round.combine(messages), round.phase, rank)
 
 
 def decided[M, V](round: Round[M, V], whole: Wire[M]) -> Wire[V]:
-    """The decision, as data: an error that a rank brought, or what the coordinator returned or raised."""
+    """The decision as data: what the coordinator returned or raised, or an error that a rank brought."""
     if "failed" in whole:
         return {"failed": whole["failed"]}
     return _tried(lambda: round.decide(whole["value"]), round.phase, 0)
 
 
 def _checked[T](wire: Wire[T], phase: str, rank: int) -> Wire[T]:
-    """The data, or an error in its place where the store cannot carry it."""
+    """The data, or an error in its place if it is not JSON-able, or too large for the store."""
     try:
         size = len(json.dumps(wire))
     except (TypeError, ValueError) as error:
@@ -101,7 +111,7 @@ def _checked[T](wire: Wire[T], phase: str, rank: int) -> Wire[T]:
     failure = InternalError(
         expected=f"a JSON message of at most {_MAX_BYTES} bytes at {phase!r}",
         found=found,
-        remedy="This is a defect of the caller: what ranks exchange must be bounded data.",
+        remedy="Report it: ranks must exchange bounded JSON data.",
         rank=rank,
     )
     return {"failed": failure.to_wire()}

@@ -5,10 +5,10 @@ A block's share has three parts; added up over all ranks, each is zero if
 
     replicas    every replica that somebody holds tiles the tensor by itself
     writers     the blocks that are written tile it, too
-    presence    all n replicas are there, and one of them writes: each counts 1/n of a word, the writer less a whole one
+    presence    all n replicas are there, and one of them writes: each replica adds w/n, the writer subtracts w
 
 Where every bucket is zero, each element of each tensor is written once, or by ranks that know nothing of each other
-at all: the index then has a key's first element twice, which `merged` sees when all have written.  Of blocks that are
+at all: the index then has a key's first element twice, which `merged` sees when all have written.  Where blocks are
 named one by one, a tensor that only some ranks hold is in order if its writer is one of them.
 """
 
@@ -51,13 +51,13 @@ class Block:
 
     Args:
         key: The tensor's key.
-        dtype: Its dtype.
-        kind: Whether it is cut like its parameter, or a scalar.
-        shape: Its global shape.
+        dtype: The tensor's dtype.
+        kind: Whether the tensor is sharded like its parameter, or a scalar.
+        shape: The tensor's global shape.
         box: The block.
-        replica: This rank's place among those that hold the very same block.
+        replica: This rank's place among the ranks that hold the same block.
         is_copy: Whether it is a later pipeline stage's copy; `replica` counts such copies then.
-        writes: Whether this rank writes it.
+        writes: Whether this rank writes the block.
     """
 
     key: str
@@ -78,45 +78,49 @@ class Block:
 
     @property
     def is_scalar(self) -> bool:
-        """Whether the tensor is one number of a parameter."""
+        """Whether the tensor is a single number."""
         return self.kind != "sharded"
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
+        """Bytes of the block's elements."""
         return self.box.volume * dtype_from_name(self.dtype).itemsize
 
     @property
     def is_origin(self) -> bool:
-        """Whether it holds the tensor's first element; an empty block counts, since nothing else tells of it."""
+        """Whether the block holds the tensor's first element; True for an empty block, which must be counted, too."""
         return not any(self.box.offset) or not self.box.volume
 
     @property
     def share(self) -> int:
-        """See above."""
+        """The number that the block adds to its bucket; over all ranks a tensor's shares add up to zero."""
         return _share(self)
 
     @property
     def place(self) -> Place:
-        """What only some ranks hold is mostly in order, and is replicated: named first, so that all is compared."""
+        """The order in which blocks are named in a dispute: replicated blocks and copies first, then by key.
+
+        A tensor that only some ranks hold is mostly in order, and is replicated.  It comes first, so that all of its
+        blocks are compared.
+        """
         return self.replica.count == 1 and not self.is_copy, self.key
 
     def to_wire(self) -> BlockRow:
-        """As JSON-able data."""
+        """The block as JSON-able data."""
         tensor = self.key, self.dtype, self.kind, list(self.shape)
         place = list(self.box.offset), list(self.box.size), self.replica.index, self.replica.count
         return *tensor, *place, self.is_copy, self.writes
 
     @classmethod
     def from_wire(cls, row: BlockRow) -> Block:
-        """What `to_wire` gave."""
+        """The block that `to_wire` described."""
         key, dtype, kind, shape, offset, size, index, count, is_copy, writes = row
         box = Box(tuple(offset), tuple(size))
         return cls(key, dtype, kind, tuple(shape), box, Axis(index, count), is_copy, writes)
 
 
 def fingerprint(blocks: Iterable[Block]) -> list[int]:
-    """One rank's buckets.
+    """The sums of one rank's blocks, by bucket.
 
     Raises:
         PlanDisagreementError: The rank itself would write a tensor twice.
@@ -127,8 +131,8 @@ def fingerprint(blocks: Iterable[Block]) -> list[int]:
     if twice:
         raise PlanDisagreementError(
             expected="one parameter, buffer or slot for each key",
-            found=f"several on one rank, of {len(twice)} keys",
-            remedy="Do two modules have the same name on disk? Nothing was written.",
+            found=f"{len(twice)} keys that several tensors on one rank have",
+            remedy="Check whether two modules have the same name on disk. Nothing was written.",
             key=twice[0],
         )
     return buckets.fingerprint(blocks)
@@ -136,7 +140,7 @@ def fingerprint(blocks: Iterable[Block]) -> list[int]:
 
 @lru_cache(maxsize=1 << 16)
 def _share(block: Block) -> int:
-    """One block's share; kept, so that the next save of the same blocks computes nothing."""
+    """The share of one block; cached, so that the next save of the same blocks computes nothing."""
     identity = f"{block.key}|{block.dtype}|{block.kind}"
     place = f"{block.replica.index} of {block.replica.count}" + (" copy" if block.is_copy else "")
     share = _part_of_tiling(f"{identity}|{place}", block)
@@ -155,7 +159,10 @@ def _part_of_tiling(identity: str, block: Block) -> int:
 
 
 class DisputedPlans[V](RowRound[Block, V]):
-    """Only where plans do not add up: tensors that some ranks do not hold may be in order all the same."""
+    """A meeting that is held only where sums of plans are not zero: it names the blocks that contradict each other.
+
+    Without a contradiction the save goes on: a sum may also differ because only some ranks hold a tensor.
+    """
 
     __slots__ = ()
     phase, kind = "disagreement on the plan", Block
@@ -164,24 +171,24 @@ class DisputedPlans[V](RowRound[Block, V]):
         """Name the keys and ranks that contradict each other.
 
         Raises:
-            PlanDisagreementError: Some do.
+            PlanDisagreementError: Blocks contradict each other, or there are too many of them to name them all.
         """
         by_key: dict[str, list[tuple[int, Block]]] = defaultdict(list)
         for rank, block in held:
             by_key[block.key].append((rank, block))
         defects = [f"{key}: {text}" for key, of_key in sorted(by_key.items()) if (text := _defect(of_key))]
         if defects or not all_named:
-            beyond = f"contradictions beyond the blocks named, {OF_ONE_RANK} of a rank and {IN_ALL} in all"
+            beyond = f"contradictions beyond the blocks that are compared, {OF_ONE_RANK} of a rank and {IN_ALL} in all"
             raise PlanDisagreementError(
                 expected="plans that write every element of every tensor once",
                 found=listed(defects, _KEYS_NAMED) or beyond,
-                remedy="The ranks hold different models, or a parameter's metadata was changed on the ranks named. "
+                remedy="The ranks hold different models, or parameter metadata was changed on the ranks named. "
                 "Nothing was written.",
             )
 
 
 def _defect(held: list[tuple[int, Block]]) -> str:
-    """What keeps one key's blocks from being written once each, in words; empty where nothing does."""
+    """A text that says why the blocks of one key would not be written once each; empty where they would."""
     for says in (_description, _copies):
         ranks_by_text: dict[str, list[int]] = defaultdict(list)
         for rank, block in held:
@@ -222,4 +229,4 @@ def _tiling_defect(held: list[tuple[int, Box]], shape: Shape) -> str:
 
 def _nobody_writes(held: list[tuple[int, Block]]) -> str:
     ranks, count = ranks_listed([rank for rank, _ in held]), held[0][1].replica.count
-    return f"no rank writes it: rank {ranks} hold it, but not the one of {count} that is to"
+    return f"no rank writes it: rank {ranks} hold it, but not the one of the {count} replicas that has to write it"

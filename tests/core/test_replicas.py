@@ -72,7 +72,7 @@ def test_a_copy_that_differs_is_named(recipe: Recipe, changed: str, megatron_ran
     assert [rank["error"] for rank in warned] == [None] * 4
     assert [len(rank["logged"]) for rank in warned] == [1, 0, 0, 0]
     assert any(f"model.{key}" in warned[0]["logged"][0] for key in warned[0]["keys"])
-    assert "unlike rank" in warned[0]["logged"][0]
+    assert "differs from rank" in warned[0]["logged"][0]
     refused = megatron_ranks.run(
         replicas.save_with_a_changed_copy, str(tmp_path / "d"), recipe, changed, "error", ranks=4
     )

@@ -180,7 +180,9 @@ WRITER = owner("weight", 2)
 def test_a_tensor_whose_writer_is_missing_is_refused() -> None:
     """All that exists tiles, and nobody writes."""
     found = named([shards(0, 12, replica=(1 - WRITER, 2)), shards(0, 12, key="other")])
-    assert found == "model.weight: no rank writes it: rank 0 hold it, but not the one of 2 that is to"
+    assert found == (
+        "model.weight: no rank writes it: rank 0 hold it, but not the one of the 2 replicas that has to write it"
+    )
 
 
 def test_a_tensor_that_only_its_writer_holds_is_in_order() -> None:

@@ -79,7 +79,7 @@ def test_one_copy_that_is_unlike_is_named_whoever_holds_it(unlike: int) -> None:
     error = found(three(values))  # type: ignore[arg-type]
     assert isinstance(error, ReplicaMismatchError)
     ranks = f"{min(OTHER, THIRD)}, {max(OTHER, THIRD)}" if unlike == WRITER else str(unlike)
-    assert error.found == f"model.weight: rank {ranks} unlike rank {WRITER}, which writes"
+    assert error.found == f"model.weight: rank {ranks} differs from rank {WRITER}, which writes it"
 
 
 def test_the_sign_of_a_zero_is_a_difference() -> None:

@@ -185,7 +185,7 @@ def test_a_tensor_that_is_not_held_once_is_named_and_not_committed(
 
 
 def test_a_rank_that_has_a_key_twice_is_refused() -> None:
-    with pytest.raises(PlanDisagreementError, match=r"model\.weight.*several on one rank"):
+    with pytest.raises(PlanDisagreementError, match=r"model\.weight.*several tensors on one rank"):
         prepared(shards(0, 12) + shards(0, 12))
 
 

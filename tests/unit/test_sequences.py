@@ -92,7 +92,7 @@ def test_a_rank_that_missed_a_call_that_goes_on_ends_it_by_name_and_both_meet_at
     begin = time.monotonic()
     (first, *others), found = together(lambda: zero.calls("a", "b", "c", limit=60), lambda: one.calls("b", "c"))
     assert isinstance(first, ConfigurationError)
-    assert "rank 0: a, rank 1: b" in str(first)
+    assert "on rank 0: a, on rank 1: b" in str(first)
     assert others == found == [2, 3]
     assert time.monotonic() - begin < 50
 
@@ -123,7 +123,7 @@ def test_ranks_that_begin_different_things_hear_the_same_and_meet_at_the_next_ca
     found = together(*(partial(rank.calls, begun[rank.rank], "save to c", limit=60) for rank in ranks))
     errors, later = zip(*found, strict=True)
     assert {str(error) for error in errors} == {str(errors[0])}
-    assert "rank 0: save to a, rank 1: load from b" in str(errors[0])
+    assert "on rank 0: save to a, on rank 1: load from b" in str(errors[0])
     assert later == (2, 2, 2)
 
 

@@ -1,9 +1,9 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""Remedies with the names of whoever reads them: options, arguments and commands that exist where the user came in.
+"""Remedies in errors, with the options, arguments and commands of the frontend that the user works with.
 
 One error reaches users of `save()` and `load()`, of Bridge's configuration, of Megatron-LM's arguments, of VeRL's, and
-of the command line.  A remedy is written once, as sentences with names in braces; `remedy` puts in what each is called
-at the door that is in use, and leaves out a sentence about what that door does not have.
+of the command line.  A remedy is written once, as sentences with names in braces.  `remedy` replaces each name by what
+the frontend in use calls it, and leaves out sentences about what that frontend does not have.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from functools import wraps
 from string import Formatter
 
 
-class Door(StrEnum):
-    """Where a user came in."""
+class Frontend(StrEnum):
+    """The interface through which a user calls this package."""
 
     PYTHON = "save() and load()"
     BRIDGE = "Megatron-Bridge"
@@ -28,11 +28,11 @@ class Door(StrEnum):
     COMMAND = "the command line"
 
 
-_entered: ContextVar[Door | None] = ContextVar("door", default=None)
-VARIABLE = "MBRIDGE_FSDP_CKPT_DOOR"
-"""Environment variable of a checkpoint process: the door of the training process that started it."""
-_last = next((each for each in Door if each == os.environ.get(VARIABLE)), Door.PYTHON)
-"""What another thread, or an optimizer's step, goes by: a job comes in by one door."""
+_entered: ContextVar[Frontend | None] = ContextVar("frontend", default=None)
+VARIABLE = "MBRIDGE_FSDP_CKPT_FRONTEND"
+"""Environment variable of a checkpoint process: the frontend of the training process that started it."""
+_last = next((each for each in Frontend if each == os.environ.get(VARIABLE)), Frontend.PYTHON)
+"""The frontend that was used last, for other threads and optimizer steps: a job uses only one."""
 
 _SETTINGS = [
     "allow_missing",
@@ -44,63 +44,63 @@ _SETTINGS = [
     "storage_limit",
     "vocabulary_size",
 ]
-_FRAMEWORKS = (Door.BRIDGE, Door.MEGATRON_LM)
+_FRAMEWORKS = (Frontend.BRIDGE, Frontend.MEGATRON_LM)
 
-NAMES: dict[str, dict[Door, str]] = {
+NAMES: dict[str, dict[Frontend, str]] = {
     **{
         name: {
-            Door.PYTHON: f"Settings({name}=...)",
+            Frontend.PYTHON: f"Settings({name}=...)",
             **dict.fromkeys(_FRAMEWORKS, f"register(Settings({name}=...))"),
-            Door.VERL: f"checkpoint.mbridge_config.fsdp_dtensor_safe.{name}",
+            Frontend.VERL: f"checkpoint.mbridge_config.fsdp_dtensor_safe.{name}",
         }
         for name in _SETTINGS
     },
-    "include": {Door.PYTHON: "include="},
-    "values": {Door.PYTHON: "values="},
-    "not_strict": {Door.EXPORT: "--not-strict"},
-    "hf_model": {Door.EXPORT: "--hf-model"},
-    "until_taken": {Door.PYTHON: "SaveHandle.wait_until_taken()"},
+    "include": {Frontend.PYTHON: "include="},
+    "values": {Frontend.PYTHON: "values="},
+    "not_strict": {Frontend.EXPORT: "--not-strict"},
+    "hf_model": {Frontend.EXPORT: "--hf-model"},
+    "until_taken": {Frontend.PYTHON: "SaveHandle.wait_until_taken()"},
     "weights_only": {
-        Door.PYTHON: "load_weights",
-        Door.BRIDGE: "checkpoint.load_optim=False",
-        Door.MEGATRON_LM: "--no-load-optim",
-        Door.VERL: "checkpoint.load_contents=['model']",
+        Frontend.PYTHON: "load_weights",
+        Frontend.BRIDGE: "checkpoint.load_optim=False",
+        Frontend.MEGATRON_LM: "--no-load-optim",
+        Frontend.VERL: "checkpoint.load_contents=['model']",
     },
     "no_optimizer": {
-        Door.PYTHON: "optimizer=None",
-        Door.BRIDGE: "checkpoint.save_optim=False",
-        Door.MEGATRON_LM: "--no-save-optim",
-        Door.VERL: "checkpoint.save_contents=['model']",
+        Frontend.PYTHON: "optimizer=None",
+        Frontend.BRIDGE: "checkpoint.save_optim=False",
+        Frontend.MEGATRON_LM: "--no-save-optim",
+        Frontend.VERL: "checkpoint.save_contents=['model']",
     },
-    "contents": {Door.VERL: "checkpoint.load_contents"},
-    "step": {Door.BRIDGE: "checkpoint.ckpt_step", Door.MEGATRON_LM: "--ckpt-step"},
+    "contents": {Frontend.VERL: "checkpoint.load_contents"},
+    "step": {Frontend.BRIDGE: "checkpoint.ckpt_step", Frontend.MEGATRON_LM: "--ckpt-step"},
     "torch_dist": {
-        Door.BRIDGE: "checkpoint.ckpt_format=torch_dist",
-        Door.MEGATRON_LM: "--ckpt-format torch_dist",
-        Door.VERL: "checkpoint.mbridge_config.ckpt_format=torch_dist",
+        Frontend.BRIDGE: "checkpoint.ckpt_format=torch_dist",
+        Frontend.MEGATRON_LM: "--ckpt-format torch_dist",
+        Frontend.VERL: "checkpoint.mbridge_config.ckpt_format=torch_dist",
     },
-    "hugging_face": {Door.BRIDGE: "checkpoint.pretrained_checkpoint"},
+    "hugging_face": {Frontend.BRIDGE: "checkpoint.pretrained_checkpoint"},
     "megatron_fsdp": {
-        Door.BRIDGE: "ddp.use_megatron_fsdp=True",
-        Door.MEGATRON_LM: "--use-megatron-fsdp",
-        Door.VERL: "megatron.use_megatron_fsdp=True",
+        Frontend.BRIDGE: "ddp.use_megatron_fsdp=True",
+        Frontend.MEGATRON_LM: "--use-megatron-fsdp",
+        Frontend.VERL: "megatron.use_megatron_fsdp=True",
     },
     "no_fp8_weights": {
-        Door.PYTHON: "fp8_param_gather=False",
-        Door.BRIDGE: "ddp.fp8_param_gather=False",
-        Door.MEGATRON_LM: "no --fp8-param-gather",
+        Frontend.PYTHON: "fp8_param_gather=False",
+        Frontend.BRIDGE: "ddp.fp8_param_gather=False",
+        Frontend.MEGATRON_LM: "no --fp8-param-gather",
     },
 }
-"""What each thing is called at each door; a door that is not there does not have it."""
+"""For each name in braces, what each frontend calls it; a frontend that is left out does not have it."""
 
 
 @contextmanager
-def through(door: Door) -> Iterator[None]:
-    """Errors that are raised meanwhile name what this door has, unless the user came in by another one before."""
+def through(frontend: Frontend) -> Iterator[None]:
+    """Let errors in the block name the options of this frontend, unless an outer block has set another one."""
     global _last
-    token = None if _entered.get() is not None else _entered.set(door)
-    if token is not None and door not in (Door.COMMAND, Door.EXPORT):
-        _last = door
+    token = None if _entered.get() is not None else _entered.set(frontend)
+    if token is not None and frontend not in (Frontend.COMMAND, Frontend.EXPORT):
+        _last = frontend
     try:
         yield
     finally:
@@ -109,22 +109,26 @@ def through(door: Door) -> Iterator[None]:
 
 
 @contextmanager
-def inside(door: Door | None) -> Iterator[None]:
-    """The same, whatever the user came in by before: one command of many, or None, a script that a command runs."""
-    token = _entered.set(door)
+def inside(frontend: Frontend | None) -> Iterator[None]:
+    """Let errors in the block name the options of this frontend, also if an outer block has set another one.
+
+    Args:
+        frontend: The frontend; None lets an inner block set it, as for a script that a command runs.
+    """
+    token = _entered.set(frontend)
     try:
         yield
     finally:
         _entered.reset(token)
 
 
-def entrance[**P, R](door: Door) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make a function a door; see `through`."""
+def entry_point[**P, R](frontend: Frontend) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a function that users call through a frontend: its body runs in a block of `through`."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @wraps(function)
         def entered(*args: P.args, **kwargs: P.kwargs) -> R:
-            with through(door):
+            with through(frontend):
                 return function(*args, **kwargs)
 
         return entered
@@ -132,23 +136,24 @@ def entrance[**P, R](door: Door) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorate
 
 
-def door() -> Door:
-    """The one by which the user came in, or did last."""
+def frontend() -> Frontend:
+    """The frontend in use, or, in other threads and optimizer steps, the one that was used last."""
     return _entered.get() or _last
 
 
-def remedy(*sentences: str, at: Door | None = None) -> str:
-    """What the user can do, in the words of the door in use.
+def remedy(*sentences: str, at: Frontend | None = None) -> str:
+    """The remedy of an error, with the names of the frontend in use.
 
     Args:
-        sentences: Each may have names of `NAMES` in braces; one whose names the door lacks is left out.
-        at: Another door than the one in use.
+        sentences: The sentences of the remedy.  Each may have names of `NAMES` in braces; a sentence with a name that
+            the frontend does not have is left out.
+        at: The frontend; None means the one in use.
     """
-    here = at or door()
-    known: Mapping[str, str] = {name: said[here] for name, said in NAMES.items() if here in said}
+    here = at or frontend()
+    known: Mapping[str, str] = {name: by_frontend[here] for name, by_frontend in NAMES.items() if here in by_frontend}
     return " ".join(text.format_map(known) for text in sentences if names_in(text) <= known.keys())
 
 
 def names_in(sentence: str) -> set[str]:
-    """The names in braces."""
+    """The names that a sentence has in braces."""
     return {name for _, name, _, _ in Formatter().parse(sentence) if name is not None}

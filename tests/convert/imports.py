@@ -108,7 +108,7 @@ def of_family(name: str, folder: str, share: int, seed: str) -> list[tuple[str, 
     from safetensors.torch import load_file, save_file
 
     from mbridge_fsdp_ckpt.integrations.bridge.plugin import register
-    from mbridge_fsdp_ckpt.integrations.bridge.process_group import job
+    from mbridge_fsdp_ckpt.integrations.bridge.process_group import process_group_for_conversion
     from mbridge_fsdp_ckpt.tools.convert import accounting, hugging_face
 
     if not runs.write_model(name, folder):
@@ -120,7 +120,7 @@ def of_family(name: str, folder: str, share: int, seed: str) -> list[tuple[str, 
     drawn = random.Random(f"{name} {seed}").sample(cases, max(1, len(cases) // share))
     register()
     found = []
-    with runs.begun_anew(), runs.without_cuda(), job():
+    with runs.begun_anew(), runs.without_cuda(), process_group_for_conversion():
         bridge, model = hugging_face._build(hugging_face.Source(folder), hugging_face.Sizes())
         accounting.fill(bridge, model, strict=True)
         right = _state(model)

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from mbridge_fsdp_ckpt.integrations.bridge.process_group import job
+from mbridge_fsdp_ckpt.integrations.bridge.process_group import process_group_for_conversion
 from mbridge_fsdp_ckpt.tools.convert import hugging_face
 from testing.bridge import attention_layers, mixed_layers
 from testing.kernels import let_mamba_be_built, replace_cuda_only_kernels
@@ -80,7 +80,7 @@ def save_model(name: str, folder: str, tensor: int, expert: int, *, by_megatron_
         return False
     let_mamba_be_built()
     sizes = hugging_face.Sizes(tensor=tensor, expert=expert, expert_tensor=1)
-    with begun_anew(), job():
+    with begun_anew(), process_group_for_conversion():
         bridge, model = hugging_face._build(hugging_face.Source(source), sizes)
         bridge.load_hf_weights([model])
         save_megatron_model([model], f"{folder}/torch_dist", ckpt_format="torch_dist")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mbridge_fsdp_ckpt.integrations.bridge.without_gpu import as_if_there_was_one, current_device_is_cpu
+from mbridge_fsdp_ckpt.integrations.bridge.without_gpu import as_if_there_was_one, current_device_is_cpu_without_gpu
 from testing.ranks import RankPool
 from tests.convert import hugging_face_runs as runs
 from tests.models import hugging_face
@@ -48,7 +48,7 @@ def _module(tensor: torch.Tensor) -> Any:
     return module
 
 
-@pytest.mark.parametrize("context", [current_device_is_cpu, as_if_there_was_one])
+@pytest.mark.parametrize("context", [current_device_is_cpu_without_gpu, as_if_there_was_one])
 @pytest.mark.parametrize("how", ASKED)
 def test_a_tensor_that_is_asked_for_on_cuda_is_the_hosts(how: str, context: Callable[[], Any]) -> None:
     before = torch.cuda.current_device, torch.cuda.is_available

@@ -47,6 +47,7 @@ def pretrain(
     save_every: int = 2,
     load: bool = True,
     wrapped: bool = True,
+    takeover: bool = False,
 ) -> dict[str, Any]:
     """Train; how the command ended, and what the optimizer's kernels were handed in each iteration."""
     replace_cuda_only_kernels()
@@ -68,8 +69,9 @@ def pretrain(
         from mbridge_fsdp_ckpt.tools.command.console import app
 
         applied = stack.enter_context(applied_numbers())
+        command = ["run", *(["--takeover"] if takeover else []), str(SCRIPT)]
         try:
-            result = CliRunner().invoke(app, ["run", str(SCRIPT), *_MODEL, *batch, *where, *how_long, *more])
+            result = CliRunner().invoke(app, [*command, *_MODEL, *batch, *where, *how_long, *more])
         finally:
             megatron_lm.unregister()
             _forget()

@@ -75,7 +75,7 @@ def test_a_save_that_fails_is_the_same_error_on_all_ranks(
         assert result["code"] == 1
         assert "StorageError: [rank 0 on " in result["out"]
         assert "The checkpoint is complete and in its place" in result["out"]
-        assert ("The save before has failed, too" in result["out"]) == (iterations > 1)
+        assert ("The previous save has failed, too" in result["out"]) == (iterations > 1)
         assert "successfully saved" not in result["out"]
     made = ["iter_0000001"] if iterations == 1 else ["iter_0000001", "iter_0000002"]
     assert sorted(path.name for path in tmp_path.glob("iter_*")) == made

@@ -47,13 +47,17 @@ IDLE = "--verify-integrity", "--dist-ckpt-strictness", "log_all", "--no-strict-f
 """Options that change nothing; the first is obeyed, by what a load always does."""
 
 
-@pytest.mark.parametrize(("saved_in", "goes_on_in"), [(SAFE, SAFE), (STOCK, SAFE), (SAFE, STOCK)])
+@pytest.mark.parametrize(
+    ("saved_in", "goes_on_in", "takeover"),
+    [(SAFE, SAFE, False), (STOCK, STOCK, True), (SAFE, STOCK, False)],
+)
 def test_a_resumed_run_saves_what_the_uninterrupted_one_saved(
-    saved_in: str, goes_on_in: str, runs: dict[str, Path], training_ranks: RankPool, tmp_path: Path
+    saved_in: str, goes_on_in: str, takeover: bool, runs: dict[str, Path], training_ranks: RankPool, tmp_path: Path
 ) -> None:
+    """By its name, by `run --takeover` of a run that says stock's, and by stock."""
     place = as_it_was(runs[saved_in], tmp_path)
-    is_twin = saved_in == goes_on_in
-    results = resume(training_ranks, goes_on_in, place, 4, *(IDLE if is_twin else ()))
+    is_twin = saved_in == goes_on_in == SAFE
+    results = resume(training_ranks, goes_on_in, place, 4, *(IDLE if is_twin else ()), takeover=takeover)
     for result in results:
         assert result["code"] == 0, result["out"]
     first, second = ([line.split(" with ")[0] for line in result["warned"] if SAFE in line] for result in results)
@@ -62,7 +66,7 @@ def test_a_resumed_run_saves_what_the_uninterrupted_one_saved(
     assert first == [f"WARNING: {option} has no effect" for option in written]
     assert re.search(r"iteration +3/ +4 \| consumed samples: +24 ", results[-1]["out"])
     again = tmp_path / "iter_0000004"
-    assert (again / "manifest.json").is_file() == (goes_on_in == SAFE)
+    assert (again / "manifest.json").is_file() == (takeover or goes_on_in == SAFE)
     whole = oracle.on_disk(runs[saved_in] / "iter_0000004")
     assert len([key for key in whole if key.endswith(".exp_avg")]) == 17  # 15 parameters, 2 of them split in two
     assert oracle.on_disk(again) == whole

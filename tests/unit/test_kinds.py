@@ -20,7 +20,7 @@ from mbridge_fsdp_ckpt.dcp.reader import DcpSource
 from mbridge_fsdp_ckpt.errors import ConfigurationError, NotACheckpointError
 from mbridge_fsdp_ckpt.format.kinds import DirectoryKind
 from mbridge_fsdp_ckpt.opening import kind_of, open_checkpoint
-from mbridge_fsdp_ckpt.remedies import Door, through
+from mbridge_fsdp_ckpt.remedies import Frontend, through
 from tests.convert.storage_made import save_stock
 from tests.trackers import TRACKER, compressed
 from tests.unit import handmade
@@ -134,15 +134,15 @@ def test_another_iteration_is_named(tmp_path: Path) -> None:
 def test_torch_dist_is_named_in_the_words_of_each_door(tmp_path: Path) -> None:
     """106 keys were missing, and the checkpoint was of the same model."""
     directory, said = torch_dist(tmp_path / "iter_0000010"), {}
-    for door in Door:
-        with through(door), pytest.raises(NotACheckpointError, match="format torch_dist") as caught:
+    for each in Frontend:
+        with through(each), pytest.raises(NotACheckpointError, match="format torch_dist") as caught:
             open_checkpoint(directory)
-        said[door] = str(caught.value)
-    assert "checkpoint.ckpt_format=torch_dist" in said[Door.BRIDGE]
-    assert "--ckpt-format torch_dist" in said[Door.MEGATRON_LM]
-    assert "checkpoint.mbridge_config.ckpt_format=torch_dist" in said[Door.VERL]
-    for door in (Door.PYTHON, Door.EXPORT, Door.COMMAND):
-        assert said[door].endswith("from-torch-dist SOURCE DESTINATION.")
+        said[each] = str(caught.value)
+    assert "checkpoint.ckpt_format=torch_dist" in said[Frontend.BRIDGE]
+    assert "--ckpt-format torch_dist" in said[Frontend.MEGATRON_LM]
+    assert "checkpoint.mbridge_config.ckpt_format=torch_dist" in said[Frontend.VERL]
+    for each in (Frontend.PYTHON, Frontend.EXPORT, Frontend.COMMAND):
+        assert said[each].endswith("from-torch-dist SOURCE DESTINATION.")
 
 
 @pytest.mark.parametrize("make", [plain, torch_dist, by_torch_helpers])

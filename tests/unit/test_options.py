@@ -19,7 +19,7 @@ import pytest
 
 from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.integrations.common import options
-from mbridge_fsdp_ckpt.integrations.common.options import Handling, Option, check, given_by, tell
+from mbridge_fsdp_ckpt.integrations.common.options import Handling, Option, check, given_by, warn_once
 from mbridge_fsdp_ckpt.integrations.megatron_lm.choice import check_arguments
 from mbridge_fsdp_ckpt.versions import TESTED
 from tests.options import DECLARED, ENUMERATED, PAGE, SOURCES, TABLES, declared, differing, is_there, page
@@ -133,6 +133,6 @@ def test_rank_0_says_each_once(
 ) -> None:
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setattr(options, "_warned", set())
-    tell(["a", "b"])
-    tell(["b", "a"])
+    warn_once(["a", "b"])
+    warn_once(["b", "a"])
     assert capsys.readouterr().out == said

@@ -25,7 +25,12 @@ _takeover = False
 
 
 def use(settings: Settings | None = None, *, takeover: bool | None = None) -> None:
-    """From here on, runs are saved and loaded so; what is None stays."""
+    """Set how runs are saved and loaded from here on.
+
+    Args:
+        settings: The settings of saves and loads.  None keeps those in use.
+        takeover: Whether to take over runs that name the stock format.  None keeps what was chosen.
+    """
     global _settings, _takeover
     _settings = _settings if settings is None else settings
     _takeover = _takeover if takeover is None else takeover
@@ -37,12 +42,12 @@ def settings_in_use() -> Settings:
 
 
 def is_ours(ckpt_format: Any) -> bool:
-    """Whether a run that says this format is saved and loaded here."""
+    """Whether this package saves and loads a run with this format."""
     return ckpt_format == FORMAT_NAME or (_takeover and ckpt_format == STOCK_FORMAT)
 
 
 def takeover_by_environment() -> bool:
-    """Whether the environment asks for a takeover.
+    """Whether the environment variable MBRIDGE_FSDP_CKPT_TAKEOVER asks for a takeover.
 
     Raises:
         ConfigurationError: The variable is neither 0 nor 1.
@@ -66,29 +71,29 @@ def settings_of(cfg: Any) -> Settings:
 
 
 def tokens_of(provider: Any) -> int | None:
-    """The size of a vocabulary that Bridge pads; None where it doesn't."""
+    """The number of tokens of a vocabulary that Bridge pads; None if it does not pad it."""
     return provider.vocab_size if getattr(provider, "should_pad_vocab", False) else None
 
 
 @contextmanager
 def presented_as_stock(checkpoint: Any) -> Iterator[None]:
-    """Let Bridge's code that compares format names take our format for the stock one.
+    """Show Bridge's code the stock format's name in the block, in place of this format's.
 
-    That asks for a persistent worker where saves are asynchronous; ours need none of Bridge's workers.
+    With that name Bridge requires a persistent worker for asynchronous saves, so that is set, too; ours do not use it.
     """
-    said = checkpoint.ckpt_format, checkpoint.use_persistent_ckpt_worker
+    given_by_user = checkpoint.ckpt_format, checkpoint.use_persistent_ckpt_worker
     checkpoint.ckpt_format, checkpoint.use_persistent_ckpt_worker = STOCK_FORMAT, True
     try:
         yield
     finally:
-        checkpoint.ckpt_format, checkpoint.use_persistent_ckpt_worker = said
+        checkpoint.ckpt_format, checkpoint.use_persistent_ckpt_worker = given_by_user
 
 
 def check_format(name: Any) -> None:
-    """Catch a misspelt format name.
+    """Refuse a misspelt format name.
 
     Raises:
-        UnknownFormatError: Nobody knows it, and it looks like one that is known.
+        UnknownFormatError: The name is unknown, and similar to a known one.
     """
     if name in _KNOWN:
         return
@@ -102,10 +107,13 @@ def check_format(name: Any) -> None:
 
 
 def check_settings(cfg: Any) -> list[str]:
-    """Refuse what the format cannot do, before training begins; the result says what has no effect.
+    """Refuse settings that the format does not support, before training begins.
 
     Args:
         cfg: Bridge's `ConfigContainer`.
+
+    Returns:
+        One warning for each setting that has no effect.
 
     Raises:
         ConfigurationError: Some settings are refused.

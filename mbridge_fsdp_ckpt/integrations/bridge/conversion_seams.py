@@ -1,5 +1,5 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""Where Bridge's conversion passes its checkpointing by.
+"""Functions of Bridge's conversion that do not go through its checkpointing.
 
 `plugin.register` puts these in place:
 
@@ -12,7 +12,7 @@ model_load_save.build_and_load_model                leaves a process group behin
 AutoBridge.load_megatron_model                      takes the highest number in a root; here, what the trackers mean
 checkpoint_utils.is_checkpoint_iteration_directory  does not know this format's manifest: without DCP metadata beside
                                                     it, set-up would begin with random weights
-models.conversion.param_mapping                     see `export_fix`
+models.conversion.param_mapping                     see `upstream_fixes.bridge_export`
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from mbridge_fsdp_ckpt.patching import Patches
 
 
 def replacements(is_ours: Callable[[Any], bool]) -> list[tuple[Any, Any]]:
-    """Bridge's functions, each with what takes its place.
+    """Bridge's functions, each with its replacement.
 
     Args:
-        is_ours: Whether a run that says a format is saved here.
+        is_ours: Takes a format's name and returns whether this package saves it.
     """
     from megatron.bridge.training import checkpointing, model_load_save
     from megatron.bridge.training.utils import checkpoint_utils
@@ -46,58 +46,61 @@ def replacements(is_ours: Callable[[Any], bool]) -> list[tuple[Any, Any]]:
     save, load = model_load_save.save_megatron_model, checkpointing._load_model_weights_from_checkpoint
     build = model_load_save.build_and_load_model
     return [
-        (save, _saving_the_model(save, is_ours)),
-        (load, _from_our_directory(load)),
-        (build, _in_one_job(build)),
-        (iteration_directory, _or_ours(iteration_directory)),
+        (save, _wrap_save_megatron_model(save, is_ours)),
+        (load, _wrap_load_weights(load)),
+        (build, _wrap_build_and_load(build)),
+        (iteration_directory, _wrap_is_iteration_directory(iteration_directory)),
     ]
 
 
 def follow_trackers(patches: Patches) -> None:
-    """Let Bridge's `AutoBridge` take what the trackers of a root mean, where checkpoints of this format lie in it."""
+    """Replace `AutoBridge.load_megatron_model` to load the checkpoint that a root's trackers name.
+
+    It does so only for a root with checkpoints of this format.
+    """
     from megatron.bridge import AutoBridge
 
-    stock = AutoBridge.load_megatron_model
+    original = AutoBridge.load_megatron_model
 
-    @functools.wraps(stock)
+    @functools.wraps(original)
     def load_megatron_model(self: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
         root = as_path(path)
         ours = any((directory / MANIFEST_NAME).exists() for directory in entries(root, ITERATION))
-        return stock(self, str(find_checkpoint(root)) if ours else path, *args, **kwargs)
+        return original(self, str(find_checkpoint(root)) if ours else path, *args, **kwargs)
 
     patches.set(AutoBridge, "load_megatron_model", load_megatron_model)
 
 
-def _or_ours(stock: Callable[[str | None], bool]) -> Callable[[str | None], bool]:
-    @functools.wraps(stock)
+def _wrap_is_iteration_directory(original: Callable[[str | None], bool]) -> Callable[[str | None], bool]:
+    @functools.wraps(original)
     def is_checkpoint_iteration_directory(path: str | None) -> bool:
-        return stock(path) or (path is not None and (as_path(path) / MANIFEST_NAME).exists())
+        return original(path) or (path is not None and (as_path(path) / MANIFEST_NAME).exists())
 
     return is_checkpoint_iteration_directory
 
 
-def _saving_the_model(stock: Callable[..., Any], is_ours: Callable[[Any], bool]) -> Callable[..., Any]:
-    signature = inspect.signature(stock)
+def _wrap_save_megatron_model(original: Callable[..., Any], is_ours: Callable[[Any], bool]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
 
-    @functools.wraps(stock)
+    @functools.wraps(original)
     def save_megatron_model(*args: Any, **kwargs: Any) -> Any:
         call = signature.bind(*args, **kwargs)
         if is_ours(call.arguments.get("ckpt_format")):
             call.arguments["low_memory_save"] = False
-        return stock(*call.args, **call.kwargs)
+        return original(*call.args, **call.kwargs)
 
     return save_megatron_model
 
 
-def _from_our_directory(stock: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(stock)
+def _wrap_load_weights(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
 
-    @functools.wraps(stock)
+    @functools.wraps(original)
     def load_model_weights(*args: Any, **kwargs: Any) -> Any:
         call = signature.bind(*args, **kwargs)
         directory = as_path(call.arguments["checkpoint_path"])
         if not (directory / MANIFEST_NAME).exists():
-            return stock(*args, **kwargs)
+            return original(*args, **kwargs)
         from mbridge_fsdp_ckpt.integrations.bridge.plain_model import load_plain
 
         model = call.arguments["model"]
@@ -107,23 +110,23 @@ def _from_our_directory(stock: Callable[..., Any]) -> Callable[..., Any]:
     return load_model_weights
 
 
-def _in_one_job(stock: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(stock)
+def _wrap_build_and_load(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
 
-    @functools.wraps(stock)
+    @functools.wraps(original)
     def build_and_load_model(*args: Any, **kwargs: Any) -> Any:
         call = signature.bind(*args, **kwargs)
         provider = call.arguments["model_cfg"]
         alone = "WORLD_SIZE" not in os.environ
         is_here = (as_path(call.arguments["checkpoint_path"]) / MANIFEST_NAME).exists()
         if alone or dist.is_initialized() or not is_here or not hasattr(provider, "initialize_model_parallel"):
-            return stock(*args, **kwargs)
+            return original(*args, **kwargs)
         from mbridge_fsdp_ckpt.integrations.bridge.process_group import join
 
         join()
         provider.finalize()
         provider.initialize_model_parallel(seed=0 if torch.cuda.is_available() else None)
         call.arguments["skip_temp_dist_context"] = True
-        return stock(*call.args, **call.kwargs)
+        return original(*call.args, **call.kwargs)
 
     return build_and_load_model

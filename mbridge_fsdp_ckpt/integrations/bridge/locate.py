@@ -1,5 +1,5 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""Which iteration directory a run resumes from.  Bridge says where checkpoints may lie, trackers which one is meant."""
+"""The iteration directory that a run resumes from: Bridge says where checkpoints may lie, trackers which one counts."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _check_named_so(directory: AnyPath, step: int | None) -> None:
     if step is not None and number is not None and number != step:
         raise NotACheckpointError(
             expected=f"iteration {step}, which {_OPTION} names",
-            found="an iteration directory of another",
+            found="a directory of another iteration",
             remedy=f"Leave out {_OPTION}, or give the root of that iteration's checkpoints.",
             key=str(directory),
         )
@@ -135,7 +135,7 @@ def check_there(checkpoint_config: Any, settings: Settings, *, adapters: bool = 
 
 
 def _check_seen(checkpoint_config: Any, *, adapters: bool) -> str:
-    """See `check_there`, for one rank; what it sees, in words."""
+    """Check one rank's view for `check_there`; returns the view as a text that ranks compare."""
     load, pretrained = checkpoint_config.load, checkpoint_config.pretrained_checkpoint
     found = None
     if load is None or not differences.is_hugging_face(load):
@@ -168,7 +168,7 @@ def _check_begins_with_one(checkpoint_config: Any, *, adapters: bool) -> None:
 
 
 def _described(found: Located | None, load: str | None) -> str:
-    """What a rank found, in words."""
+    """What a rank found, as a text that ranks compare."""
     if found is not None:
         kind = "Hugging Face's " if found.hugging_face else ""
         return f"{kind}{found.directory}{'' if found.optimizer else ' without optimizer state'}"

@@ -34,10 +34,10 @@ from mbridge_fsdp_ckpt.integrations.bridge.restoration import Parts, restoration
 from mbridge_fsdp_ckpt.integrations.bridge.run_files import run_files, write_trackers
 from mbridge_fsdp_ckpt.integrations.bridge.scalars import log_scalars
 from mbridge_fsdp_ckpt.integrations.common import pending
-from mbridge_fsdp_ckpt.integrations.common.options import check_fills, tell_of_rerun
+from mbridge_fsdp_ckpt.integrations.common.options import check_fills, warn_of_rerun
 from mbridge_fsdp_ckpt.integrations.common.pending import Pending
 from mbridge_fsdp_ckpt.io.store import AnyPath, as_path
-from mbridge_fsdp_ckpt.remedies import Door, entrance
+from mbridge_fsdp_ckpt.remedies import Frontend, entry_point
 from mbridge_fsdp_ckpt.saving.background.async_saves import async_saves
 
 
@@ -89,7 +89,7 @@ class SafeCheckpointManager:
         finalize(state.train_state.step, blocking=blocking, terminate=terminate)
 
 
-@entrance(Door.BRIDGE)
+@entry_point(Frontend.BRIDGE)
 def save_checkpoint(
     state: Any,
     model: list[Any],
@@ -157,7 +157,7 @@ def _save(directory: AnyPath, options: dict[str, Any], announcement: Announcemen
     return not saving.skipped
 
 
-@entrance(Door.BRIDGE)
+@entry_point(Frontend.BRIDGE)
 def finalize(step: int, *, blocking: bool, terminate: bool) -> None:
     """What Bridge asks for after each step, and at the end: to follow up an asynchronous save that has ended.
 
@@ -187,7 +187,7 @@ def _unwrapped(model: list[Any], pg_collection: Any) -> tuple[list[Any], Any]:
 
 def _check(cfg: Any, model: list[Any], prebuilt_state_dict: dict[str, Any] | None) -> None:
     check_settings(cfg)
-    tell_of_rerun()
+    warn_of_rerun()
     if prebuilt_state_dict is not None or not model:
         raise ConfigurationError(
             expected="a model to save",
@@ -224,7 +224,7 @@ def _rank_values(cfg: Any, pg_collection: Any) -> dict[str, Any]:
     return {"rng_state": random}
 
 
-@entrance(Door.BRIDGE)
+@entry_point(Frontend.BRIDGE)
 def load_from_path(
     load_dir: str,
     state: Any,

@@ -33,7 +33,7 @@ from mbridge_fsdp_ckpt.integrations.bridge.choice import (
 )
 from mbridge_fsdp_ckpt.integrations.bridge.options import MANAGER
 from mbridge_fsdp_ckpt.integrations.common import options
-from mbridge_fsdp_ckpt.integrations.common.own_name import refusing_as
+from mbridge_fsdp_ckpt.integrations.common.own_name import naming_format_in_errors
 from mbridge_fsdp_ckpt.patching import Patches, rebind_everywhere
 from mbridge_fsdp_ckpt.settings import Settings
 from mbridge_fsdp_ckpt.upstream_fixes import corrections
@@ -51,11 +51,11 @@ def register(settings: Settings | None = None, *, takeover: bool | None = None) 
 
     Args:
         settings: The settings of every save and load through Bridge.  None keeps those in use, at first the defaults.
-        takeover: Whether runs that say `fsdp_dtensor` are saved and loaded by this package, too.  None takes what the
-            environment variable MBRIDGE_FSDP_CKPT_TAKEOVER says.
+        takeover: Whether runs that name the format `fsdp_dtensor` are saved and loaded by this package, too.  None
+            means what the environment variable MBRIDGE_FSDP_CKPT_TAKEOVER says.
 
     Raises:
-        UnsupportedVersionError: A package is not there, or lacks what this needs of it.
+        UnsupportedVersionError: A package is not installed, or lacks a name that this package uses.
         ConfigurationError: The environment variable is neither 0 nor 1.
     """
     global _patches
@@ -78,7 +78,7 @@ def register(settings: Settings | None = None, *, takeover: bool | None = None) 
 
 
 def unregister() -> None:
-    """Put every function of Bridge and Megatron-Core that `register` replaced back.  Does nothing unless registered."""
+    """Restore every function of Bridge and Megatron-Core that `register` replaced.  Does nothing unless registered."""
     global _patches
     if _patches is not None:
         _patches.undo()
@@ -101,17 +101,17 @@ def _patch(patches: Patches) -> None:
     from mbridge_fsdp_ckpt.upstream_fixes.full_dim_norms import mark_as_sharded
 
     target_allowlist.add_exact(MANAGER)  # Bridge's prefixes would let a checkpoint name everything below them
-    patches.set(ConfigContainer, "validate", _validate(ConfigContainer.validate))
-    patches.set(GlobalState, START_WORKER, _start_worker(getattr(GlobalState, START_WORKER)))
+    patches.set(ConfigContainer, "validate", _wrap_validate(ConfigContainer.validate))
+    patches.set(GlobalState, START_WORKER, _wrap_start_worker(getattr(GlobalState, START_WORKER)))
     save, load = checkpointing.save_checkpoint, checkpointing._load_checkpoint_from_path
     finalize, create = checkpointing.maybe_finalize_async_save, checkpointing.create_checkpoint_manager
     sync = copies_refresher()
     replacements = [
         (save, _routed(save, manager.save_checkpoint)),
         (load, _routed(load, manager.load_from_path)),
-        (finalize, _finalize(finalize, manager.finalize)),
-        (create, _create(create)),
-        *([] if sync is None else [(sync, _sync_copies(sync))]),
+        (finalize, _wrap_finalize(finalize, manager.finalize)),
+        (create, _wrap_create_manager(create)),
+        *([] if sync is None else [(sync, _wrap_sync_copies(sync))]),
         *conversion_seams.replacements(is_ours),
     ]
     correct_export(patches)
@@ -126,78 +126,92 @@ def _disallow() -> None:
     target_allowlist.remove_exact(MANAGER)
 
 
-def _routed(stock: Callable[..., Any], safe: Callable[..., Any]) -> Callable[..., Any]:
-    """Call ours for our format, Bridge's otherwise.  Both take the state by name or as the argument that has cfg."""
+def _routed(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function of Bridge to call its replacement where the run is ours.
 
-    @functools.wraps(stock)
+    Both take Bridge's state by name, or as the argument that has `cfg`.
+    """
+
+    @functools.wraps(original)
     def routed(*args: Any, **kwargs: Any) -> Any:
         state = kwargs.get("state") or next(arg for arg in args if hasattr(arg, "cfg"))
         check_format(state.cfg.checkpoint.ckpt_format)
         if not is_ours(state.cfg.checkpoint.ckpt_format):
-            return stock(*args, **kwargs)
-        options.tell(check_settings(state.cfg))  # for a loop of one's own, which need not validate
-        return safe(*args, **kwargs)
+            return original(*args, **kwargs)
+        options.warn_once(check_settings(state.cfg))  # a user's own loop may not have validated the configuration
+        return replacement(*args, **kwargs)
 
     return routed
 
 
-def _validate(stock: Callable[[Any], None]) -> Callable[[Any], None]:
-    @functools.wraps(stock)
+def _wrap_validate(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Wrap `ConfigContainer.validate` to check the options of our runs, and to choose this package's manager for them.
+
+    Bridge validates the rest with the stock format's name, the only one of this kind that it knows.
+    """
+
+    @functools.wraps(original)
     def validate(config: Any) -> None:
         checkpoint = config.checkpoint
         check_format(checkpoint.ckpt_format)
         if not is_ours(checkpoint.ckpt_format):
-            stock(config)
+            original(config)
             return
-        options.tell(check_settings(config))
+        options.warn_once(check_settings(config))
         checkpoint.custom_manager_class = MANAGER
-        with refusing_as(checkpoint.ckpt_format), presented_as_stock(checkpoint):
-            stock(config)
+        with naming_format_in_errors(checkpoint.ckpt_format), presented_as_stock(checkpoint):
+            original(config)
 
     return validate
 
 
-def _start_worker(stock: Callable[[Any], None]) -> Callable[[Any], None]:
-    @functools.wraps(stock)
+def _wrap_start_worker(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Wrap `initialize_async_checkpoint_worker` to start no process for our runs, which have their own."""
+
+    @functools.wraps(original)
     def start(state: Any) -> None:
         if state.cfg is None or not is_ours(state.cfg.checkpoint.ckpt_format):
-            stock(state)
+            original(state)
 
     return start
 
 
-def _finalize(stock: Callable[..., None], safe: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(stock)
+def _wrap_finalize(original: Callable[..., None], replacement: Callable[..., None]) -> Callable[..., None]:
+    """Wrap `maybe_finalize_async_save` to call the replacement for our runs."""
+
+    @functools.wraps(original)
     def finalize(global_state: Any, ckpt_cfg: Any, blocking: bool = False, terminate: bool = False) -> None:
         if is_ours(ckpt_cfg.ckpt_format):
-            safe(global_state.train_state.step, blocking=blocking, terminate=terminate)
+            replacement(global_state.train_state.step, blocking=blocking, terminate=terminate)
         else:
-            stock(global_state, ckpt_cfg, blocking=blocking, terminate=terminate)
+            original(global_state, ckpt_cfg, blocking=blocking, terminate=terminate)
 
     return finalize
 
 
-def _create(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _wrap_create_manager(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Wrap `create_checkpoint_manager` to check first that the checkpoint to resume from exists."""
     from mbridge_fsdp_ckpt.integrations.bridge.locate import check_there
 
-    @functools.wraps(stock)
+    @functools.wraps(original)
     def create_checkpoint_manager(checkpoint_config: Any) -> Any:
         if is_ours(checkpoint_config.ckpt_format):
             check_there(checkpoint_config, settings_in_use())
-        return stock(checkpoint_config)
+        return original(checkpoint_config)
 
     return create_checkpoint_manager
 
 
-def _sync_copies(stock: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _wrap_sync_copies(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Wrap the function that refreshes a hybrid optimizer's fp32 copies, to refresh them under Megatron-FSDP, too."""
     from mbridge_fsdp_ckpt.upstream_fixes.hybrid_optimizer import ShardedHybridDeviceOptimizer
 
-    @functools.wraps(stock)
+    @functools.wraps(original)
     def sync(optimizer: Any) -> bool:
         parts = getattr(optimizer, "chained_optimizers", [optimizer])
         under_fsdp = [p for p in parts if getattr(getattr(p, "ddp_config", None), "use_megatron_fsdp", False)]
         if not under_fsdp:
-            return stock(optimizer)
+            return original(optimizer)
         hybrid = [p.optimizer for p in under_fsdp if isinstance(p.optimizer, ShardedHybridDeviceOptimizer)]
         for inner in hybrid:
             inner.update_fp32_param_by_new_param()

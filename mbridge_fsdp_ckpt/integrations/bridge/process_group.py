@@ -10,20 +10,24 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from mbridge_fsdp_ckpt.integrations.bridge.without_gpu import current_device_is_cpu
+from mbridge_fsdp_ckpt.integrations.bridge.without_gpu import current_device_is_cpu_without_gpu
 
 
 @contextmanager
-def job() -> Iterator[None]:
-    """The process group that torchrun described, or one of this process alone, unless there is one already."""
-    own = not dist.is_initialized()
-    if own:
+def process_group_for_conversion() -> Iterator[None]:
+    """A block with a default process group: the existing one, or one that `join` makes.
+
+    A group that was made here is destroyed after the block, with Megatron's groups.  On a machine without a GPU, code
+    in the block that moves tensors to the current CUDA device leaves them on the CPU.
+    """
+    is_made_here = not dist.is_initialized()
+    if is_made_here:
         join()
     try:
-        with current_device_is_cpu():
+        with current_device_is_cpu_without_gpu():
             yield
     finally:
-        if own:
+        if is_made_here:
             from megatron.core import parallel_state
 
             parallel_state.destroy_model_parallel()
@@ -31,7 +35,7 @@ def job() -> Iterator[None]:
 
 
 def join() -> None:
-    """Join the process group that torchrun described, or make one of this process alone."""
+    """Join the process group that torchrun's variables describe, or make a group of this process alone."""
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))

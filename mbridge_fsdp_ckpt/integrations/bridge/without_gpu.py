@@ -43,8 +43,8 @@ def _pretending(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def current_device_is_cpu() -> Iterator[None]:
-    """Let code that moves tensors to `torch.cuda.current_device()` leave them.  Does nothing where there is a GPU."""
+def current_device_is_cpu_without_gpu() -> Iterator[None]:
+    """Leave tensors on the CPU where code moves them to `torch.cuda.current_device()`; do nothing if there is a GPU."""
     if torch.cuda.is_available():
         yield
         return

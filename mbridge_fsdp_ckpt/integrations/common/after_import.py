@@ -1,5 +1,5 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""Do something to a module right after it was imported, without importing it."""
+"""Call a function with a module right after a script has imported it, without importing it first."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ class AfterImport(MetaPathFinder):
     """Calls an action for each named module: at once if it is loaded, else when its code has run.
 
     Args:
-        actions: By module name.
+        actions: The actions, by the module's name.  Each is called with the module.
     """
 
     def __init__(self, actions: Mapping[str, Action]) -> None:
         self._actions = dict(actions)
 
     def install(self) -> None:
-        """Begin."""
+        """Call the actions of modules that are loaded, and watch for imports of the others."""
         for name, action in self._actions.items():
             if name in sys.modules:
                 action(sys.modules[name])
         sys.meta_path.insert(0, self)
 
     def uninstall(self) -> None:
-        """Stop.  Calling it again does nothing."""
+        """Stop watching for imports.  Calling it again does nothing."""
         sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self]
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """What the other finders find, with a loader that calls the action."""
+        """The spec that other finders find, with a loader that calls the action after the import."""
         if fullname not in self._actions:
             return None
         others = (finder for finder in sys.meta_path if finder is not self)

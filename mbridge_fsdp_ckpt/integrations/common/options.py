@@ -1,5 +1,5 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""What becomes of each option of a framework: obeyed, refused before training, or without effect, which is said.
+"""How this package handles each option of a framework: obeyed, refused before training, or without effect.
 
 Each integration has one table, in its `options.py`; docs/options.md is written from them.  Tests
 compare their names with those that the installed frameworks have.
@@ -19,7 +19,7 @@ from mbridge_fsdp_ckpt.format.names import FORMAT_NAME
 
 
 class Handling(StrEnum):
-    """What becomes of an option."""
+    """How this package handles an option."""
 
     OBEYED = "obeyed"
     IN_PART = "in part"
@@ -32,15 +32,16 @@ class Option:
     """One option of a framework.
 
     Args:
-        name: As in the framework's configuration; dotted below its root.
-        handling: What becomes of it.
-        text: One sentence or two: who obeys it, why it is refused, or what happens instead.
-        when: For which configurations it is refused or warned of. None: an obeyed one for none, another one wherever
-            its value is not the framework's default.
-        remedy: What a user does where it is refused.
-        shown: As a user writes it; empty for the name.
-        since: The framework's first release that has it, as "megatron-core 0.19"; empty where all in the window do.
-        until: The first release without it.
+        name: The name in the framework's configuration, dotted below its root.
+        handling: How this package handles the option.
+        text: One sentence or two: what the option does, why it is refused, or what happens instead.
+        when: Takes a configuration and returns whether to refuse the option, or to warn of it.  None means never for an
+            option that is obeyed, and for others whenever the value is not the framework's default.
+        remedy: What a user can do where the option is refused.
+        shown: The option as a user writes it; empty if that is the name.
+        since: The first release of the framework that has the option, as "megatron-core 0.19"; empty if all supported
+            releases have it.
+        until: The first release without the option; empty if all supported releases have it.
     """
 
     name: str
@@ -54,19 +55,24 @@ class Option:
 
     @property
     def written(self) -> str:
-        """As a user writes it."""
+        """The option as a user writes it."""
         return self.shown or self.name
 
 
 class Given(NamedTuple):
-    """What a configuration says, and what it would say by default."""
+    """The value of an option in a configuration, and the framework's default."""
 
     value: Any
     default: Any
 
 
 def given_by(owner: Any, prefix: str = "") -> dict[str, Given]:
-    """What a dataclass of a framework says, by dotted name; private fields are left out."""
+    """The fields of a framework's dataclass by dotted name, without private fields.
+
+    Args:
+        owner: The dataclass.
+        prefix: Put before each name.
+    """
     found = {}
     for each in fields(owner):
         if not each.name.startswith("_"):
@@ -78,16 +84,19 @@ def given_by(owner: Any, prefix: str = "") -> dict[str, Given]:
 def check(
     config: Any, given: Mapping[str, Given], table: Sequence[Option], written: Callable[[str, Any], str]
 ) -> list[str]:
-    """Refuse what the format cannot do; the result says what has no effect.
+    """Refuse options that the format does not support.
 
     Args:
-        config: The framework's configuration, which `Option.when` gets.
-        given: What it says.
-        table: What becomes of it.
-        written: A setting as a user writes it, from its name there and its value.
+        config: The framework's configuration, which is passed to `Option.when`.
+        given: The values of the options.
+        table: How each option is handled.
+        written: Takes an option as a user writes it and its value, and returns the text of the setting.
+
+    Returns:
+        One warning for each setting that has no effect, or that this release does not know.
 
     Raises:
-        ConfigurationError: Some options are refused; it names all of them.
+        ConfigurationError: Some options are refused; the error names all of them.
     """
     rows = {option.name: option for option in table}
     counted = [
@@ -107,7 +116,7 @@ def check(
         (name, found.value) for name, found in given.items() if name not in rows and found.value != found.default
     ]
     return said + [
-        f"{written(name, value)}: this release of mbridge_fsdp_ckpt does not know that option, and may not obey it"
+        f"{written(name, value)}: this release of mbridge_fsdp_ckpt does not know this option, and may not obey it"
         for name, value in unknown
     ]
 
@@ -127,7 +136,7 @@ def _warning(option: Option, setting: str) -> str:
 _warned: set[str] = set()
 
 
-def tell(texts: Iterable[str]) -> None:
+def warn_once(texts: Iterable[str]) -> None:
     """Warn of each text once in a process."""
     for text in texts:
         if text not in _warned:
@@ -142,12 +151,12 @@ def warn(text: str) -> None:
 
 
 def forget() -> None:
-    """Tell everything again."""
+    """Forget which texts were printed, so that each is printed again."""
     _warned.clear()
 
 
 def _rank() -> int:
-    """Frameworks check their configuration before they make process groups."""
+    """This process's rank, from the launcher's variables before there is a process group."""
     dist: Any = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         return int(dist.get_rank())
@@ -155,17 +164,17 @@ def _rank() -> int:
 
 
 def check_fills(*, skips: bool) -> None:
-    """Refuse a load that is to fill nothing: in both frameworks it is torch's FSDP2 that has filled the model before.
+    """Refuse a load that does not fill the model; the frameworks ask for it where torch's FSDP2 has filled it before.
 
     Args:
         skips: The argument `skip_load_to_model_and_opt`.
 
     Raises:
-        ConfigurationError: It is set.
+        ConfigurationError: The argument is set.
     """
     if skips:
         raise ConfigurationError(
-            expected=f"a load that fills model and optimizer, which is all that {FORMAT_NAME} has",
+            expected=f"a load that fills model and optimizer, the only kind of load that {FORMAT_NAME} supports",
             found="skip_load_to_model_and_opt=True",
             remedy="Leave that argument out.",
         )
@@ -174,10 +183,10 @@ def check_fills(*, skips: bool) -> None:
 RERUN = "The state of the rerun state machine is not kept in a checkpoint, as in stock fsdp_dtensor."
 
 
-def tell_of_rerun() -> None:
-    """Where a step is to be run again from the checkpoint that is being saved: say that this will not happen."""
+def warn_of_rerun() -> None:
+    """Warn that a job which resumes from this checkpoint does not repeat a step, where Megatron expects it to."""
     from megatron.core import rerun_state_machine
 
     machine = getattr(rerun_state_machine, "_GLOBAL_RERUN_STATE_MACHINE", None)
     if machine is not None and machine.state is not rerun_state_machine.RerunState.NOT_RUNNING_YET:
-        tell([f"{RERUN} A job that resumes from this one does not repeat the step whose result is in doubt."])
+        warn_once([f"{RERUN} A job that resumes from this one does not repeat the step whose result is in doubt."])

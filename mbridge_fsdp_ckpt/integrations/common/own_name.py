@@ -1,5 +1,5 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""What a framework refuses while it takes this format for stock's."""
+"""Errors of a framework that is shown the stock format's name in place of this format's."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from mbridge_fsdp_ckpt.format.names import STOCK_FORMAT
 
 
 @contextmanager
-def refusing_as(name: str) -> Iterator[None]:
-    """Let errors of the framework say the format's name that the user gave, where they say stock's.
+def naming_format_in_errors(name: str) -> Iterator[None]:
+    """Put the format's name that the user gave into errors that are raised in the block and name the stock format.
 
     Args:
-        name: What the user gave.
+        name: The name that the user gave.
     """
     try:
         yield

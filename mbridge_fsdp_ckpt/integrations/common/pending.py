@@ -1,8 +1,8 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""The asynchronous save of a framework's training, and what is still to follow it.
+"""The asynchronous save of a framework's training, and what the framework does once it has ended.
 
-What a framework tells others of a checkpoint (loggers, callbacks) and what it does with old ones is the business of the
-thread that trains: it looks, once a step, whether the save has ended.
+Loggers and callbacks are called, and old checkpoints removed, in the thread that trains.  Once a step it checks whether
+the save has ended.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from mbridge_fsdp_ckpt.saving.result import SaveResult
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A save, and what follows it once it has ended well.
+    """A save, and the function to call once it is committed.
 
     Args:
-        saving: Its handle.
-        follow_up: Called in the thread that trains, with what the save cost.
-        in_unison: Whether all ranks follow up at the same step: callbacks may wait for each other.
+        saving: The handle of the save.
+        follow_up: Called in the thread that trains, with the result of the save.
+        in_unison: Whether all ranks call `follow_up` at the same step, because callbacks may wait for each other.
     """
 
     saving: SaveHandle
@@ -34,22 +34,22 @@ _pending: Pending | None = None
 
 
 def put(pending: Pending) -> None:
-    """Remember a save that has just begun, once what follows the one before is done: that has ended."""
+    """Remember a save that has just begun.  The previous save has ended, and is followed up first."""
     global _pending
     settle()
     _pending = pending
 
 
 def goes_on() -> bool:
-    """Whether this rank would have to wait for a save."""
+    """Whether a save is in progress on this rank."""
     return _pending is not None and not _pending.saving.done
 
 
 def look(step: int = 0) -> None:
-    """Follow up a save that has ended well.  What it failed with, the next one raises, or the end.
+    """Follow up the save if it has ended.  The next save, or `finish`, raises the error of one that failed.
 
     Args:
-        step: Of the training, the same on all ranks; of no use where none follows up in unison.
+        step: The training step, the same on all ranks; used only if ranks follow up in unison.
     """
     if _pending is not None:
         saving = _pending.saving
@@ -58,7 +58,7 @@ def look(step: int = 0) -> None:
 
 
 def settle() -> None:
-    """Wait until the save has ended, and follow it up; after one that failed nothing follows."""
+    """Wait until the save has ended, and follow it up unless it failed."""
     global _pending
     pending = _pending
     if pending is None:
@@ -73,7 +73,7 @@ def finish() -> None:
     """Wait until the save has ended, and follow it up.
 
     Raises:
-        CheckpointError: It failed, and its error has not been raised yet: the same on every rank.
+        CheckpointError: The save failed, and its error has not been raised yet.  The same on every rank.
     """
     settle()
     async_saves().settle()

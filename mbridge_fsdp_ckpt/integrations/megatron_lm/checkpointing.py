@@ -33,21 +33,21 @@ from mbridge_fsdp_ckpt.format.names import (
     TRACKER,
 )
 from mbridge_fsdp_ckpt.integrations.common import pending, restoration
-from mbridge_fsdp_ckpt.integrations.common.options import check_fills, tell_of_rerun
+from mbridge_fsdp_ckpt.integrations.common.options import check_fills, warn_of_rerun
 from mbridge_fsdp_ckpt.integrations.common.pending import Pending
 from mbridge_fsdp_ckpt.integrations.common.progress import SAMPLES, Progress
 from mbridge_fsdp_ckpt.integrations.common.root import chosen, find_checkpoint, same_on_all_ranks
 from mbridge_fsdp_ckpt.integrations.megatron_lm import following
 from mbridge_fsdp_ckpt.integrations.megatron_lm.choice import check_arguments, settings_in_use
 from mbridge_fsdp_ckpt.io.store import AnyPath, as_path
-from mbridge_fsdp_ckpt.remedies import Door, entrance
+from mbridge_fsdp_ckpt.remedies import Frontend, entry_point
 from mbridge_fsdp_ckpt.saving.background.async_saves import async_saves
 from mbridge_fsdp_ckpt.settings import Settings
 
 _BEGIN_ANEW = "Load with --finetune, which takes weights alone and begins at 0."
 
 
-@entrance(Door.MEGATRON_LM)
+@entry_point(Frontend.MEGATRON_LM)
 def save_checkpoint(
     iteration: int,
     model: list[Any],
@@ -67,7 +67,7 @@ def save_checkpoint(
     """
     args = get_args()
     check_arguments(args)
-    tell_of_rerun()
+    warn_of_rerun()
     metrics = one_logger_utils.on_save_checkpoint_start(args.async_save)
     ft_integration.on_checkpointing_start()
     model = unwrap_model(model)
@@ -117,7 +117,7 @@ def _groups() -> Any:
     return ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "dp"])
 
 
-@entrance(Door.MEGATRON_LM)
+@entry_point(Frontend.MEGATRON_LM)
 def maybe_finalize_async_save(blocking: bool = False, terminate: bool = False) -> None:
     """Before every iteration: tell of an asynchronous save that has ended well.  At the end: wait for it.
 
@@ -132,7 +132,7 @@ def maybe_finalize_async_save(blocking: bool = False, terminate: bool = False) -
         pending.look()
 
 
-@entrance(Door.MEGATRON_LM)
+@entry_point(Frontend.MEGATRON_LM)
 def load_checkpoint(
     ddp_model: list[Any],
     optimizer: Any,

@@ -66,7 +66,7 @@ OPTIONS = (
         "Where there is no checkpoint, the run ends instead of starting from random weights.",
         "exit_on_missing_checkpoint",
     ),
-    *_obeyed("This package's format where it says so.", "ckpt_format"),
+    *_obeyed("This package's format where it says so, or by takeover.", "ckpt_format"),
     *_obeyed("A process beside each rank writes while training goes on.", "async_save"),
     *_obeyed("Always: a load checks what it reads, by `Settings.verify`.", "verify_integrity"),
     _refused("Non-persistent checkpoints are not supported here.", "non_persistent_ckpt_type"),

@@ -25,13 +25,13 @@ from mbridge_fsdp_ckpt import checkpoint
 from mbridge_fsdp_ckpt.errors import NotACheckpointError
 from mbridge_fsdp_ckpt.integrations.bridge.choice import tokens_of
 from mbridge_fsdp_ckpt.integrations.common.root import same_on_all_ranks
-from mbridge_fsdp_ckpt.integrations.verl.asynchronous import Following, begun
+from mbridge_fsdp_ckpt.integrations.verl.asynchronous import Following, remember
 from mbridge_fsdp_ckpt.integrations.verl.restoration import CONTENTS, Parts, restoration
 from mbridge_fsdp_ckpt.live.local_shards import optimizer_parts
 from mbridge_fsdp_ckpt.live.optimizer.adapters import grouped
 from mbridge_fsdp_ckpt.live.planned import plan_with_parts
 from mbridge_fsdp_ckpt.live.readers.choice import reader_for
-from mbridge_fsdp_ckpt.remedies import Door, entrance
+from mbridge_fsdp_ckpt.remedies import Frontend, entry_point
 from mbridge_fsdp_ckpt.settings import Settings
 
 _log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class Export:
     load: Callable[[str], None]
 
 
-@entrance(Door.VERL)
+@entry_point(Frontend.VERL)
 def save(manager: Any, directory: str, settings: Settings) -> None:
     """Save what `save_contents` asks for, apart from the export.
 
@@ -78,7 +78,7 @@ def save(manager: Any, directory: str, settings: Settings) -> None:
         settings=settings.for_vocabulary(tokens_of(manager.provider)),
     )
     if isinstance(saving, checkpoint.SaveHandle):
-        begun(manager, following, saving)
+        remember(manager, following, saving)
     else:
         _say("saved an fsdp_dtensor_safe checkpoint to %s", directory)
 
@@ -93,7 +93,7 @@ def _values(manager: Any) -> dict[str, Any]:
     return values
 
 
-@entrance(Door.VERL)
+@entry_point(Frontend.VERL)
 def load(manager: Any, directory: str, export: Export, settings: Settings) -> None:
     """Load what `load_contents` asks for.  Reads checkpoints of stock VeRL, too.
 

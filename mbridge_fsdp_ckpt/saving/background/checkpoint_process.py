@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError, brief
-from mbridge_fsdp_ckpt.remedies import VARIABLE, door
+from mbridge_fsdp_ckpt.remedies import VARIABLE, frontend
 from mbridge_fsdp_ckpt.saving.background import wire
 from mbridge_fsdp_ckpt.saving.background.channel import Channel, Message, encoded, pulse_for
 from mbridge_fsdp_ckpt.saving.background.handle import SaveHandle, ended, say
@@ -31,11 +31,11 @@ class CheckpointProcess:
     """The checkpoint process of this rank.
 
     Args:
-        start_limit: Seconds that it may take until it says something.
-        silence_limit: Seconds without a heartbeat after which it is killed.
+        start_limit: Seconds that the process may take until its first message.
+        silence_limit: Seconds without a heartbeat after which the process is killed.
 
     Raises:
-        OSError, RuntimeError: The system has no process, or no thread.
+        OSError, RuntimeError: The system cannot start a process, or a thread.
     """
 
     def __init__(self, start_limit: float, silence_limit: float) -> None:
@@ -47,19 +47,19 @@ class CheckpointProcess:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _PROGRAM, *arguments, *_path()],
                 pass_fds=[other.fileno()],
-                env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", VARIABLE: door()},
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", VARIABLE: frontend()},
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
         self._saving: SaveHandle | None = None
         self.error: CheckpointError | None = None
-        """Why it can be given nothing more to do, once it has ended, or is about to."""
+        """The error with which the process has ended, or is about to; None while it takes messages."""
         self.spoke = threading.Event()
-        """Whether it has said something, or has ended without."""
+        """Set once the process has sent a message, or has ended."""
         self.staging: Staging | None = None
-        """The memory that it knows of."""
+        """The staging memory that the process has been given."""
         self.layout: wire.Layout | None = None
-        """The layout that it knows of."""
+        """The layout that the process has been given."""
         self._outbox: queue.SimpleQueue[tuple[bytes, int | None] | None] = queue.SimpleQueue()
         self._teller = threading.Thread(target=self._tell, name="telling the checkpoint process", daemon=True)
         try:
@@ -72,19 +72,20 @@ class CheckpointProcess:
 
     @property
     def pid(self) -> int:
-        """Its process."""
+        """The id of the process."""
         return self._process.pid
 
     def send(self, message: Message, descriptor: int | None = None, begins: SaveHandle | None = None) -> None:
-        """Say something to it, and wait for nothing: while it starts it hears nothing, and tensors wait to be copied.
+        """Queue a message to the process, and return at once, also while the process still starts.
 
         Args:
-            message: What.
-            descriptor: Sent with it; open until the save has ended.
-            begins: The save that is handed over by it: its messages are heard from now on, and its end ends that.
+            message: The message.
+            descriptor: A file descriptor to send with it; it must stay open until the save has ended.
+            begins: The save that the message hands over.  From now on it gets the process's messages, and fails if the
+                process ends.
 
         Raises:
-            CheckpointError: It has ended.
+            CheckpointError: The process has ended.
             TypeError: The message cannot be sent.
         """
         text = encoded(message)
@@ -95,19 +96,19 @@ class CheckpointProcess:
             self._outbox.put((text, descriptor))
 
     def drop_staging(self) -> None:
-        """Give the training process's share of the memory back, if there is any."""
+        """Free the training process's mapping of the staging memory, if there is one."""
         if self.staging is not None:
             self.staging.close()
             self.staging = None
 
     def kill(self, error: CheckpointError) -> None:
-        """End it at once; whatever it was doing ends by this error."""
+        """Kill the process.  A save in progress fails with this error."""
         with self._lock:  # the next save begins with another one, though this has not gone yet
             self.error = self.error or error
         self._process.kill()
 
     def stop(self) -> None:
-        """Let it end, and give the memory back; what it is doing is given up."""
+        """End the process and free the staging memory.  A save in progress is given up."""
         self._outbox.put(None)
         self._teller.join(_LEAVE_S)
         self._channel.close()
@@ -119,7 +120,7 @@ class CheckpointProcess:
         self.drop_staging()
 
     def forget(self) -> None:
-        """In a forked child, which has none: close what was inherited, unheard by the process."""
+        """Close what a forked child has inherited, without a message to the process."""
         self._channel.forget()
         self._process.returncode = 0  # nobody's child here
         if self.staging is not None:
@@ -132,14 +133,14 @@ class CheckpointProcess:
         except ConnectionError as error:  # who listens hears of its end
             say(_log.debug, "the checkpoint process has ended: %s", error)
         except BaseException as error:
-            self.kill(ended(f"the thread that tells it failed: {brief(error)}"))
+            self.kill(ended(f"the thread that sends messages to it failed: {brief(error)}"))
 
     def _listen(self) -> None:
-        """Of the thread that listens: however that ends, the process and its save end."""
+        """Read the process's messages.  Runs in a thread; when it returns, the process and its save have ended."""
         try:
             error = self._hear()
         except BaseException as unexpected:
-            error = ended(f"the thread that hears it failed: {brief(unexpected)}")
+            error = ended(f"the thread that reads its messages failed: {brief(unexpected)}")
         self._process.kill()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_LEAVE_S)
@@ -153,7 +154,7 @@ class CheckpointProcess:
             saving.give_up(self.error)
 
     def _hear(self) -> CheckpointError:
-        """Pass on what it says; returns why it has ended.
+        """Pass on the process's messages; returns the error that says why the process has ended.
 
         Silence is counted in waits that found nothing to read: a process that was stopped, or whose interpreter was
         busy, first reads what has come meanwhile.
@@ -171,9 +172,9 @@ class CheckpointProcess:
             elif self._process.poll() is not None:  # a child of this process may hold its end of the channel open
                 break
         try:
-            return ended(f"it ended with exit status {self._process.wait(_LEAVE_S)}")
+            return ended(f"a process that ended with exit status {self._process.wait(_LEAVE_S)}")
         except subprocess.TimeoutExpired:
-            return ended("it hung up")
+            return ended("a process that closed its connection and did not exit")
 
     def _pass_on(self, message: Message) -> None:
         saving = self._saving
@@ -185,11 +186,11 @@ class CheckpointProcess:
         elif saving is not None and saving.number == message["save"]:
             saving.hear(message)
         else:
-            say(_log.debug, "of a save that has ended: %s", message)
+            say(_log.debug, "message about a save that has ended: %s", message)
 
 
 def identity() -> list[str]:
-    """Which installation of this package a process runs: its version and its file."""
+    """The installation of this package that a process runs: its version and its file."""
     package = sys.modules[__name__.partition(".")[0]]
     return [str(package.__version__), str(Path(__file__).resolve())]
 
@@ -200,12 +201,12 @@ def _differs(other: list[str]) -> ConfigurationError | None:
     return ConfigurationError(
         expected=f"the checkpoint process to run the package of its training process, {' in '.join(identity())}",
         found=" in ".join(other),
-        remedy="Has it been installed anew, or sys.path changed, since the job began? Restart the job.",
+        remedy="The package was installed anew, or sys.path changed, since the job began. Restart the job.",
     )
 
 
 def _path() -> list[str]:
-    """Where this process looks for modules, in full; what is relative to a directory that was removed is left out."""
+    """The absolute paths in which this process looks for modules, without those relative to a removed directory."""
     found = []
     for entry in sys.path:
         with suppress(FileNotFoundError):
@@ -215,9 +216,9 @@ def _path() -> list[str]:
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """A block in which processes start that no signal ends or wakes, but for SIGKILL: they go by their channel alone.
+    """A block in which processes start that ignore all signals but SIGKILL.
 
-    Schedulers send signals to all processes of a job.
+    Schedulers send signals to all processes of a job; the checkpoint process follows its channel instead.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:

@@ -26,7 +26,7 @@ from typer.core import TyperGroup
 from mbridge_fsdp_ckpt import __version__
 from mbridge_fsdp_ckpt.errors import CheckpointError, describe_unexpected
 from mbridge_fsdp_ckpt.printable import printable
-from mbridge_fsdp_ckpt.remedies import Door, through
+from mbridge_fsdp_ckpt.remedies import Frontend, through
 
 EXIT_CODES = "Exit codes: 0 done; 1 a named error, damage or differences found; 2 wrong usage; 130 interrupted."
 
@@ -36,7 +36,7 @@ class _Group(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            with through(Door.COMMAND):
+            with through(Frontend.COMMAND):
                 return super().invoke(ctx)
         except CheckpointError as error:
             fail(error)

@@ -20,7 +20,7 @@ import typer
 
 from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError, NotACheckpointError, UnknownFormatError
 from mbridge_fsdp_ckpt.format.names import FORMAT_NAME, STAGING, STOCK_FORMAT
-from mbridge_fsdp_ckpt.remedies import Door, inside
+from mbridge_fsdp_ckpt.remedies import Frontend, inside
 from mbridge_fsdp_ckpt.tools.command.console import EXIT_CODES, be_quiet, fail, say
 from mbridge_fsdp_ckpt.tools.command.console import app as frame
 from mbridge_fsdp_ckpt.tools.command.convert_on_disk import from_stock, from_torch_dist, reshard, to_stock
@@ -135,7 +135,7 @@ def export(
     --hf-model is the one it was made from: configuration, tokenizer and the names of tensors come from there.
     A checkpoint that stock fsdp_dtensor wrote is read, too.
     """
-    with _one_voice(), inside(Door.EXPORT):
+    with _one_voice(), inside(Frontend.EXPORT):
         _check_format(ckpt_format, (FORMAT_NAME, STOCK_FORMAT))
         _check_sizes(tp, cp, ep, etp)
         model, target = _hugging_face(hf_model), _on_a_file_system(hf_path)

@@ -32,16 +32,17 @@ from mbridge_fsdp_ckpt.tools.command.console import EXIT_CODES, app
     options_metavar="[OPTIONS]",
 )
 def run(
-    command: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="The script, and what it is given.")],
+    command: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="The script and its arguments.")],
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is the name of a module.")] = False,
     takeover: Annotated[
-        bool, typer.Option("--takeover", help="Save and load here, too, where the script says fsdp_dtensor.")
+        bool,
+        typer.Option("--takeover", help="Let this package save and load runs that name the format fsdp_dtensor, too."),
     ] = False,
 ) -> None:
     """Run an unmodified script with the format registered in Megatron-Bridge or Megatron-LM.
 
-    An option of the script that may be fsdp_dtensor may be fsdp_dtensor_safe, too, which is a takeover. Under torchrun:
-    torchrun ... -m mbridge_fsdp_ckpt run SCRIPT ARGS
+    Where an option of the script accepts fsdp_dtensor, it accepts fsdp_dtensor_safe, too, which has the effect of
+    --takeover. Under torchrun: torchrun ... -m mbridge_fsdp_ckpt run SCRIPT ARGS
     """
     script, *arguments = command
     if not module and not Path(script).is_file():
@@ -53,19 +54,19 @@ def run(
 def execute(
     script: str, arguments: list[str], *, is_module: bool = False, take_over: Callable[[], object] = lambda: None
 ) -> None:
-    """Run a script or module as `__main__`; the process is its own from then on.
+    """Run a script or module as `__main__`, with its own `sys.argv`, `sys.path[0]` and exception hook.
 
     Args:
-        script: File, or name of a module.
-        arguments: The script's.
-        is_module: Whether it is a module's name.
-        take_over: Called when an option of the script's own is given this format's name.
+        script: The script's file, or the module's name.
+        arguments: The script's arguments.
+        is_module: Whether `script` is the name of a module.
+        take_over: Called when an option of the script itself, not of Megatron, is given this format's name.
 
     Raises:
         SystemExit: With the script's exit code, if it ended with one, or by an exception, whose traceback was shown.
     """
     container: Any = argparse._ActionsContainer
-    container.add_argument = _widening(container.add_argument, take_over)
+    container.add_argument = _wrap_add_argument(container.add_argument, take_over)
     sys.path[0] = str(Path.cwd() if is_module else Path(script).resolve().parent)
     sys.argv = ["-m" if is_module else script, *arguments]
     sys.excepthook = sys.__excepthook__
@@ -81,23 +82,34 @@ def execute(
 
 
 def _register(takeover: bool) -> Callable[[], None]:
-    """Have the format registered in what the script imports, as soon as it does; the result asks for a takeover."""
+    """Register the format in Megatron-Bridge and Megatron-LM, each once the script imports it.
+
+    Args:
+        takeover: Whether to take over runs that name the format fsdp_dtensor.  If not, the environment variable
+            MBRIDGE_FSDP_CKPT_TAKEOVER says so.
+
+    Returns:
+        A function that takes such runs over from its call on; called while the script parses its options.
+    """
     from mbridge_fsdp_ckpt.integrations import bridge, megatron_lm
     from mbridge_fsdp_ckpt.integrations.common.after_import import AfterImport
 
-    asked, registered = [takeover], list[ModuleType]()
+    takes_over, bridge_is_registered = takeover, False
 
-    def register(module: ModuleType) -> None:
-        bridge.register(takeover=asked[0] or None)
-        registered.append(module)
+    def register_bridge(_: ModuleType) -> None:
+        nonlocal bridge_is_registered
+        bridge.register(takeover=takes_over or None)
+        bridge_is_registered = True
 
     def take_over() -> None:
-        asked[0] = True
-        if registered:
+        nonlocal takes_over
+        takes_over = True
+        megatron_lm.register(takeover=True)
+        if bridge_is_registered:
             bridge.register(takeover=True)
 
-    AfterImport({"megatron.bridge": register}).install()
-    megatron_lm.register()
+    AfterImport({"megatron.bridge": register_bridge}).install()
+    megatron_lm.register(takeover=takeover or None)
     return take_over
 
 
@@ -110,16 +122,17 @@ def _run_file(file: str) -> None:
     exec(code, main.__dict__)
 
 
-def _widening(stock: Callable[..., Any], take_over: Callable[[], object]) -> Callable[..., Any]:
-    """Let options that may be the stock format be this one, too.
+def _wrap_add_argument(original: Callable[..., Any], take_over: Callable[[], object]) -> Callable[..., Any]:
+    """Wrap argparse's `add_argument` to add this format's name wherever the stock format is a choice.
 
-    A script compares names.  Given ours, an option of its own gets stock's, so that every branch of stock's name
-    is taken; that name is then this implementation.  Megatron's own options keep ours: the plug-in knows it.
+    The script may compare the value with the stock name.  So where an option of the script itself is given our name,
+    the script gets the stock name, and `take_over` makes this package save and load under it.  Megatron's own options
+    keep our name, which the plug-ins know.
     """
 
-    @functools.wraps(stock)
+    @functools.wraps(original)
     def add_argument(self: Any, *args: Any, **kwargs: Any) -> Any:
-        action = stock(self, *args, **kwargs)
+        action = original(self, *args, **kwargs)
         choices = action.choices
         if (
             isinstance(choices, list | tuple | set | frozenset)
@@ -128,32 +141,32 @@ def _widening(stock: Callable[..., Any], take_over: Callable[[], object]) -> Cal
         ):
             action.choices = type(choices)((*choices, FORMAT_NAME))
             if not sys._getframe(1).f_globals.get("__name__", "").startswith("megatron."):
-                action.type = _as_stock(action.type, take_over)
+                action.type = _stock_name_for_ours(action.type, take_over)
         return action
 
     return add_argument
 
 
-def _as_stock(stock: Any, take_over: Callable[[], object]) -> Callable[[str], Any]:
-    """What turns an argument's text into its value, with stock's name for ours."""
+def _stock_name_for_ours(original: Any, take_over: Callable[[], object]) -> Callable[[str], Any]:
+    """Wrap an option's `type` to call `take_over` and return the stock name where it is given this format's name."""
 
     def value(text: str) -> Any:
         if text == FORMAT_NAME:
             take_over()
             text = STOCK_FORMAT
-        return text if stock is None else stock(text)
+        return text if original is None else original(text)
 
-    return value if stock is None else functools.wraps(stock)(value)
+    return value if original is None else functools.wraps(original)(value)
 
 
 def _end_as_python_would(error: BaseException, code: int) -> NoReturn:
-    """Show the traceback from the script's first frame on."""
+    """Print the traceback from the script's first frame on, and exit with the code."""
     sys.excepthook(type(error), error, error.with_traceback(_from_script(error.__traceback__)).__traceback__)
     raise SystemExit(code)
 
 
 def _from_script(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """Without the frames of this module and of runpy."""
+    """The traceback without the frames of this module and of runpy."""
     inside = trace
     while inside is not None and _is_ours(inside.tb_frame.f_code.co_filename):
         inside = inside.tb_next

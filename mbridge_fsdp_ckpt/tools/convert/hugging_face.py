@@ -22,7 +22,7 @@ from mbridge_fsdp_ckpt.errors import CheckpointError, ConfigurationError, Storag
 from mbridge_fsdp_ckpt.format.names import FORMAT_NAME, STAGING, beside
 from mbridge_fsdp_ckpt.integrations.bridge.plain_model import PlainModel, load_plain
 from mbridge_fsdp_ckpt.integrations.bridge.plugin import register
-from mbridge_fsdp_ckpt.integrations.bridge.process_group import job
+from mbridge_fsdp_ckpt.integrations.bridge.process_group import process_group_for_conversion
 from mbridge_fsdp_ckpt.integrations.bridge.without_gpu import as_if_there_was_one
 from mbridge_fsdp_ckpt.io.store import AnyPath
 from mbridge_fsdp_ckpt.tools.convert.accounting import check_files, fill, left_out
@@ -41,7 +41,7 @@ class Source:
 
     Args:
         place: Its directory, or its name on the Hugging Face Hub.
-        dtype: Precision of the Megatron model that it becomes.
+        dtype: Dtype of the Megatron model.
         trust_remote_code: Whether code that comes with it may run.
     """
 
@@ -89,22 +89,22 @@ def import_model(source: Source, sizes: Sizes, directory: AnyPath, *, strict: bo
 
     Args:
         source: The model.
-        sizes: Of this job.
-        directory: The root of what is written.
-        strict: Whether every tensor of the files must have a place.
+        sizes: The parallel sizes of this job.
+        directory: The root below which the checkpoint is written.
+        strict: Whether every tensor of the files must have a place in the model.
 
     Returns:
-        Tensors of the files that have none.
+        The names of tensors in the files that have no place.
 
     Raises:
-        ConfigurationError: Bridge does not know the model, or it does not fit the sizes or its precision.
-        KeyMismatchError: Its files lack tensors, or have some without a place.
+        ConfigurationError: Bridge does not know the model, or the model does not fit the sizes or the dtype.
+        KeyMismatchError: The files lack tensors, or have tensors without a place.
         CheckpointError: The save failed, the same on every rank.
     """
     from megatron.bridge.training.model_load_save import save_megatron_model
 
     register()
-    with job(), _errors_named(f"importing to {directory}", source.place):
+    with process_group_for_conversion(), _errors_named(f"importing to {directory}", source.place):
         bridge, model = _build(source, sizes)
         unread = fill(bridge, model, strict=strict)
         save_megatron_model(
@@ -121,21 +121,25 @@ def export_model(source: Source, sizes: Sizes, directory: AnyPath, target: str, 
     """Write a checkpoint's weights as a Hugging Face model.  All ranks call it with the same arguments.
 
     Args:
-        source: The model it was made from: configuration, tokenizer, names and files of tensors.
-        sizes: Of this job.
+        source: The original model, for its configuration, its tokenizer, and the names and files of its tensors.
+        sizes: The parallel sizes of this job.
         directory: An iteration directory, of this format or of stock `fsdp_dtensor`.
-        target: Where the model goes: it appears there when it is whole.
-        files: How it is written.
+        target: The directory for the model, which appears there once it is complete.
+        files: How the files are written.
 
     Returns:
-        Parameters that the checkpoint lacks; none where it is `strict`.
+        The names of tensors that the checkpoint lacks; none if `Files.strict` is set.
 
     Raises:
-        ConfigurationError: Bridge does not know the model, or it does not fit the sizes.
+        ConfigurationError: Bridge does not know the model, or the model does not fit the sizes.
         CheckpointError: The load failed, the same on every rank.
     """
     register()
-    with job(), _errors_named(f"exporting to {target}", source.place), appearing(Path(target).absolute()) as place:
+    with (
+        process_group_for_conversion(),
+        _errors_named(f"exporting to {target}", source.place),
+        staged_for(Path(target).absolute()) as place,
+    ):
         bridge, model = _build(source, sizes)
         absent = load_plain(directory, [model], strict=files.strict)
         if source.dtype != torch.float32:
@@ -156,7 +160,7 @@ def export_model(source: Source, sizes: Sizes, directory: AnyPath, target: str, 
 
 @contextmanager
 def _errors_named(doing: str, place: str) -> Iterator[None]:
-    """Say in one line what Bridge, or a library of its, could not do."""
+    """Turn an exception of Bridge, or of a library that it uses, into a named error of one line."""
     try:
         yield
     except CheckpointError:
@@ -167,20 +171,30 @@ def _errors_named(doing: str, place: str) -> Iterator[None]:
         raise kind(
             expected=f"{doing} with the installed Megatron-Bridge to succeed",
             found=f"{type(error).__name__}: {in_one_line(error)}",
-            remedy=f"Nothing is left of it. Check {check}.",
+            remedy=f"Nothing was left behind. Check {check}.",
             key=place,
         ) from error
 
 
 @contextmanager
-def appearing(target: Path) -> Iterator[Path]:
-    """A directory that takes the target's place when all ranks are done; nothing is left of what failed.
+def staged_for(target: Path) -> Iterator[Path]:
+    """A temporary directory, the same on all ranks, whose content becomes the target when all ranks leave the block.
 
-    It is beside the target; in it where that is there, for that may be a file system of its own.  All ranks enter and
-    leave; the target is new, or empty.
+    This creates the directory.  It lies beside a target that does not exist, which then appears in one rename.  It lies
+    inside a target that exists, which may be a mount point, and files are then moved one by one.  If this rank raises,
+    it removes the directory.
+
+    All ranks must enter and leave the block.  A rank that raises leaves the others waiting in a barrier until the
+    launcher ends them.
+
+    Args:
+        target: The directory to make or fill; it must be new or empty.
+
+    Yields:
+        The temporary directory.
 
     Raises:
-        OSError: It cannot be made: said before anything is read, and on all ranks.
+        OSError: It cannot be made; raised on all ranks, before anything is read.
     """
     name = beside(STAGING, target.name)
     place = target / name if target.is_dir() else target.with_name(name)
@@ -221,7 +235,7 @@ def _move(place: Path, target: Path) -> None:
 
 
 def _build(source: Source, sizes: Sizes) -> tuple[Any, Any]:
-    """Bridge's converter, and the model with whatever it is initialised to."""
+    """Bridge's converter, and the model with its initial weights."""
     require("conversion")
     from megatron.bridge import AutoBridge
 
@@ -247,7 +261,7 @@ def _build(source: Source, sizes: Sizes) -> tuple[Any, Any]:
 
 
 def arrange(provider: Any, dtype: torch.dtype, sizes: Sizes) -> None:
-    """Set a model provider's precision and sizes, and leave out what weights do not need."""
+    """Set a model provider's dtype and parallel sizes, and switch off what a conversion of weights does not need."""
     provider.tensor_model_parallel_size, provider.context_parallel_size = sizes.tensor, sizes.context
     provider.expert_model_parallel_size = sizes.expert
     if sizes.expert_tensor is not None:
@@ -263,10 +277,10 @@ def arrange(provider: Any, dtype: torch.dtype, sizes: Sizes) -> None:
 
 
 def configure(provider: Any, dtype: torch.dtype, sizes: Sizes) -> None:
-    """Arrange a provider, and Megatron's groups.
+    """Set up a provider with `arrange`, and Megatron's process groups.
 
     Raises:
-        ConfigurationError: The sizes do not fit.
+        ConfigurationError: The sizes do not fit the model or the number of ranks.
     """
     arrange(provider, dtype, sizes)
     try:
@@ -281,7 +295,7 @@ def configure(provider: Any, dtype: torch.dtype, sizes: Sizes) -> None:
 
 
 def _narrow(bridge: Any) -> None:
-    """Write a tensor that the model keeps in float32 in the original's 16-bit type, if it has one."""
+    """Write tensors that the model keeps in float32 in the original's 16-bit dtype, if it has one."""
     files: Any = getattr(bridge.hf_pretrained.state, "source", None)
     if files is None or not hasattr(files, "save_generator"):
         return
@@ -297,7 +311,7 @@ def _narrow(bridge: Any) -> None:
 
 
 def _dtypes(files: Any) -> dict[str, torch.dtype]:
-    """Types of the original's tensors, from the headers of its safetensors files."""
+    """The dtypes of the original's tensors, from the headers of its safetensors files."""
     from safetensors import safe_open
 
     known = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -312,7 +326,7 @@ def _dtypes(files: Any) -> dict[str, torch.dtype]:
 
 
 def _has_tokenizer(place: str) -> bool:
-    """Whether there are tokenizer files; a model on the Hub is taken to have some."""
+    """Whether a model has tokenizer files; a model on the Hub is assumed to have them."""
     directory = Path(place)
     return not directory.is_dir() or any((directory / name).is_file() for name in _TOKENIZER_FILES)
 
@@ -323,5 +337,5 @@ def _tokenizer_arguments(bridge: Any, source: Source) -> dict[str, Any]:
 
 
 def in_one_line(error: BaseException) -> str:
-    """What an error of others says."""
+    """The text of an exception in one line, cut to 500 characters."""
     return " ".join(str(error).split())[:500]

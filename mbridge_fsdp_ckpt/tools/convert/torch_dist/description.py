@@ -25,7 +25,7 @@ from mbridge_fsdp_ckpt.errors import KeyMismatchError
 from mbridge_fsdp_ckpt.format.values import encode_mapping
 from mbridge_fsdp_ckpt.integrations.bridge.names import RUN_CONFIG
 from mbridge_fsdp_ckpt.integrations.bridge.plain_model import PlainModel
-from mbridge_fsdp_ckpt.integrations.bridge.process_group import job
+from mbridge_fsdp_ckpt.integrations.bridge.process_group import process_group_for_conversion
 from mbridge_fsdp_ckpt.live.local_shards import LocalShard, model_shards
 from mbridge_fsdp_ckpt.live.planned import Planned, plan_model
 from mbridge_fsdp_ckpt.live.tensors import local_shard, storage_of
@@ -59,7 +59,7 @@ def describe_torch_dist(
         UnsupportedStateError: Megatron saves a parameter otherwise than as blocks.
     """
     require("save and load", "conversion", "torch_dist")
-    with _quiet(), job():
+    with _quiet(), process_group_for_conversion():
         model = UnshardedModel.of(source.metadata.directory, common.arguments, trusted=trust_run_config)
         planned = plan_model(PlainModel(model.module))
         parts = _described(model.module, planned, common, source.tensors)

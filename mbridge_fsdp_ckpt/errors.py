@@ -1,8 +1,8 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""Every error a user can meet, by name.
+"""The named errors of this package.
 
 Each says what was expected, what was found, on which rank and key, and what to do.  An error can cross
-ranks as plain data (`to_wire`, `from_wire`), so that one rank's failure is raised as the same error everywhere.
+ranks as plain data (`to_wire`, `from_wire`), so that one rank's failure is raised as the same error on every rank.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class CheckpointError(Exception):
     """Base of all named errors of this package.  The message is one line and safe to print, the fields are as given.
 
     Args:
-        expected: What should have been there.
-        found: What was there instead.
+        expected: What was expected.
+        found: What was found instead.
         remedy: What the user can do.
-        rank: Global rank on which it was found, if it belongs to one.
-        key: Checkpoint key, parameter or file it is about, if any.
-        host: That rank's host.
+        rank: The global rank on which the error was found; None if it belongs to no rank.
+        key: The checkpoint key, parameter or file that the error is about, if any.
+        host: The host of that rank.
         phase: What that rank was doing, in words that follow "while".
     """
 
@@ -67,7 +67,7 @@ class CheckpointError(Exception):
         return CheckpointError.from_wire, (self.to_wire(),)
 
     def at_rank(self, rank: int, phase: str | None = None) -> CheckpointError:
-        """The same error with this process's rank and host, and the phase, filled in where they were still open."""
+        """The same error with this process's rank and host, and the phase, filled in where they were not set."""
         wire = self.to_wire()
         if self.rank is None:
             wire |= {"rank": rank, "host": socket.gethostname()}
@@ -88,110 +88,110 @@ class CheckpointError(Exception):
 
 
 class UnsupportedVersionError(CheckpointError):
-    """A library, or a format version on disk, that this release was not made for."""
+    """A library lacks a name that this release uses, or the format version on disk is not one that it reads."""
 
 
 class UnknownFormatError(CheckpointError):
-    """A checkpoint format name that nobody provides."""
+    """The name of the checkpoint format is not known."""
 
 
 class ConfigurationError(CheckpointError):
-    """A setting, or a combination of settings, that cannot work."""
+    """A setting or an argument, or a combination of them, cannot work."""
 
 
 class NotACheckpointError(CheckpointError):
-    """A directory that holds no complete checkpoint."""
+    """The directory holds no complete checkpoint, or it is not clear which checkpoint to load."""
 
 
 class ManifestError(CheckpointError):
-    """A manifest or index file that contradicts the format."""
+    """A manifest or index file contradicts the format."""
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A file that is missing, truncated, or whose bytes are not those that were written."""
+    """A file is missing or truncated, or its bytes differ from those that were written."""
 
 
 class NoTimesError(CheckpointError):
-    """A checkpoint that does not say how long its save took."""
+    """The checkpoint does not record how long its save took."""
 
 
 class KeyMismatchError(CheckpointError):
-    """Keys that the model and the checkpoint do not share, or share with another shape or dtype."""
+    """Model and checkpoint have different keys, or the same keys with different shapes, dtypes or values."""
 
 
 class LayoutError(CheckpointError):
-    """A parameter whose metadata contradicts its local shard."""
+    """The metadata of a parameter contradicts its local shard."""
 
 
 class FamilyError(CheckpointError):
-    """A family handler whose declaration does not fit the parameter, or that is declared twice."""
+    """A family's declaration does not fit the parameter, or a family is declared twice or not installed."""
 
 
 class UnsupportedStateError(CheckpointError):
-    """Optimizer state, or a value, that the format cannot hold; or a tensor that a load cannot fill."""
+    """The format cannot hold some optimizer state, tensor or value, or a load cannot fill a tensor."""
 
 
 class PlanDisagreementError(CheckpointError):
-    """Ranks whose plans contradict each other: shapes that differ, rows that nobody or two ranks write."""
+    """The plans of ranks contradict each other: a shape differs, or rows are written by no rank or by two."""
 
 
 class ReplicaMismatchError(CheckpointError):
-    """Ranks that hold copies of one tensor hold other values."""
+    """The copies that several ranks hold of one tensor differ."""
 
 
 class ExchangeError(CheckpointError):
-    """Bytes that one rank read for others did not reach them as they were sent."""
+    """Bytes that one rank read for other ranks were changed on their way."""
 
 
 class RankMissingError(CheckpointError):
-    """Ranks that did not arrive at a common step within the time limit."""
+    """Some ranks did not arrive at a meeting within the time limit, or the rendezvous store did not answer."""
 
 
 class ChangedTensorError(CheckpointError):
-    """A tensor that changed, or was replaced, between the call of an asynchronous save and its copy."""
+    """A tensor was changed or replaced between the call of an asynchronous save and its copy."""
 
 
 class SaveAbandonedError(CheckpointError):
-    """An asynchronous save whose training or checkpoint process ended, or fell silent, before it was committed."""
+    """The training process or the checkpoint process ended, or stopped responding, before a save was committed."""
 
 
 class RankFailedError(CheckpointError):
-    """Another rank failed with an error that has no name here."""
+    """A rank failed with an exception that is not one of this package."""
 
 
 class StorageError(CheckpointError):
-    """The file system or the object store refused, or did not answer: space, permission, credentials, I/O, network."""
+    """The file system or the object store failed: space, permission, credentials, I/O, network."""
 
 
 class LoadInterruptedError(CheckpointError):
-    """A load failed after it had begun to change live tensors: the model must not be used."""
+    """A load failed after it had begun to change live tensors.  The model must not be used."""
 
 
 class InternalError(CheckpointError):
-    """Something that cannot happen did: a defect of this package."""
+    """A defect of this package: something happened that cannot happen."""
 
 
 class StoreClientError(OSError):
-    """What the client of an object store raised: no credentials, no connection, a refusal with an error of its own.
+    """The client of an object store failed: no credentials, no connection, or an error of its own.
 
-    Ranks and commands make a `StorageError` of it, as of each `OSError`.  It is no `CheckpointError`: a store that does
-    not answer says nothing of a checkpoint, and what catches a damaged one must not catch it.
+    Ranks and commands turn it into a `StorageError`, like every `OSError`.  It is not a `CheckpointError`: a store that
+    does not answer proves nothing about a checkpoint, and code that catches a damaged one must not catch it.
     """
 
 
 def brief(error: BaseException) -> str:
-    """An exception's name and the beginning of its first line."""
+    """The class name of an exception and the beginning of its first line."""
     first, *_ = str(error).splitlines() or [""]
     return printable(f"{type(error).__name__}: {first[:300]}")
 
 
 def describe_unexpected(error: BaseException, *, rank: int | None, doing: str) -> CheckpointError:
-    """Name an exception that is not ours, so that every rank can raise it alike.
+    """Turn any exception into a named error, which every rank can raise.
 
     Args:
-        error: What was raised.
-        rank: The rank it was raised on.
-        doing: The phase, in words that follow "while".
+        error: The exception.
+        rank: The rank on which it was raised; None if it belongs to no rank.
+        doing: What the rank was doing, in words that follow "while".
     """
     if isinstance(error, CheckpointError):
         return error if rank is None else error.at_rank(rank, doing)

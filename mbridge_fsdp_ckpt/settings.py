@@ -1,5 +1,5 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""What a user may choose."""
+"""The settings of saves and loads."""
 
 from __future__ import annotations
 
@@ -29,39 +29,45 @@ of a training, and 80 MB, both proportional to it (`benchmarks/results/stock_vie
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings of saves and loads, to be the same on all ranks.
+    """Settings of saves and loads.  They have to be the same on all ranks.
 
     Args:
-        time_limit: Seconds without a heartbeat of any rank after which a waiting rank gives up.
-        storage_limit: Seconds that a rank may be inside one call of the storage, such as a flush, until its heartbeats
-            stop.
-        dcp_metadata: Whether a save writes `.metadata` and the pickled values that stock needs to read it: "auto" does
-            up to 64,000 chunks over all ranks, a second of rank 0 in the first save; above, it says so once.  This
-            package reads neither.
-        verify: What a load checks before it changes anything: "full" also hashes every byte that this rank reads,
-            "header" checks structure and sizes, and reads once.
-        read_buffer: Bytes of verified weights that each rank may keep on the host until all ranks have verified theirs;
-            what does not fit is read again. None: a quarter of the host's available memory, shared among its ranks.
-        share_reads: Whether ranks that hold copies of a tensor (hybrid sharding, `no_shard`, norms) read it for each
-            other in a load, each its part, and pass it on over gloo: "auto" where they have no page cache in common,
-            which is of an object store, and of a file system where the job runs on several hosts.
-        replicas: What a save does where ranks that hold copies of a tensor (norms, hybrid sharding, buffers) hold other
-            values: "warn" names keys and ranks in rank 0's log, "error" refuses; "ignore" does not compare, apart from
-            quantizers' buffers, of which values would be lost.
-        commit: How a save is committed: "rename" on file systems, "marker" in object stores; "auto" goes by the path.
-            Say "marker" for a mounted file system whose renames are not atomic.
-        allow_missing: Patterns (`fnmatch`) of keys that a load may not find.
+        time_limit: Seconds for which a rank waits for the others at a meeting.  Every rank gives heartbeats while it
+            works, and each of them restarts the limit.  When it has passed, the save or load fails on all ranks with an
+            error that names the missing ranks.
+        storage_limit: Seconds that a rank may spend inside one call of the storage, such as a flush.  After that its
+            heartbeats stop, so that `time_limit` later the save or load fails on all ranks.
+        dcp_metadata: Whether a save also writes `.metadata` and the pickled values, which stock needs to read the
+            checkpoint.  This package reads neither.  "auto" writes them for up to 64,000 chunks over all ranks, which
+            costs rank 0 about a second in the first save; above, it logs once that they are left out.
+        verify: What a load checks before it changes anything.  "full" also hashes every byte that this rank reads;
+            "header" checks structure and sizes only, and reads each byte once.
+        read_buffer: Bytes of verified weights that each rank keeps on the host until all ranks have verified theirs.
+            Weights that do not fit are read again.  None means a quarter of the host's available memory, shared among
+            its ranks.
+        share_reads: Whether ranks that hold copies of a tensor (hybrid sharding, `no_shard`, norms) each read a part
+            of it in a load, and pass it on to the others over gloo.  "auto" does so where these ranks share no page
+            cache: with an object store, or with a file system if the job runs on several hosts.
+        replicas: What a save does if copies of a tensor differ between ranks (norms, hybrid sharding, buffers).  "warn"
+            logs keys and ranks on rank 0, "error" fails the save, "ignore" does not compare them, except for buffers of
+            quantizers, whose values would be lost.
+        commit: How a save is committed: "rename" for file systems, "marker" for object stores.  "auto" chooses
+            "marker" if the directory is a URL, else "rename".  Choose "marker" for a mounted file system whose renames
+            are not atomic.
+        allow_missing: Patterns (`fnmatch`) of keys that the checkpoint may lack.
         allow_unexpected: Patterns of keys in the checkpoint that a load may leave unread.
-        allow_cast: Patterns of keys of optimizer slots that a load may round to the lower precision in which the live
-            optimizer keeps them, or hand to an optimizer of another class of which it is not known what it keeps.
-        vocabulary_size: Rows of embeddings and output layer that are tokens; the others are padding, and a checkpoint
-            with other padding loads.  Bridge's plug-in takes it from the model's configuration.
-        staging_limit: Bytes of host memory, in portions of 8 MiB, into which each rank copies what an asynchronous
-            save writes. None: as many as it writes. With fewer, an optimizer's step waits until enough is written.
-        when_busy: What an asynchronous save does while the one before goes on: "wait" until that has ended, or
-            "skip" this one, with a line in the log.
-        progress: Whether rank 0 shows a bar of its bytes on standard error where a save or load takes longer than 1.5
-            seconds; only on a terminal, and not where the environment variable MBRIDGE_FSDP_CKPT_PROGRESS is 0.
+        allow_cast: Patterns of keys of optimizer slots that a load may round to the lower precision of the live
+            optimizer, or hand to an optimizer of another class whose slots this package does not know.
+        vocabulary_size: Number of rows of the embeddings and the output layer that are tokens.  The other rows are
+            padding, and a checkpoint with a different number of padding rows loads.  None means that it is unknown, so
+            that shapes must be equal.  Bridge's plug-in sets it from the model's configuration.
+        staging_limit: Bytes of host memory, in portions of 8 MiB, into which each rank copies the tensors that an
+            asynchronous save writes.  None means as many bytes as the rank writes.  With fewer, the optimizer's step
+            waits until enough of them are written.
+        when_busy: What an asynchronous save does while the previous one is in progress: "wait" until that has ended, or
+            "skip" this save, with a line in the log.
+        progress: Whether rank 0 shows a progress bar on standard error if a save or load takes longer than 1.5 seconds.
+            It does so only on a terminal, and not if the environment variable MBRIDGE_FSDP_CKPT_PROGRESS is 0.
 
     Raises:
         ConfigurationError: A choice is unknown, or a value is not a number where one is needed.
@@ -99,23 +105,25 @@ class Settings:
             raise ConfigurationError(
                 expected=f"staging_limit of at least {LEAST_STAGING} bytes",
                 found=str(self.staging_limit),
-                remedy="Leave it out, or raise it.",
+                remedy="Leave staging_limit out, or raise it.",
             )
         if self.read_buffer is not None and self.read_buffer < 0:
             raise ConfigurationError(
-                expected="read_buffer in bytes, 0 for none", found=str(self.read_buffer), remedy="Leave it out."
+                expected="read_buffer of 0 bytes or more",
+                found=str(self.read_buffer),
+                remedy="Leave read_buffer out, or give a number of bytes.",
             )
 
     def writes_dcp_metadata(self, chunks: int) -> bool:
-        """Whether a save of so many chunks, over all ranks, writes DCP metadata."""
+        """Whether a save with this number of chunks over all ranks writes DCP metadata."""
         return self.dcp_metadata == "always" or (self.dcp_metadata == "auto" and chunks <= AUTO_DCP_CHUNKS)
 
     def for_vocabulary(self, tokens: int | None) -> Settings:
-        """The same for a model of so many tokens, unless the user gave another number."""
+        """These settings with the number of tokens of a model's vocabulary, unless the user has set one."""
         return replace(self, vocabulary_size=tokens) if self.vocabulary_size is None else self
 
     def without_optimizer(self) -> Settings:
-        """The same for a run that keeps no optimizer state, and so may load without."""
+        """These settings for a run that saves no optimizer state, and so may load a checkpoint without any."""
         return replace(self, allow_missing=(*self.allow_missing, "optimizer.*"))
 
     def may_be_missing(self, key: str) -> bool:
@@ -132,11 +140,11 @@ class Settings:
 
 
 def _number(name: str, value: Any, kind: type[Any]) -> Any:
-    """A number of whoever's, NumPy's say."""
+    """Check that a value is a finite number, of Python or another library such as NumPy."""
     if not isinstance(value, kind) or isinstance(value, bool) or not math.isfinite(value):
         what = "a number" if kind is Real else "a whole number"
         raise ConfigurationError(
-            expected=f"{name} to be {what}", found=repr(value), remedy="Leave it out, or give one."
+            expected=f"{name} to be {what}", found=repr(value), remedy=f"Leave {name} out, or give {what}."
         )
     return value
 
@@ -144,5 +152,7 @@ def _number(name: str, value: Any, kind: type[Any]) -> Any:
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ConfigurationError(
-            expected=f"{name} to be one of {', '.join(choices)}", found=repr(value), remedy=f"Use {choices[0]!r}."
+            expected=f"{name} to be one of {', '.join(choices)}",
+            found=repr(value),
+            remedy=f"Leave {name} out, or use {choices[0]!r}.",
         )

@@ -24,9 +24,11 @@ class Segment:
     """Consecutive rows of a fused parameter.
 
     Args:
-        suffix: Appended to the parameter's key on disk; with `module` it names the component.
+        suffix: Appended to the parameter's key on disk to name the component: the rows of `linear_fc1.weight` with the
+            suffix "_w" have the key `linear_fc1.weight_w`.
         rows: Number of rows on this tensor-parallel rank.
-        module: What the key on disk calls the module that owns the parameter, where it is not that module's name.
+        module: The name in the key on disk of the module that owns the parameter; empty for the module's own name.
+            With "query" for the module `linear_qkv`, the key is `query.weight`.
     """
 
     suffix: str
@@ -36,13 +38,13 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class ParameterContext:
-    """What a family may look at.
+    """The parameter that a family is asked about.
 
     Args:
         name: Dotted parameter name inside the model.
         ancestors: (dotted path, module) from the module that owns the parameter up to the root.
         local_shape: Shape on one tensor-parallel rank, before data-parallel sharding.
-        fused: How the framework marks the parameter as several in one; empty where it does not.
+        fused: The framework's mark that the parameter is several in one; empty where there is none.
     """
 
     name: str
@@ -60,7 +62,7 @@ class ParameterContext:
         return self.ancestors[level][1] if level < len(self.ancestors) else None
 
     def child_name(self, level: int) -> str:
-        """The attribute under which `ancestor(level)` hangs in its parent."""
+        """The name of the attribute under which `ancestor(level)` is registered in its parent."""
         return self.ancestors[level][0].rpartition(".")[2] if level < len(self.ancestors) else ""
 
 
@@ -70,15 +72,14 @@ class Family(Protocol):
 
     Attributes:
         name: A name that no other family has.
-        version: Recorded with each key that the family splits; to be raised when the same parameter would split
-            otherwise.
+        version: Recorded with each key that the family splits.  Raise it when the same parameter is split differently.
     """
 
     name: str
     version: int
 
     def segments(self, parameter: ParameterContext) -> tuple[Segment, ...] | None:
-        """The parameter's segments along its first dimension, in order; None where it is not this family's.
+        """The parameter's segments along its first dimension, in order; None if the parameter is not this family's.
 
         Args:
             parameter: Its name, the modules that own it, and its shape on one tensor-parallel rank.

@@ -1,5 +1,5 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""What an opened checkpoint is, in this format or stock's: metadata, and what can be asked of the rest."""
+"""An opened checkpoint, in this format or stock's: its metadata, and methods that read the rest on demand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.keys import KeyEntry, Section, slot_key
 
 AT_PLACE = ("pipeline", "tensor")
-"""The axes along which ranks have the same keys, and may share what is a rank's own."""
+"""The axes that decide which keys a rank has: ranks at the same place along them may use each other's records."""
 
 _CHUNKS_KNOWN = 250_000  # at a time: some 130 MB
 _NO_BYTES = ByteRange(0, 0)
@@ -25,19 +25,19 @@ _NO_BYTES = ByteRange(0, 0)
 
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
-    """A box of a key, and where it lies.  Opaque beyond its box: only its source reads it.
+    """A block of a key, and where it lies in a file.  Only the source that made it uses the fields beyond the box.
 
     Args:
         key: The key.
-        box: The block of it.
+        box: The block, in the global tensor.
         path: The file.
-        record: The bytes that are read: the raw elements, and what was written around them, which are verified as one;
-            or blocks of elements of a record of which the box is a part.
-        checksum: Of the whole record; empty where the format has none.
-        elements_at: Where in these bytes the box's raw elements begin, if they can be read without unpickling.
-        data: The raw elements, where the index has them: there is no record.
-        sums: Where the checksums of blocks are that blocks are verified with; nowhere if the whole record is read.
-        first_block: The number of the first one that is read.
+        record: The range of bytes to read.  It is a whole record, the raw elements with the bytes that `torch.save`
+            writes around them, which has one checksum; or, if the box is part of a record, the blocks that cover it.
+        checksum: The checksum of the whole record; empty where the format has none.
+        elements_at: The offset in `record` of the box's raw elements, if they can be read without unpickling.
+        data: The raw elements, if the index holds them; there is no record then.
+        sums: The range of bytes that holds the checksums of the record's blocks; empty if the whole record is read.
+        first_block: The number of the first block that is read.
     """
 
     key: str
@@ -53,13 +53,13 @@ class StoredChunk:
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """What one saving rank wrote of itself.
+    """What one saving rank recorded about itself.
 
     Args:
-        coordinates: Its rank on each axis of the job: tensor, pipeline, expert, data, ...
-        values: What it gave `save` as `rank_values`; empty where it gave none.
-        extra_state: FP8 scaling state of its modules, by key; empty where it had none.
-        stateless: Names of optimizer parameters that it saved without state.
+        coordinates: The rank's place along each axis of the job: tensor, pipeline, expert, data, ...
+        values: The `rank_values` that were passed to `save` on that rank; empty if there were none.
+        extra_state: The FP8 scaling state of the rank's modules, by key; empty if there was none.
+        stateless: The optimizer's names of parameters that the rank saved without state.
     """
 
     coordinates: Mapping[str, int]
@@ -70,19 +70,19 @@ class RankRecord:
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """What a checkpoint says of itself as a whole; checked, and made once, when it is opened.
+    """The metadata of a whole checkpoint.  It is checked, and made once, when the checkpoint is opened.
 
     Args:
-        directory: Where it lies, held on to: what takes its place meanwhile is not read.
-        identity: What tells it from another: its name and its metadata's checksum.
+        directory: The checkpoint's directory, held open: a directory that replaces it meanwhile is not read.
+        identity: The name and the metadata's checksum, by which ranks compare the checkpoints that they opened.
         format: `FORMAT_NAME` or `STOCK_FORMAT`.
-        sections: What was saved: "model", "optimizer".
-        keys: Every tensor of model and optimizer.
-        values: Non-tensor state that belongs to no rank.
-        topology: The saving job's sizes; empty where only its ranks' places tell them, see `sizes_of`.
+        sections: The saved sections: "model", "optimizer".
+        keys: The description of every tensor of model and optimizer, by key.
+        values: Non-tensor state that belongs to no single rank.
+        topology: The parallel sizes of the saving job; empty where only the records of ranks have them (`sizes_of`).
         files: Files beside payload and index files, with their checksums; stock lists none.
-        families: Those that split keys, `name/version`, each with one of the keys.
-        chunks: How many there are over all keys; 0 where all are known in memory.
+        families: The families that split keys, as `name/version`, each with one of the keys.
+        chunks: The number of chunks over all keys; 0 where all of them are in memory.
     """
 
     directory: AnyPath
@@ -98,33 +98,33 @@ class Metadata:
 
 
 class CheckpointSource(Protocol):
-    """An opened checkpoint: its metadata is checked, of the rest no more is read than a call asks for.
+    """An opened checkpoint: its metadata is checked, and everything else is read when a method needs it.
 
-    What a method cannot read is a `CheckpointError` that names the file: `ManifestError` where the file contradicts the
-    format, `DamagedCheckpointError` where it is not there or not what was written.  A storage that refuses is an
+    A method that cannot read a file raises a `CheckpointError` that names it: `ManifestError` if the file contradicts
+    the format, `DamagedCheckpointError` if it is missing or its bytes were changed.  If the storage fails, it raises
     `OSError`.
     """
 
     @property
     def metadata(self) -> Metadata:
-        """What it says of itself as a whole."""
+        """The metadata of the whole checkpoint."""
 
     def look_near(self, ranks: Iterable[int]) -> None:
-        """Say that these ranks, too, probably wrote what is going to be asked for."""
+        """Hint that these saving ranks, too, probably wrote the keys that are looked up next."""
 
     def chunks(
         self, keys: Iterable[str], needed: Mapping[str, Sequence[Box]] | None = None
     ) -> dict[str, list[StoredChunk]]:
-        """Where keys lie.
+        """Look up where keys lie.
 
         Args:
             keys: Keys of the metadata.
-            needed: What is needed of each; None means all of it.
+            needed: The blocks that are needed of each key; None means all of it.
 
         Returns:
-            For each key its chunks that have something needed, perhaps others, in no order, each perhaps without rows
-            that have nothing needed; every box is inside its key, every file is there at its full size.  Whether the
-            boxes cover what is needed is not checked.
+            For each key the chunks that overlap a needed block, and perhaps others, in no order.  A chunk may leave out
+            rows that are not needed.  Every box is inside its key, and every file exists at its full size.  Whether the
+            boxes cover the needed blocks is not checked.
 
         Raises:
             ManifestError: The index contradicts the metadata, or itself.
@@ -137,48 +137,49 @@ class CheckpointSource(Protocol):
         Args:
             chunk: From `chunks`.
             verify: Whether to compare the record's checksum, where the format has one.
-            scratch: Where they may lie; they are gone when it is used again.
+            scratch: Memory in which the elements may lie; they are valid until it is used again.
 
         Raises:
-            DamagedCheckpointError: The file is gone or too short, or the bytes are not those that were written.
+            DamagedCheckpointError: The file is missing or too short, or its bytes were changed.
         """
 
     def read_rows(
         self, chunk: StoredChunk, scratch: Scratch, *, verify: bool = True
     ) -> Iterator[tuple[Box, torch.Tensor]]:
-        """A chunk's elements, some rows at a time, each with their box and until the next ones are taken.
+        """Read a chunk some rows at a time; yields their box and elements, which are valid until the next rows.
 
         Args:
             chunk: From `chunks`.
-            scratch: Memory that they pass through.
-            verify: Whether to compare checksums; rows have been handed out before the last one is compared.
+            scratch: Memory that the elements pass through.
+            verify: Whether to compare checksums; rows are yielded before the last checksum is compared.
 
         Raises:
-            DamagedCheckpointError: The file is gone or too short, or bytes were changed; perhaps after the last rows.
+            DamagedCheckpointError: The file is missing or too short, or its bytes were changed.  It may be raised after
+                the last rows.
         """
 
     def read_part(self, chunk: StoredChunk, place: Place, scratch: Scratch, *, verify: bool = True) -> None:
-        """Read a chunk of which a part goes straight to where it is wanted.
+        """Read a chunk, a part of it straight into its destination.
 
         Args:
             chunk: From `chunks`.
-            place: The memory of that part; it starts so many bytes after the chunk's first element.
-            scratch: Memory that the rest passes through.
-            verify: Whether to compare checksums; bytes are in their place before they are compared.
+            place: The memory of that part, and its offset in bytes from the chunk's first element.
+            scratch: Memory that the rest of the chunk passes through.
+            verify: Whether to compare checksums; the part is in its destination before they are compared.
 
         Raises:
-            DamagedCheckpointError: The file is gone or too short, or the bytes are not those that were written.
+            DamagedCheckpointError: The file is missing or too short, or its bytes were changed.
         """
 
     def reading_ahead(self, chunks: Iterable[StoredChunk]) -> AbstractContextManager[None]:
-        """A context in which chunks are on their way from the disk before they are asked for.
+        """A block in which chunks are read from the disk in advance.
 
         Args:
             chunks: From `chunks`, in the order in which they will be read or verified.
         """
 
     def verify(self, chunk: StoredChunk, scratch: Scratch) -> None:
-        """Raise what `read` would, and keep nothing.
+        """Raise the errors that `read` would raise, and keep nothing.
 
         Args:
             chunk: From `chunks`.
@@ -189,37 +190,46 @@ class CheckpointSource(Protocol):
         """Saved hyperparameters by optimizer parameter, for those that have some.
 
         Args:
-            names: The parameters that are of interest, by the optimizer's name, best a whole param group: it is known
-                as such to the rank that saved it.  None means all.
+            names: The optimizer's names of the parameters to look up, best those of a whole param group, which can be
+                looked up at once.  None means all.
         """
 
     def slots(self, name: str) -> dict[str, KeyEntry]:
         """The slots of one component, by its name in the optimizer's state, with their descriptions."""
 
     def stateless(self, names: Iterable[str]) -> set[str]:
-        """Those of some optimizer parameters that were saved without state."""
+        """The names among these of optimizer parameters that were saved without state."""
 
     def share(self, index: int, count: int) -> Sequence[str]:
-        """One of `count` shares of all keys, which together have each key once."""
+        """One of `count` shares of all keys, which together contain each key once."""
 
     def ranks(self) -> Iterator[RankRecord]:
-        """What each saving rank said of itself; of stock, one record for each (pipeline, tensor) place."""
+        """The record of each saving rank; in stock's format, one record for each (pipeline, tensor) place."""
 
     def near(self, place: Mapping[str, int]) -> tuple[RankRecord | None, RankRecord | None]:
-        """The record of the rank that saved at a place, and that of one at the same place along `AT_PLACE`; or None."""
+        """The records of the rank that saved at a place, and of a rank at the same place along `AT_PLACE`.
+
+        Each is None where there is no such rank.
+        """
 
     def states(self, modules: Iterable[str]) -> Iterator[RankRecord]:
         """The records of all ranks that have FP8 state of some modules."""
 
 
 def slots_in(find: Callable[[str], KeyEntry | None], name: str, slots: Iterable[str]) -> dict[str, KeyEntry]:
-    """See `CheckpointSource.slots`: of some slots, those whose keys are found."""
+    """The descriptions of those slots whose keys are found; see `CheckpointSource.slots`.
+
+    Args:
+        find: Takes a key and returns its description; None where it does not exist.
+        name: The component's name in the optimizer's state.
+        slots: The names of the slots to look for.
+    """
     found = ((slot, find(slot_key(name, slot))) for slot in slots)
     return {slot: entry for slot, entry in found if entry is not None}
 
 
 def sizes_of(places: Iterable[Mapping[str, int]]) -> dict[str, int | str]:
-    """Sizes of a job, as far as the places of its ranks tell them."""
+    """The pipeline- and tensor-parallel sizes of a job, from the places of its ranks."""
     known = list(places)
     found = {axis: [place[axis] for place in known if axis in place] for axis in ("pipeline", "tensor")}
     return {axis: 1 + max(numbers) for axis, numbers in found.items() if numbers}

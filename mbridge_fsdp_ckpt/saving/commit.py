@@ -29,7 +29,13 @@ _log = logging.getLogger(__name__)
 
 
 class Place(TypedDict):
-    """Where all ranks write, and what their files are called: see `Files`."""
+    """Where all ranks write.
+
+    Args:
+        directory: The directory that they write to.
+        save: The save's token, a part of file names; see `Files`.
+        suffix: The end of file names; see `Files`.
+    """
 
     directory: str
     save: str
@@ -37,16 +43,17 @@ class Place(TypedDict):
 
 
 def files_of(place: Place) -> Files:
-    """What files are called at a place."""
+    """The names of the files that ranks write at a place."""
     return Files(place["save"], place["suffix"])
 
 
 @cache
 def say_view_left_out(chunks: int) -> None:
-    """Say once that stock cannot read what a job saves."""
+    """Log once that saves of this size have no DCP metadata, so that stock cannot read them."""
     _log.warning(
-        "DCP metadata (.metadata) is left out of saves of %d chunks: it would cost rank 0 some %d seconds each. "
-        'Say dcp_metadata="always" if stock is to read them, or make it later: mbridge_fsdp_ckpt repair --stock-view',
+        "saves of %d chunks are written without DCP metadata (.metadata), which would cost rank 0 about %d seconds "
+        'each. If stock has to read them, set dcp_metadata="always", or add it later with: '
+        "mbridge_fsdp_ckpt repair --stock-view",
         chunks,
         chunks // 50_000,
     )
@@ -54,9 +61,16 @@ def say_view_left_out(chunks: int) -> None:
 
 @dataclass(slots=True)
 class Job:
-    """One save, as rank 0 does it: it owns the staging directory, and commits.
+    """One save, as rank 0 performs it: it makes the staging directory, and commits.
 
-    `working` is the directory that the training process works in, where that is another one.
+    Args:
+        target: The checkpoint directory to make or replace.
+        settings: The settings of the save.
+        coordination: The coordination of the save.
+        values: Non-tensor state that belongs to no single rank.
+        add_files: Called with an empty folder whose files are committed, too; None adds none.
+        after_commit: Called once the checkpoint is in its place; None calls nothing.
+        working: The working directory of the training process; None means that of this process.
     """
 
     target: AnyPath
@@ -71,7 +85,12 @@ class Job:
     _files: Files = field(default_factory=lambda: Files(""))
 
     def begin(self) -> Place:
-        """Make the staging directory, unless something else than a checkpoint is in the way; returns where to write."""
+        """Make the staging directory; returns where to write.
+
+        Raises:
+            ConfigurationError: The target must not be replaced.
+            OSError: The storage refused.
+        """
         check_replaceable(self.target, self.working)
         methods.recover(self.target)
         removal.delete_later(methods.condemn_leftovers(self.target, self.settings.commit))
@@ -84,7 +103,7 @@ class Job:
 
         Args:
             result: What all ranks wrote.
-            sections: Of the checkpoint.
+            sections: The sections of the checkpoint.
             topology: See `WritePlan`.
         """
         assert self._commit is not None
@@ -114,19 +133,19 @@ class Job:
         self._follow_up()
 
     def _follow_up(self) -> None:
-        """What the caller does after a commit: others must not go on while this rank fails at it."""
+        """Call `after_commit` while the other ranks wait, so that they raise its error, too."""
         self.coordination.heartbeat()
         try:
             if self.after_commit is not None:
                 self.after_commit()
         except (Exception, SystemExit) as error:
-            _log.exception("%s is in its place, what follows failed", self.target)
+            _log.exception("%s is committed and in its place, but after_commit failed", self.target)
             named = describe_unexpected(error, rank=self.coordination.rank, doing="following up the commit")
-            stands = f"The checkpoint is complete and in its place, a tracker may name the one before: {self.target}."
+            stands = f"The checkpoint is complete and in its place, a tracker may name the previous one: {self.target}."
             raise CheckpointError.from_wire(named.to_wire() | {"remedy": f"{stands} {named.remedy}"}) from error
 
     def clean_up(self) -> None:
-        """After the decision: have deleted what was replaced, or what a save that failed has written."""
+        """Delete what was replaced, or what a failed save has written, in the background, after the decision."""
         removal.delete_later(self._replaced)
         if self._commit is not None:
             try:

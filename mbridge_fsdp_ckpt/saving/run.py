@@ -26,12 +26,12 @@ def run(
 
     Args:
         job: The save.
-        planned: What this rank writes, or why it can't.
-        elements: Of its blocks; asked for once all ranks have agreed.
-        watching: The clock of the save, and who shows its progress.
+        planned: The write plan of this rank, or the error that it failed with.
+        elements: Returns the elements of the plan's blocks; called once all ranks have agreed.
+        watching: The clock of the save, and the receiver of its progress.
 
     Raises:
-        CheckpointError: The same on every rank.  See `checkpoint.save`.
+        CheckpointError: The save failed.  The same on every rank.
     """
     coordination, phases = job.coordination, watching.phases
     try:
@@ -54,13 +54,13 @@ def run(
 
 
 def give_up(coordination: Coordination, error: CheckpointError) -> int:
-    """Bring an error to the meetings of a save, in the place of a process that cannot go on.
+    """Bring an error to the meetings of a save, in place of a process that cannot continue.
 
     Returns:
-        The bytes that all ranks wrote, if the save was committed all the same.
+        The bytes that all ranks wrote, if the save was committed nevertheless.
 
     Raises:
-        CheckpointError: This error, or the one that the ranks have agreed on before.
+        CheckpointError: This error, or the error of another rank that came first.
     """
     try:
         decided = coordination.meet(Arrival(PlanComparison.phase, error))
@@ -75,7 +75,7 @@ def give_up(coordination: Coordination, error: CheckpointError) -> int:
 
 
 def _agree_to_write(job: Job, planned: Outcome[WritePlan]) -> Place:
-    """The first meeting, and the one that it may call for; returns where to write."""
+    """Hold the first meeting, and a second one if sums are not zero; returns where to write."""
     coordination = job.coordination
     decided = coordination.meet(PlanComparison(planned, job.begin))
     if decided["place"] is not None:
@@ -84,7 +84,7 @@ def _agree_to_write(job: Job, planned: Outcome[WritePlan]) -> Place:
 
 
 def _commit(job: Job, own: WritePlan, written: Outcome[Written], place: Place) -> int:
-    """The second meeting, and the one that it may call for; returns the bytes that all ranks wrote."""
+    """Hold the commit round, and a further meeting if sums are not zero; returns the bytes that all ranks wrote."""
     coordination, choice = job.coordination, job.settings.replicas
     committing = CommitRound(job, own, place, written)
     decided = coordination.meet(committing)

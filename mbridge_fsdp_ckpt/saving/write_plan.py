@@ -1,5 +1,5 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""What one rank is about to write, as data: all of it but the elements of its tensors; and how ranks compare it."""
+"""What one rank is about to write, as data, without the elements of its tensors; and how ranks compare it."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class WritePlan:
     """What one rank is about to write.
 
     Args:
-        blocks: All that it holds and that count for the plan, those that other ranks write among them.
-        keys: The descriptions of all keys that it has rows of.
-        numbers: Of all parameters that it holds a part of, whichever rank declares them.
-        fingerprint: What the others learn of the blocks.
-        said: What its index file says besides keys, files and times.
-        hyperparameters: Of its parameters, encoded, by checksum.
-        sections: What is saved.
-        topology: Sizes of the running job, by name, and how Megatron-FSDP shards the model.
-        copies: What it saw, while writing, of blocks that others hold, too.
+        blocks: All blocks that the rank holds and that count for the plan, also those that other ranks write.
+        keys: The descriptions of all keys for which the rank writes rows.
+        numbers: The scalars of all parameters of which the rank holds a part, whichever rank declares them.
+        fingerprint: The sums of the blocks, by bucket, which ranks add up.
+        said: The content of the rank's index file besides keys, files and times.
+        hyperparameters: The hyperparameters of the rank's parameters, encoded, by checksum.
+        sections: The sections that are saved.
+        topology: The parallel sizes of the running job, by name, and how Megatron-FSDP shards the model.
+        copies: Hashes of blocks that other ranks hold, too, collected while the rank writes.
     """
 
     blocks: list[Block]
@@ -49,11 +49,11 @@ class WritePlan:
 
     @property
     def chunks(self) -> list[int]:
-        """The numbers of the blocks that it writes to its payload file."""
+        """The numbers of the blocks that the rank writes to its payload file."""
         return [number for number, block in enumerate(self.blocks) if block.writes and not block.is_scalar]
 
     def compared(self, choice: str) -> list[int]:
-        """The numbers of the blocks that others write, and that are compared with theirs.
+        """The numbers of the blocks that other ranks write, and that are compared with theirs.
 
         Args:
             choice: `Settings.replicas`.
@@ -63,29 +63,39 @@ class WritePlan:
 
 
 class Elements(Protocol):
-    """Where the elements of a rank's blocks come from."""
+    """The elements of a rank's blocks, read from live tensors or from staging memory."""
 
     def each(self, numbers: Sequence[int]) -> Iterator[Iterable[Buffer]]:
-        """The bytes of each block that it writes, in pieces, on the host; once, for all `WritePlan.chunks`.
+        """The bytes of each block that the rank writes, in pieces, on the host.  Called once, for `WritePlan.chunks`.
 
-        All pieces of one are taken before the next one is asked for.
+        The caller takes all pieces of one block before it asks for the next one.
         """
         ...
 
     def digests(self, numbers: Sequence[int]) -> Iterator[int]:
-        """The hashes of blocks that other ranks write; once, after all of `each`."""
+        """The hashes of blocks that other ranks write.  Called once, after `each` is exhausted."""
         ...
 
 
 class Announced(TypedDict):
-    """A rank's message for the comparison of plans; of several, all sections that they name."""
+    """The message of one rank to the comparison of plans, or of several ranks combined.
+
+    Args:
+        fingerprint: The sums of blocks, by bucket.
+        sections: Each different list of sections that a rank saves.
+    """
 
     fingerprint: list[int]
     sections: list[list[Section]]
 
 
 class PlansDecided(TypedDict):
-    """Where to write; or, for now, what plans add up to where that is not zero."""
+    """The coordinator's decision of the comparison of plans.
+
+    Args:
+        sums: The sums of all ranks' blocks, by bucket, if they are not zero; else empty.
+        place: Where all ranks write; None if sums are not zero, and blocks have to be compared one by one.
+    """
 
     sums: list[int]
     place: Place | None
@@ -93,11 +103,11 @@ class PlansDecided(TypedDict):
 
 @dataclass(slots=True)
 class PlanComparison(Round[Announced, PlansDecided]):
-    """First meeting of a save: do the plans tile every tensor?
+    """First meeting of a save: do the plans of all ranks tile every tensor?
 
     Args:
-        planned: What this rank writes, or why it can't.
-        begin: Makes the staging directory, on rank 0.
+        planned: The write plan of this rank, or the error that it failed with.
+        begin: Makes the staging directory; called on rank 0.
     """
 
     planned: Outcome[WritePlan]
@@ -105,11 +115,11 @@ class PlanComparison(Round[Announced, PlansDecided]):
     phase = "comparison of plans"
 
     def message(self) -> Announced | CheckpointError:
-        """What this rank announces, bounded."""
+        """The sums of this rank's blocks, and its sections."""
         return self.planned.message(lambda own: Announced(fingerprint=own.fingerprint, sections=[list(own.sections)]))
 
     def combine(self, messages: list[Announced]) -> Announced:
-        """What several ranks announce."""
+        """The sums of several ranks' blocks, and their sections."""
         sections = {tuple(one) for message in messages for one in message["sections"]}
         return {
             "fingerprint": added(message["fingerprint"] for message in messages),
@@ -117,11 +127,11 @@ class PlanComparison(Round[Announced, PlansDecided]):
         }
 
     def decide(self, whole: Announced) -> PlansDecided:
-        """Make the staging directory if plans add up."""
+        """Make the staging directory if the sums of all plans are zero."""
         if len(whole["sections"]) > 1:
             raise ConfigurationError(
                 expected="all ranks to save the same sections",
-                found=" and ".join(map(", ".join, whole["sections"])),
+                found=" on some ranks, and on others ".join(", ".join(one) or "none" for one in whole["sections"]),
                 remedy="Pass the optimizer on every rank, or on none.",
             )
         if any(whole["fingerprint"]):

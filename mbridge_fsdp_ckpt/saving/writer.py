@@ -1,5 +1,5 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""Writing what one rank holds, the meeting that commits it, and rolling it back."""
+"""Writing one rank's chunks and index file, the meeting that commits a save, and rolling a failed save back."""
 
 from __future__ import annotations
 
@@ -31,7 +31,12 @@ _log = logging.getLogger(__name__)
 
 
 class Written(TypedDict):
-    """A rank's message for the commit, or several ranks': of their index, and a fingerprint of the hashes of copies."""
+    """The message of one rank to the commit round, or of several ranks combined.
+
+    Args:
+        result: What the ranks wrote.
+        replicas: The sums of the hashes of copies, by bucket.
+    """
 
     result: WriteResult
     replicas: list[int]
@@ -39,11 +44,11 @@ class Written(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Watching:
-    """What a save reports to while it writes.
+    """The objects to which a save reports while it writes.
 
     Args:
-        phases: Its clock.
-        progress: Who watches.
+        phases: The clock of the save.
+        progress: Receives the progress of the save.
     """
 
     phases: Phases = field(default_factory=Phases)
@@ -58,15 +63,15 @@ def write(
     choice: str = "warn",
     watching: Watching | None = None,
 ) -> Written:
-    """Write this rank's chunks and its index file, and hash what others hold, too.
+    """Write this rank's chunks and its index file, and hash the blocks that other ranks hold, too.
 
     Args:
-        write_plan: What to write; learns the hashes.
-        elements: Of its blocks.
-        place: Where.
-        coordination: Gets heartbeats.
+        write_plan: What to write; the hashes are added to its `copies`.
+        elements: The elements of the plan's blocks.
+        place: Where all ranks write.
+        coordination: Receives heartbeats.
         choice: `Settings.replicas`.
-        watching: The clock of the save, and who shows its progress; None for neither.
+        watching: The clock of the save, and the receiver of its progress; None for neither.
 
     Returns:
         The message for the next meeting.
@@ -76,7 +81,7 @@ def write(
     """
     staging, files, watching = as_path(place["directory"]), files_of(place), watching or Watching()
     phases = watching.phases
-    if is_local(staging) or coordination.rank == 0:  # which waits for all: stores limit how often one object is written
+    if is_local(staging) or coordination.rank == 0:  # object stores limit how often one object, the lease, is written
         coordination.on_heartbeat = lease.renewing(lease.of_save(staging, files))
     chunks, file = _write_chunks(
         write_plan, elements, staging / files.payload(coordination.rank), coordination, choice, watching
@@ -102,7 +107,7 @@ def _write_chunks(
     choice: str,
     watching: Watching,
 ) -> tuple[list[Chunk], FileEntry | None]:
-    """Write this rank's payload file, if it has any chunks; returns their rows and its entry."""
+    """Write this rank's payload file, if it has chunks; returns the rows of the chunks and the entry of the file."""
     numbers, rows = write_plan.chunks, list[Chunk]()
     if not numbers:
         return rows, None
@@ -146,7 +151,13 @@ def _copies_of_numbers(write_plan: WritePlan, choice: str) -> Iterator[Copy]:
 
 
 class WrittenDecided(TypedDict):
-    """What copies add up to where that is not zero; otherwise it is committed.  And the bytes of payload of all."""
+    """The coordinator's decision of the commit round.
+
+    Args:
+        sums: The sums of all ranks' hashes of copies, by bucket, if they are not zero; else empty.  The save is
+            committed only in the latter case.
+        bytes: Bytes of payload that all ranks wrote.
+    """
 
     sums: list[int]
     bytes: int
@@ -158,9 +169,9 @@ class CommitRound(Round[Written, WrittenDecided]):
 
     Args:
         job: The save.
-        own: What this rank wrote.
-        place: Where.
-        written: What came of it.
+        own: The write plan of this rank.
+        place: Where all ranks write.
+        written: This rank's message, or the error that it failed with.
     """
 
     job: Job
@@ -171,18 +182,18 @@ class CommitRound(Round[Written, WrittenDecided]):
     phase = "commit"
 
     def message(self) -> Written | CheckpointError:
-        """What this rank wrote."""
+        """This rank's message, or the error that it failed with."""
         return self.written.brought
 
     def combine(self, messages: list[Written]) -> Written:
-        """What several ranks wrote; who leads their group merges their index files."""
+        """Combine what several ranks wrote.  A rank that leads a group merges the group's index files."""
         result = together(message["result"] for message in messages)
         if (leader := self.job.coordination.leads) is not None:
             result = write_group_index(as_path(self.place["directory"]), files_of(self.place), leader, result)
         return {"result": result, "replicas": added(message["replicas"] for message in messages)}
 
     def decide(self, whole: Written) -> WrittenDecided:
-        """Commit, unless copies do not add up."""
+        """Commit if the sums of copies are zero."""
         self._result, sums = whole["result"], whole["replicas"] if any(whole["replicas"]) else []
         if not sums:
             self.finish()
@@ -194,9 +205,9 @@ class CommitRound(Round[Written, WrittenDecided]):
 
 
 def roll_back(place: Place, coordination: Coordination) -> None:
-    """Remove what this rank wrote for a save that failed, unless it may stand after all.
+    """Remove the files that this rank wrote for a failed save, unless rank 0 may have committed them.
 
-    Rank 0 may have tidied up before this rank was through.
+    Rank 0 may have removed the staging directory before.
     """
     if coordination.was_fenced():
         return

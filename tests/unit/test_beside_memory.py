@@ -115,7 +115,7 @@ def test_what_an_earlier_save_left_there_is_refused() -> None:
 
 def test_nothing_that_comes_and_an_error_end_the_wait() -> None:
     staging = Staging.create(2)
-    with pytest.raises(SaveAbandonedError, match="nothing more within"):
+    with pytest.raises(SaveAbandonedError, match="no further portion within"):
         list(*Arriving(write_plan([10]), staging, 1, print, 0.05).each([0]))
     broken = Arriving(write_plan([10]), staging, 1, print, LIMIT_S)
     broken.hear({"broken": StorageError(expected="a", found="b", remedy="c").to_wire()})

@@ -1,5 +1,5 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""What a training process stages, as its checkpoint process reads it: see `Elements`."""
+"""The elements that a training process stages, read by its checkpoint process: an implementation of `Elements`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from mbridge_fsdp_ckpt.saving.write_plan import WritePlan
 
 
 class Arriving:
-    """Elements that arrive while they are written.
+    """Elements that arrive in staging memory while they are written.
 
     Args:
-        write_plan: What is written.
-        staging: Where they arrive.
+        write_plan: The write plan of the save.
+        staging: The staging memory.
         save: The number of the save.
-        freed: Called with how many portions have been read.
+        freed: Called with the number of portions that have been read so far.
         limit: Seconds that may pass without anything arriving.
     """
 
@@ -34,9 +34,9 @@ class Arriving:
         self._error: CheckpointError | None = None
 
     def hear(self, message: Message) -> None:
-        """How many portions are there, the hashes of blocks that others write, or why no more comes.
+        """Take a message: the number of filled portions, hashes of blocks that other ranks write, or an error.
 
-        Of another thread.
+        Called by another thread.
         """
         with self._changed:
             self._filled = message.get("filled", self._filled)
@@ -49,9 +49,9 @@ class Arriving:
         """See `Elements`.
 
         Raises:
-            CheckpointError: What the training process failed with.
-            SaveAbandonedError: Nothing has come for too long.
-            InternalError: A portion is another save's.
+            CheckpointError: The training process failed with this error.
+            SaveAbandonedError: Nothing has arrived within the limit.
+            InternalError: A portion belongs to another save.
         """
         return map(self._pieces, numbers)
 
@@ -73,7 +73,7 @@ class Arriving:
             yield self._digests[number]
 
     def _free(self, portion: int) -> None:
-        """All before this portion has been read."""
+        """Report that all portions before this one have been read."""
         if portion > self._read:
             self._read = portion
             self._freed(portion)
@@ -82,13 +82,13 @@ class Arriving:
         if not self._staging.has(portion, self._save):
             raise InternalError(
                 expected=f"portion {portion} of save {self._save} in staging memory",
-                found="another's",
+                found="a portion of another save",
                 remedy="Nothing was committed. Report it.",
                 key=self._write_plan.blocks[number].key,
             )
 
     def _await(self, there: Callable[[], bool]) -> None:
-        """Wait for the training process, however slowly it copies, as long as something comes."""
+        """Wait for the training process for as long as portions arrive within the limit."""
         with self._changed:
             seen, waits = self._filled, slices(self._limit)
             while not there():
@@ -100,7 +100,7 @@ class Arriving:
                 if pause is None:
                     raise SaveAbandonedError(
                         expected="the training process to copy what it saves before the optimizer's next step",
-                        found=f"nothing more within {self._limit:g} s",
-                        remedy="Is it stopped, or stuck? Nothing was committed.",
+                        found=f"no further portion within {self._limit:g} s",
+                        remedy="Check whether the training process is stopped or stuck. Nothing was committed.",
                     )
                 self._changed.wait(pause)

@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 
 class AsyncSaves:
-    """This process, as far as it has saves going on."""
+    """The asynchronous saves of this process: at most one is in progress."""
 
     def __init__(self) -> None:
         self._writer: CheckpointProcess | None = None
@@ -51,7 +51,10 @@ class AsyncSaves:
         self._blocks = 0
 
     def begin(self, order: Order) -> SaveHandle:
-        """Begin a save; the one before has ended.  State not copied on return changes in `optimizer.step()` only."""
+        """Begin a save.  The previous one must have ended.
+
+        State that is not copied yet on return may change only in `optimizer.step()`, which waits for the copy.
+        """
         _hook()
         with self._lock:
             self._saves += 1
@@ -73,17 +76,22 @@ class AsyncSaves:
             saving.give_up(error)
         self._saving = saving
         saving.stalled += order.phases.elapsed
-        if replayed:  # no hook tells of such a step
+        if replayed:  # torch calls no hook before such a step
             saving.wait_until_taken()
         return saving
 
     def wait_until_taken(self) -> None:
-        """Before tensors change: let the snapshot come to its end."""
+        """Wait until the snapshot is taken.  Call it before tensors change."""
         if self._saving is not None:
             self._saving.wait_until_taken()
 
     def skips(self, participant: Participant, settings: Settings) -> bool:
-        """Whether a save is left out, because the one before goes on: where rank 0 finds it so, on all."""
+        """Whether to leave a save out because the previous one is in progress; rank 0 decides for all ranks.
+
+        Args:
+            participant: This rank's part in the new save's meetings.
+            settings: The settings of the new save; only `when_busy="skip"` leaves saves out.
+        """
         if settings.when_busy != "skip":
             return False
         busy = self._saving is not None and not self._saving.done
@@ -91,18 +99,18 @@ class AsyncSaves:
             self._saving.join()  # sequences are begun in the order of the calls, on all ranks
         skipped = participant.rank_0_says("busy" if busy else "free") == "busy"
         if skipped and participant.rank == 0:
-            _log.warning("skipped: %s; the save before it goes on", participant.purpose)
+            _log.warning("skipped: %s; the previous save is still in progress", participant.purpose)
         return skipped
 
     @contextmanager
     def old_error_last(self) -> Iterator[None]:
-        """Around a save, and what its caller does with it: an error of the save before is raised behind that, once.
+        """A block around a new save, after which an error of the previous save is raised, once.
 
-        By then the new save has ended, too: an error that ends the job does not cost it.  Blocks may be nested.
+        The new save has ended by then, so that an error that ends the job does not lose it.  Blocks may be nested.
 
         Raises:
-            CheckpointError: The error of the save before, not raised yet: the same on every rank.  Where the new
-                save has failed as well, that one's, with a note of the other.
+            CheckpointError: The error of the previous save, if it was not raised yet: the same on every rank.  If the
+                new save has failed as well, the error of the new save, with a note of the other.
         """
         self._blocks += 1
         try:
@@ -120,11 +128,11 @@ class AsyncSaves:
             raise owed
 
     def end_last(self) -> None:
-        """Wait for the save before, if there is one; what it failed with is owed, unless it has been raised."""
+        """Wait for the previous save, if there is one.  Keep its error to raise it later, unless it was raised."""
         saving = self._saving
         if saving is None:
             return
-        saving.wait()  # where a signal ends the wait, the save goes on: the next call waits for it
+        saving.wait()  # where a signal ends the wait, the save stays in progress: the next call waits for it
         self._saving = self._served = None
         if saving.error is not None and not saving.raised:
             saving.raised = True
@@ -132,20 +140,24 @@ class AsyncSaves:
 
     def _owe(self, error: CheckpointError) -> None:
         if self._owed is not None:
-            error.add_note(f"The save before has failed, too: {self._owed}")
+            error.add_note(f"The previous save has failed, too: {self._owed}")
         self._owed = error
 
     def settle(self) -> None:
-        """Wait for the save before, if there is one.
+        """Wait for the previous save, if there is one.
 
         Raises:
-            CheckpointError: It failed, and its error was not raised yet.  The same on every rank.
+            CheckpointError: The save failed, and its error was not raised yet.  The same on every rank.
         """
         with self.old_error_last():
             self.end_last()
 
     def release(self, *, wait: bool = True) -> None:
-        """Give staging memory back, once a save that goes on has been written; see `checkpoint.release_staging`."""
+        """Free staging memory once a save in progress has been written.
+
+        Args:
+            wait: Whether to wait for that; see `checkpoint.release_staging`.
+        """
         if wait and self._saving is not None:
             self._saving.wait()
         with self._lock:
@@ -154,7 +166,7 @@ class AsyncSaves:
                 self._give_back(self._saves)
 
     def _give_back(self, number: int) -> None:
-        """Give staging memory back if that was asked for, and no save has begun since this one."""
+        """Free staging memory if `release` was called and no save has begun since the one with this number."""
         writer = self._writer
         if number == self._saves == self._to_release and writer is not None and writer.staging is not None:
             with suppress(CheckpointError):  # with a process that has ended its share has gone
@@ -162,7 +174,7 @@ class AsyncSaves:
             writer.drop_staging()
 
     def stop(self) -> None:
-        """Wait for the save that goes on, whatever it comes to, and let the checkpoint process end."""
+        """Wait for a save in progress, committed or failed, and end the checkpoint process."""
         if self._saving is not None:
             self._saving.wait()
         self._saving = self._served = self._owed = None
@@ -172,7 +184,7 @@ class AsyncSaves:
             writer.stop()
 
     def forget(self) -> None:
-        """In a forked child, which has no threads that save: close what it has inherited."""
+        """Close what a forked child has inherited; it has no threads that save."""
         if self._writer is not None:
             self._writer.forget()
 
@@ -190,7 +202,7 @@ class AsyncSaves:
     def _live(
         self, saving: SaveHandle, order: Order, writer: CheckpointProcess, frozen: Outcome[Frozen], copies: Copies
     ) -> None:
-        """All that a save needs of this process.  Of its thread: whatever ends that ends the save, by name."""
+        """Do all that a save needs in this process.  Runs in the save's thread; if it raises, the save fails."""
         try:
             time.sleep(_CALL_FIRST_S)
             self._copy(saving, order, writer, frozen, copies)
@@ -207,7 +219,7 @@ class AsyncSaves:
     def _copy(
         self, saving: SaveHandle, order: Order, writer: CheckpointProcess, frozen: Outcome[Frozen], copies: Copies
     ) -> None:
-        """Plan, hand over and copy."""
+        """Plan the save, hand it over to the checkpoint process, and copy its tensors."""
         handed_over = False
         try:
             with copies.reading():  # of state in 8 or 16 bits an optimizer makes what is saved
@@ -233,7 +245,7 @@ class AsyncSaves:
     def _announce(
         self, saving: SaveHandle, writer: CheckpointProcess, order: Order, snapshot: Snapshot, copies: Copies
     ) -> None:
-        """Hand the save over, numbers of tensors among it; what the process knows since is noted once it was sent."""
+        """Hand the save over to the checkpoint process, with a new layout or staging memory if these have changed."""
         with copies.reading():
             write_plan, descriptor = snapshot.prepared.read(), None
         message = {
@@ -258,7 +270,7 @@ class AsyncSaves:
             staging = Staging.create(capacity)
             message["capacity"], descriptor = capacity, staging.descriptor
             if not copies.prepare(staging):
-                say(_log.warning, "staging memory cannot be page-locked: copies from the device take longer")
+                say(_log.warning, "staging memory cannot be page-locked, so copies from the device take longer")
         try:
             writer.send(message, descriptor, begins=saving)
         except BaseException:
@@ -269,7 +281,7 @@ class AsyncSaves:
         saving.capacity, saving.send = capacity, writer.send
 
     def _fill(self, saving: SaveHandle, staging: Staging | None, own: Prepared, choice: str, copies: Copies) -> None:
-        """Copy what the checkpoint process writes, and hash what it compares alone."""
+        """Copy the chunks that the checkpoint process writes, and hash the blocks that it only compares."""
         assert staging is not None
         filling = Filling(staging, saving.number, saving, copies)
         with torch.no_grad():
@@ -283,7 +295,7 @@ class AsyncSaves:
 
 
 def _answer(ask: Message, saving: SaveHandle, order: Order) -> None:
-    """Call what the caller of the save gave, and tell the checkpoint process what it raised."""
+    """Call `add_files` or `after_commit` for the checkpoint process, and send it the error that was raised, if any."""
     answer = None
     try:
         if ask["ask"] == "add_files" and order.add_files is not None:
@@ -299,12 +311,12 @@ def _answer(ask: Message, saving: SaveHandle, order: Order) -> None:
 
 
 def _vouch(writer: CheckpointProcess, participant: Participant) -> None:
-    """While a checkpoint process starts, give its heartbeats: that may take long where files are slow."""
+    """Give heartbeats in place of a checkpoint process until it has started, which may take long."""
     while not writer.spoke.wait(participant.time_limit / _HEARTBEATS):
         try:
             participant.vouch()
-        except CheckpointError as error:  # who meets there will say so
-            say(_log.info, "no heartbeat can be given for the checkpoint process: %s", error)
+        except CheckpointError as error:  # the meetings of the save raise it
+            say(_log.info, "no heartbeat can be given while the checkpoint process starts: %s", error)
             return
 
 
@@ -312,15 +324,16 @@ _async_saves = AsyncSaves()
 
 
 def async_saves() -> AsyncSaves:
-    """This process's."""
+    """The asynchronous saves of this process."""
     return _async_saves
 
 
 @cache
 def _hook() -> None:
-    """Weights and optimizer state change in an optimizer's step and nowhere else: it waits for the snapshot.
+    """Register the hooks of this process: every optimizer's step waits for the snapshot, and the exit for the save.
 
-    Whichever optimizer it is: a save without optimizer state is one of weights all the same.
+    Weights and optimizer state change in an optimizer's step only.  The hook is for all optimizers: a save without
+    optimizer state still saves weights.
     """
     register_optimizer_step_pre_hook(_before_step)
     atexit.register(lambda: _async_saves.stop())

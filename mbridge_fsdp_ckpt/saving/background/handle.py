@@ -38,8 +38,8 @@ class SaveHandle:
     """An asynchronous save, as `async_save` returns it: copying, then writing, then ended.
 
     Args:
-        number: Its id in all messages between the training process and the checkpoint process.
-        directory: The directory that is saved to, as all ranks call it.
+        number: The id of the save in all messages between the training process and the checkpoint process.
+        directory: The directory that the save writes, spelled alike on all ranks.
         participant: This rank's part in the meetings.
     """
 
@@ -49,43 +49,43 @@ class SaveHandle:
         self._copying, self._giving_up, self._freed = True, False, 0
         self._asks: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self.capacity = 0
-        """Portions of staging memory that it has."""
+        """Portions of staging memory that the save may use."""
         self.send: Callable[[Message], None] = lambda message: None
-        """To the checkpoint process, once it was handed over."""
+        """Sends a message to the checkpoint process, once the save was handed over to it."""
         self._saved: SaveResult | None = None
         self._failed: ErrorData | None = None  # an error itself would keep the frames that it passed
         self.raised = False
-        """Whether its error has been raised."""
+        """Whether the error of the save has been raised."""
         self.stalled = 0.0
         """Seconds that training has waited for this save so far."""
         self.skipped = False
-        """Whether the save was left out because the one before goes on, as `Settings.when_busy` allows."""
+        """Whether the save was left out because the previous one was in progress, as `Settings.when_busy` allows."""
 
     @classmethod
     def of_skipped(cls, directory: str, participant: Participant) -> Self:
-        """The handle of a save that was left out: it has ended, without a byte."""
+        """The handle of a save that was left out.  It has ended, and has written no bytes."""
         handle = cls(0, directory, participant)
         handle.skipped, handle._copying, handle._saved = True, False, SaveResult(0, 0, {}, 0.0, 0.0)
         return handle
 
     @property
     def state(self) -> Literal["copying", "writing", "ended"]:
-        """What the save is doing.  A failed save counts as copying until nothing is copied any more.
+        """The state of the save.  A failed save is "copying" until its copy has stopped.
 
         Raises:
-            ConfigurationError: The handle is asked in a forked child; so does each method that waits.
+            ConfigurationError: The handle is used in a forked child.  Methods that wait raise it, too.
         """
         if os.getpid() != self._process:
             raise ConfigurationError(
-                expected="the handle of a save to be asked in the process that saves",
+                expected="the handle of a save to be used in the process that saves",
                 found=f"process {os.getpid()}, forked from process {self._process}",
-                remedy="Ask it there, and tell the other process of the answer.",
+                remedy="Use the handle in the process that saves, and pass the answer on.",
             )
         return "copying" if self._copying else "ended" if self._over else "writing"
 
     @property
     def taken(self) -> bool:
-        """Whether everything is copied: later changes of model and optimizer are not part of the save."""
+        """Whether all tensors are copied.  Later changes of model and optimizer are not part of the save."""
         return self.state != "copying"
 
     @property
@@ -98,34 +98,34 @@ class SaveHandle:
         return self._saved is not None or self._failed is not None
 
     def ended_on_all(self, asked: str) -> bool:
-        """Whether the save has ended: one answer for all ranks, which is that of the first rank that asks.
+        """Whether the save has ended, with the same answer on all ranks: that of the first rank that calls.
 
-        All ranks call it.  If the answer is that it has ended, a rank on which it has not waits until it has.  One
-        request to the rendezvous store.
+        All ranks call it.  If the answer is True, a rank on which the save has not ended yet waits until it has.  Each
+        call makes one request to the rendezvous store.
 
         Args:
-            asked: A name of the question that is the same on all ranks and new each time, such as the training step.
+            asked: A name for this call that is the same on all ranks and new each time, such as the training step.
 
         Raises:
             RankMissingError: The store does not answer.
         """
-        word = self._participant.first_says("ended" if self.done else "goes on", f"asked {asked}")
-        if word == "ended":
+        answer = self._participant.first_says("ended" if self.done else "in progress", f"asked {asked}")
+        if answer == "ended":
             self.wait()
-        return word == "ended"
+        return answer == "ended"
 
     def join(self) -> None:
-        """Begin its meetings, if that has not been done.  What hinders that, the save fails with."""
+        """Begin the meetings of the save, if they have not begun.  If that fails, the save fails with the error."""
         with suppress(CheckpointError):
             _ = self._participant.name
 
     @property
     def error(self) -> CheckpointError | None:
-        """The error that the save failed with; None while it goes on, or if it was committed.  Raises nothing."""
+        """The error that the save failed with; None while it is in progress or if it was committed.  Raises nothing."""
         return None if self._failed is None else CheckpointError.from_wire(self._failed)
 
     def wait_until_taken(self) -> None:
-        """Wait until everything is copied, or the save has failed.  Then tensors may change, move or be freed."""
+        """Wait until all tensors are copied, or the save has failed.  Then they may be changed, moved or freed."""
         if self.taken:
             return
         start = time.monotonic()
@@ -143,7 +143,7 @@ class SaveHandle:
         """Wait until the save has ended; returns its bytes and seconds.
 
         Raises:
-            CheckpointError: The save failed.  The same on every rank; the checkpoint before stands.
+            CheckpointError: The save failed.  The same on every rank; the previous checkpoint stands.
         """
         self.wait()
         if self._saved is not None:
@@ -153,17 +153,17 @@ class SaveHandle:
         raise CheckpointError.from_wire(self._failed)
 
     def set_taken(self) -> None:
-        """All is copied, or nothing more will be.  Of the save's thread."""
+        """Note that all tensors are copied, or that the copy has stopped.  Called by the save's thread."""
         with self._changed:
             self._copying = False
             self._changed.notify_all()
 
     def tell(self, **message: object) -> None:
-        """Tell the checkpoint process something of it.
+        """Send a message about this save to the checkpoint process.
 
         Raises:
-            CheckpointError: That has ended, and with it the save.
-            TypeError: It cannot be sent.
+            CheckpointError: The checkpoint process has ended, and with it the save.
+            TypeError: The message cannot be sent.
         """
         self.send({**message, "save": self.number})
 
@@ -183,7 +183,7 @@ class SaveHandle:
                 raise self.error or ended("it has ended")
 
     def hear(self, message: Message) -> None:
-        """What the checkpoint process says of it.  Of the thread that listens."""
+        """Take a message of the checkpoint process about this save.  Called by the thread that listens."""
         if "freed" in message:
             with self._changed:
                 self._freed = message["freed"]
@@ -196,14 +196,14 @@ class SaveHandle:
             self._end(CheckpointError.from_wire(message["failed"]))
 
     def serve(self, answer: Callable[[Message], None]) -> None:
-        """Let everything be answered that the checkpoint process asks, until the save has ended.  Of its thread."""
+        """Answer the requests of the checkpoint process until the save has ended.  Called by the save's thread."""
         while (ask := self._asks.get()) is not None:
             answer(ask)
 
     def give_up(self, error: BaseException) -> None:
-        """Bring an error to the meetings in the checkpoint process's place: it won't come, or has ended.
+        """Bring an error to the meetings in place of the checkpoint process, which has ended or was never started.
 
-        Of any thread; the save has ended when it returns.
+        Any thread may call it.  The save has ended when it returns.
         """
         with self._changed:
             if self._over or self._giving_up:
@@ -225,9 +225,7 @@ class SaveHandle:
             return
         saved = replace(ending, stalled=self.stalled) if isinstance(ending, SaveResult) else None
         if isinstance(ending, CheckpointError):
-            say(
-                _log.error, "the save to %s failed; the next save, or the last call, raises: %s", self.directory, ending
-            )
+            say(_log.error, "the save to %s failed; the next save or finish_saves raises: %s", self.directory, ending)
         elif saved is not None and self._participant.rank == 0:
             say(tell, "save", self.directory, saved, stalled=saved.stalled)
         with self._changed:
@@ -238,20 +236,24 @@ class SaveHandle:
 
 
 def ended(how: str) -> SaveAbandonedError:
-    """The error for a checkpoint process that is no more."""
+    """The error for a checkpoint process that has ended."""
     return SaveAbandonedError(
-        expected="the process that writes this rank's save to live until that has ended",
+        expected="the checkpoint process of this rank to live until the save has ended",
         found=how,
-        remedy="Was it killed, say for memory? A resume finds the last whole checkpoint. The next save starts another.",
+        remedy="Check whether it was killed, for instance for lack of memory. A resume finds the last whole "
+        "checkpoint. The next save starts another process.",
     )
 
 
 def say(log: Callable[..., object], *args: object, **more: object) -> None:
-    """Log something.  A handler of the user's that raises ends no thread that a save needs; the first is reported."""
+    """Log something, and survive a logging handler that raises: it must not end a thread that a save needs.
+
+    The first exception is reported on standard error.
+    """
     global _complained
     try:
         log(*args, **more)
     except BaseException as error:
         if not _complained:
             _complained = True
-            sys.stderr.write(f"mbridge_fsdp_ckpt cannot log, which is not said again: {brief(error)}\n")
+            sys.stderr.write(f"mbridge_fsdp_ckpt cannot log (reported once): {brief(error)}\n")

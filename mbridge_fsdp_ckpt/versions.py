@@ -1,8 +1,8 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""Whether what is installed has what this package touches of it, and which versions were tested.
+"""Checks that installed packages have the names that this package uses, and the versions that were tested.
 
-A release that has every name runs; one outside of what was tested says so once.  Names of modules are looked up by
-`require`, attributes of objects that upstream hands over by `probe`.
+A release that has every name runs; outside the tested versions a warning is logged once.  Names of modules are looked
+up by `require`, attributes of objects that upstream hands over by `probe`.
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ def lacking(what: str, file: str, package: str, why: str = "") -> UnsupportedVer
     return UnsupportedVersionError(
         expected=f"{what}, which {file} needs",
         found=f"{_said(package)} without it{why}",
-        remedy=f"Install a version that has it (pip install '{tested}' was tested), or a release of "
-        "mbridge-fsdp-ckpt made for yours; docs/compatibility.md has the list.",
+        remedy=f"Install a tested version (pip install '{tested}'), or a release of mbridge-fsdp-ckpt that supports "
+        "yours; docs/compatibility.md lists them.",
     )
 
 
@@ -157,8 +157,8 @@ def _warn_outside(package: str) -> None:
             if distribution_of(probe) == package
         )
         _log.warning(
-            "%s is outside of what mbridge-fsdp-ckpt was tested with (%s). It goes on: the %d names that it touches "
-            "there are looked up first",
+            "%s is outside the versions with which mbridge-fsdp-ckpt was tested (%s). The run continues: the %d names "
+            "that this package uses there are looked up first",
             _said(package),
             TESTED[package],
             names,
@@ -166,9 +166,9 @@ def _warn_outside(package: str) -> None:
 
 
 def _said(package: str) -> str:
-    """A checkout of Megatron-LM on the path is no distribution, and has no version."""
+    """A package with its installed version; a checkout of Megatron-LM on the path is not installed, and has none."""
     found = _installed(package)
-    return f"{package} {found}" if found is not None else f"{package} of no version that is installed"
+    return f"{package} {found}" if found is not None else f"{package} of unknown version (not installed by pip)"
 
 
 def _installed(package: str) -> str | None:

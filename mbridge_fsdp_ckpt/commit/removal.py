@@ -44,7 +44,7 @@ def later(what: str, action: Callable[[], object]) -> None:
         threading.Thread(target=_work, name="mbridge_fsdp_ckpt.removal", daemon=True).start()
     except RuntimeError as error:  # no thread to be had
         _forget()
-        _log.warning("%s: left to a later save: %s", what, error)
+        _log.warning("%s: left to a later save, because no thread can be started: %s", what, error)
 
 
 def delete_later(paths: Iterable[AnyPath]) -> None:
@@ -75,7 +75,7 @@ def delete(path: AnyPath) -> bool:
         failures.append(error)
     refused = [error for error in failures if not isinstance(error, FileNotFoundError)]
     if refused:
-        _log.warning("%s stays for a later save to delete: %s", path, refused[0])
+        _log.warning("%s could not be deleted and stays for a later save to delete: %s", path, refused[0])
     return not refused
 
 

@@ -253,7 +253,7 @@ def condemn_leftovers(target: Path) -> list[AnyPath]:
     for path in _leftovers(target.parent):
         if target_of(path.name) == target.name or lease.is_stale(path):
             if path.name.startswith((STAGING, REPLACED)):
-                _log.warning("deleting %s, which a save that died, or another one of %s, left", path, target)
+                _log.warning("deleting %s, left by a save that died or by another save of %s", path, target)
                 path = _condemned(path)
             found.append(path)
     return found

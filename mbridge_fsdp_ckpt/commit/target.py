@@ -60,18 +60,20 @@ def check_replaceable(target: AnyPath, working: Path | None = None) -> None:
 
     Args:
         target: The checkpoint directory that is to be made or replaced.
-        working: The job's working directory; None takes this process's own.
+        working: The job's working directory; None means that of this process.
 
     Raises:
-        ConfigurationError: Something else than a checkpoint is there.
-        OSError: The storage refused to tell.
+        ConfigurationError: The target is something other than a checkpoint: a file, a directory of another format or
+            with other files, or a root of checkpoints.  Or it is a link, even to a checkpoint, or the working directory
+            or one of its parents.
+        OSError: The storage could not be read.
     """
-    found = obstacle(target, working)
-    if found is not None:
+    obstacle_found = obstacle(target, working)
+    if obstacle_found is not None:
         raise ConfigurationError(
             expected="a directory that does not exist, is empty, or holds a checkpoint and may be replaced",
-            found=found.found,
-            remedy=f"Nothing was changed. {found.remedy}",
+            found=obstacle_found.found,
+            remedy=f"Nothing was changed. {obstacle_found.remedy}",
             key=str(target),
         )
 

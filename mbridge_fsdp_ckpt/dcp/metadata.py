@@ -191,8 +191,8 @@ class _View:
     def _add(self, key: str, path: KeyPath, entry: TensorStorageMetadata | BytesStorageMetadata) -> None:
         if key in self._state:
             raise UnsupportedStateError(
-                expected="one value of each name, as DCP metadata has them",
-                found="two",
+                expected="one value of each name, as DCP metadata requires",
+                found="two values with the same name",
                 remedy=remedy(
                     "Give the value another name.",
                     "Or save without DCP metadata, which {dcp_metadata} chooses.",

@@ -101,9 +101,9 @@ class _Keys:
         self._keys = every[first].copy()
         self._keys["entry"] = entry[first]
         self._check_texts(first)
-        self._check(entry != self._keys["entry"][self._place], "one description of each key", "others")
+        self._check(entry != self._keys["entry"][self._place], "one description of each key", "different descriptions")
         origins = np.bincount(self._place, every["origins"], len(first)).astype(np.uint32)
-        self._check(origins[self._place] > 1, "one rank to write the first element of a tensor", "several")
+        self._check(origins[self._place] > 1, "one rank to write the first element of a tensor", "several writers")
         self._keys["origins"] = origins
         self._sharded = sharded_keys(self.entries, self._keys)
         counts = np.bincount(self._place, every["count"].astype(np.float64), len(first)).astype(np.uint64)
@@ -115,7 +115,7 @@ class _Keys:
         every = [text for part in self._parts for text in _texts(part.texts, part.keys["text"], 0)]
         self.texts = [every[place] for place in first]
         unlike = [text != self.texts[place] for text, place in zip(every, self._place, strict=True)]
-        self._check(np.array(unlike, dtype=bool), "keys of different hashes", "two with the same")
+        self._check(np.array(unlike, dtype=bool), "keys of different hashes", "two keys with the same hash")
 
     def _check(self, bad: npt.NDArray[np.bool_], expected: str, found: str) -> None:
         """Raise for the first bad one among the keys of all parts."""
@@ -125,7 +125,7 @@ class _Keys:
         holders = [part.ranks["rank"][0] for part in self._parts if self._keys["hash"][place] in part.keys["hash"]]
         raise PlanDisagreementError(
             expected=expected,
-            found=f"{found}: ranks {', '.join(map(str, holders[:8]))} have it",
+            found=f"{found}: ranks {', '.join(map(str, holders[:8]))} have the key",
             remedy="The ranks hold different models, or do not know of each other. Nothing was committed.",
             key=self.texts[place].decode(errors="replace"),
         )

@@ -160,7 +160,7 @@ class PayloadWriter:
         return FileEntry(name=self.path.name, size=self._position, checksum=self._hasher.result())
 
     def abort(self) -> None:
-        """Close without a word."""
+        """Close the file without flushing it, whether it is complete or not."""
         self._file.close()
 
 
@@ -192,7 +192,7 @@ def record_length(dtype: torch.dtype, shape: Shape) -> int:
 
 @lru_cache(maxsize=1 << 12)
 def _frame(dtype: torch.dtype, shape: Shape) -> tuple[bytes, bytes]:
-    """What `torch.save` writes before and after the elements of a tensor."""
+    """The bytes that `torch.save` writes before and after the elements of a tensor."""
     raw = np.empty(Box((0,) * len(shape), shape).volume * dtype.itemsize, dtype=np.uint8)  # nobody reads or writes it
     flat = torch.from_numpy(raw).view(dtype) if raw.nbytes else torch.empty(0, dtype=dtype)
     around = _Around(raw)

@@ -155,7 +155,7 @@ def count_keys(directory: AnyPath, files: Files, result: WriteResult) -> int:
     for key, writers in index.without_one_origin():
         raise PlanDisagreementError(
             expected="one rank to write the first element of a tensor",
-            found=f"{writers} did",
+            found=f"{writers} ranks that wrote it",
             remedy="The ranks hold different models, or do not know of each other. Nothing was committed.",
             key=key,
         )

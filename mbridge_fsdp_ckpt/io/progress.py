@@ -1,5 +1,5 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""Who watches while many bytes are read or written."""
+"""Receivers of progress while many bytes are read or written."""
 
 from __future__ import annotations
 
@@ -7,40 +7,45 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """Receives how much there is to do, and what is done of it."""
+    """Receives the number of bytes to process, and of those that are done."""
 
     @property
     def shown(self) -> bool:
-        """Whether anybody looks; if not, nobody has to find out how much there is."""
+        """Whether progress is shown.  If not, callers need not compute the total."""
         ...
 
     def begin(self, what: str, total: int) -> None:
-        """So many bytes of this are to come."""
+        """Begin a step.
+
+        Args:
+            what: The name of the step, as it is shown.
+            total: Bytes to process in it.
+        """
         ...
 
     def advance(self, count: int) -> None:
-        """So many more bytes are done."""
+        """Add bytes that are done since the last call."""
         ...
 
 
 class Meter:
-    """Tells how far a file has grown.
+    """Reports the growth of a file as progress.
 
     Args:
-        progress: Whom.
+        progress: The receiver.
     """
 
     def __init__(self, progress: Progress) -> None:
         self._progress, self._position = progress, 0
 
     def reached(self, position: int) -> None:
-        """So many bytes of the file are done."""
+        """Report that the file is done up to this position."""
         self._progress.advance(position - self._position)
         self._position = position
 
 
 class Unwatched:
-    """Nobody looks."""
+    """A receiver that shows nothing."""
 
     shown = False
 

@@ -173,7 +173,10 @@ class _Kept(NamedTuple):
 
     @staticmethod
     def of(slot: Slot, kept_by: str) -> _Kept:
-        """Of a slot; classes whose slots are known are not named: ranks may use one or the other of them."""
+        """The description of a slot.
+
+        Classes whose slots are known are not named, because ranks may use different ones of them.
+        """
         kept_as = slot.tensor.dtype if slot.scaled_from is None else slot.scaled_from
         return _Kept(dtype_name(slot.tensor.dtype), slot.kind, dtype_name(kept_as), unless_known(kept_by))
 

@@ -85,12 +85,12 @@ def _as_in_state_dict(name: str, root: str) -> str:
 
 
 def plan_of(key: str, shape: Sequence[int], reader: Reader) -> ParameterPlan:
-    """The plan of a tensor that all ranks have which have a module: the same object for the same layout.
+    """The plan of a tensor that every rank with a certain module holds whole.  Plans are cached by layout.
 
     Args:
-        key: Its key.
-        shape: Its shape.
-        reader: Of the model.
+        key: The tensor's key.
+        shape: The tensor's shape.
+        reader: The reader of the model.
     """
     return _plan(reader.whole(key, tuple(shape)))
 

@@ -29,7 +29,7 @@ def refuse_second_version(model: Any) -> None:
     if any(_SECOND_VERSION in kind.__module__ for module in modules for kind in type(module).__mro__):
         raise ConfigurationError(
             expected="a model under Megatron-FSDP v1",
-            found=f"one under Megatron-FSDP v2 ({_SECOND_VERSION})",
+            found=f"a model under Megatron-FSDP v2 ({_SECOND_VERSION})",
             remedy="Version 2 is not supported yet. Train with version 1.",
         )
 
@@ -56,8 +56,8 @@ def refuse_strangers(fsdp_module: Any, known: tuple[Parameters, Parameters]) -> 
         if id(parameter) not in there:
             raise ConfigurationError(
                 expected="the parameters that the model had when Megatron-FSDP wrapped it",
-                found=f"one of shape {list(parameter.shape)} that was added or replaced since: it is not sharded, and "
-                "not trained",
+                found=f"a parameter of shape {list(parameter.shape)} that was added or replaced since: it is not "
+                "sharded, and not trained",
                 remedy="Add adapters and replace layers before the model is wrapped, and build the optimizer after it.",
                 key=name,
             )
@@ -102,7 +102,7 @@ def refuse_unreadable(shard: torch.Tensor, key: str) -> None:
     if shard.layout is not torch.strided:
         raise UnsupportedStateError(
             expected="a dense tensor",
-            found=f"one of layout {shard.layout}, shape {list(shard.shape)}",
+            found=f"a tensor of layout {shard.layout} and shape {list(shard.shape)}",
             remedy=remedy(
                 "Register the buffer with .to_dense(), or as persistent=False if it can be made again.",
                 "Or leave it out with {include}.",

@@ -57,7 +57,7 @@ class Unequal:
     largest: float
 
     def plus(self, other: Unequal) -> Unequal:
-        """Both together."""
+        """The difference of two parts of a tensor together."""
         pair = (self.largest, other.largest)
         largest = math.nan if any(map(math.isnan, pair)) else max(pair)
         return Unequal(self.elements + other.elements, self.total + other.total, largest)
@@ -68,7 +68,7 @@ _NOTHING = Unequal(0, 0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A checkpoint, and where a key lies in it."""
+    """A checkpoint, and the chunks of one key in it."""
 
     source: CheckpointSource
     chunks: list[StoredChunk]
@@ -124,7 +124,11 @@ class _OneChunk:
 
 
 def _tiling(key: str, side: Side) -> list[StoredChunk]:
-    """The chunks, sorted; they cover their key."""
+    """The chunks of a key, sorted by offset; checks that they cover the key.
+
+    Raises:
+        ManifestError: They do not cover it once.
+    """
     defect = tiling_defect(whole(side.source.metadata.keys[key].shape), (chunk.box for chunk in side.chunks))
     if defect:
         raise ManifestError(

@@ -49,7 +49,7 @@ def _missing_view(directory: AnyPath) -> Manifest | None:
         raise ConfigurationError(
             expected=f"a checkpoint with {MANIFEST_NAME}, to make DCP metadata from",
             found=what_is_there(directory),
-            remedy="A stock checkpoint needs no view; anything else is no checkpoint.",
+            remedy="A stock checkpoint has its own DCP metadata; other directories are not checkpoints.",
             key=str(directory),
         )
     return None if (directory / DCP_METADATA).exists() else read_manifest(directory)

@@ -89,7 +89,11 @@ def model(tmp_path: Path) -> str:
     ("line", "error", "says"),
     [
         ("import --hf-model {0}/none --megatron-path {0}/new", "ConfigurationError", "no such directory"),
-        ("import --hf-model {0} --megatron-path {0}/new", "ConfigurationError", "config.json; found one without"),
+        (
+            "import --hf-model {0} --megatron-path {0}/new",
+            "ConfigurationError",
+            "config.json; found a directory without it",
+        ),
         ("import --hf-model {0}/model --megatron-path {0}", "ConfigurationError", "new, or empty; found files in it"),
         (
             "import --hf-model {0}/model --megatron-path {0}/new --ckpt-format fsdp_dtensor_saef",

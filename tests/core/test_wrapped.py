@@ -36,5 +36,5 @@ def test_a_fused_layer_in_an_unknown_wrapper_is_refused(megatron_ranks: RankPool
 def test_a_model_under_megatron_fsdp_v2_is_refused_by_name(megatron_ranks: RankPool, tmp_path: Path) -> None:
     saved = megatron_ranks.run(wrapped.save_under_second_version, str(tmp_path / "c"), ranks=2)
     text = same_on_all(saved, "ConfigurationError")
-    assert "found one under Megatron-FSDP v2 (megatron_fsdp.experimental)" in text
+    assert "found a model under Megatron-FSDP v2 (megatron_fsdp.experimental)" in text
     assert "Version 2 is not supported yet" in text

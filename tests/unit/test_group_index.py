@@ -149,7 +149,7 @@ def test_ranks_that_describe_a_key_differently_are_named() -> None:
     other = ENTRY.model_copy(update={"dtype": "bfloat16"})
     parts = [held(3, "key", ENTRY, UPPER), held(4, "other", ENTRY, UPPER), held(5, "key", other, LOWER)]
     with pytest.raises(
-        PlanDisagreementError, match=r"one description of each key.*others: ranks 3, 5 have it"
+        PlanDisagreementError, match=r"one description of each key.*different descriptions: ranks 3, 5 have the key"
     ) as caught:
         merged(parts)
     assert caught.value.key == "key"
@@ -309,6 +309,8 @@ def test_a_key_whose_first_element_two_groups_wrote_is_named(tmp_path: Path) -> 
     said = [RankIndex(r, {"rank": r}, payload, {"key": ENTRY}) for r in (0, 1)]
     rows: list[list[Row]] = [[Chunk("key", UPPER, ByteRange(0, 1 << 12), 0, 4 * UPPER.volume, 0)] for _ in said]
     told = [write_group_index(tmp_path, FILES, n, one) for n, one in enumerate(tell(tmp_path, said, rows))]
-    with pytest.raises(PlanDisagreementError, match=r"one rank to write the first element.*2 did") as caught:
+    with pytest.raises(
+        PlanDisagreementError, match=r"one rank to write the first element.*2 ranks that wrote it"
+    ) as caught:
         count_keys(tmp_path, FILES, together(told))
     assert caught.value.key == "key"

@@ -11,15 +11,15 @@ from mbridge_fsdp_ckpt.live.readers.protocol import Reader
 
 
 class Saved(Protocol):
-    """What one saving rank said of itself, as far as it is asked here."""
+    """The fields of a saving rank's record that are used here."""
 
     @property
     def coordinates(self) -> Mapping[str, int]:
-        """Its place."""
+        """The rank's place along each axis of the job."""
 
     @property
     def extra_state(self) -> Mapping[str, Any]:
-        """What `own_states` returned there; empty where that was nothing."""
+        """What `own_states` returned on that rank; empty if it returned None."""
 
 
 _STATES, _OPEN = "states", "open_rows"

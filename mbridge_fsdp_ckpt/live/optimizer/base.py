@@ -170,9 +170,9 @@ def slot_of(name: object, value: object, parameter: torch.Tensor, *, is_local: b
     """
     if not isinstance(name, str) or not name or "." in name:
         raise UnsupportedStateError(
-            expected="names of optimizer slots to be strings without a dot, which keys on disk end with",
-            found=f"{name!r}",
-            remedy="Rename it in the optimizer, or save without optimizer state.",
+            expected="names of optimizer slots to be strings without a dot, because keys on disk end with them",
+            found=f"a slot named {name!r}",
+            remedy="Rename the slot in the optimizer, or save without optimizer state.",
         )
     if isinstance(value, torch.Tensor):
         local = local_shard(value)

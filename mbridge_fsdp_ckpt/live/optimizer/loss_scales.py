@@ -35,8 +35,8 @@ def check_name(values: Mapping[str, Any] | None, optimizer: Any) -> None:
     if own is not None and values[NAME] not in (own, *own.values()):
         raise ConfigurationError(
             expected=f"values without {NAME!r}, under which the loss scales of the optimizer are saved",
-            found="one",
-            remedy="Leave it out, or give it another name.",
+            found="another value under this name",
+            remedy=f"Leave {NAME!r} out of values, or give the value another name.",
         )
 
 

@@ -121,10 +121,11 @@ def export(
     ckpt_format: CkptFormat = FORMAT_NAME,
     no_progress: Annotated[bool, typer.Option("--no-progress", help="Draw no progress bar.")] = False,
     not_strict: Annotated[
-        bool, typer.Option("--not-strict", help="Let tensors be absent, or be others than in the Hugging Face model.")
+        bool,
+        typer.Option("--not-strict", help="Accept tensors that are missing, or that the Hugging Face model has not."),
     ] = False,
     distributed_save: Annotated[
-        bool, typer.Option("--distributed-save", help="Let every rank write files of its own.")
+        bool, typer.Option("--distributed-save", help="Let every rank write its own files.")
     ] = False,
     save_every_n_ranks: Annotated[
         int, typer.Option(min=1, help="Only every n-th rank writes files, with --distributed-save.")
@@ -206,7 +207,11 @@ def _hugging_face(place: str) -> str:
         return place
     raise ConfigurationError(
         expected="a directory with a Hugging Face model's config.json",
-        found="one without" if directory.is_dir() else "a file" if directory.exists() else "no such directory",
+        found="a directory without it"
+        if directory.is_dir()
+        else "a file"
+        if directory.exists()
+        else "no such directory",
         remedy="Give the model's directory, or its name on the Hub, as --hf-model.",
         key=place,
     )

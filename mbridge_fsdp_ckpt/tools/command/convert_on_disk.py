@@ -39,7 +39,8 @@ def from_torch_dist(
         bool,
         typer.Option(
             "--trust-run-config",
-            help="Let Bridge call what a run configuration names, which can be any code. Needed where there is one.",
+            help="Let Bridge call the functions that run_config.yaml names, which can be any code. Required if the "
+            "checkpoint has a run_config.yaml.",
         ),
     ] = False,
     as_json: AsJson = False,

@@ -67,7 +67,7 @@ def _note(lost: list[str]) -> tuple[str, ...]:
 
 
 def note_of_arguments(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """That of Megatron-LM's arguments, which are one pickle, only some come along."""
+    """A note on which of Megatron-LM's arguments, saved as one pickle, are converted; none if there are none."""
     if ARGUMENTS not in values:
         return ()
     kept = ", ".join(values[ARGUMENTS]) or "none"

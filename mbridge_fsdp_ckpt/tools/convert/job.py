@@ -126,7 +126,11 @@ def job_of[S: CheckpointSource](
 
 
 def _check_is_torch_dist(directory: AnyPath) -> None:
-    """What opens one would take others for one."""
+    """Check that a directory is a torch_dist checkpoint, because the code that opens one also accepts other formats.
+
+    Raises:
+        ConfigurationError: It is something else.
+    """
     kind = kind_of(directory)
     if kind is not DirectoryKind.TORCH_DIST:
         raise ConfigurationError(
@@ -165,13 +169,15 @@ def write_safe(
 def _wants_view(job: AnyJob, chunks: int) -> bool:
     wanted = Settings().writes_dcp_metadata(chunks)
     if not wanted:
-        job.report.notes.append(f"DCP metadata of {chunks} chunks is left out: repair --stock-view makes it")
+        job.report.notes.append(
+            f"DCP metadata is left out, because there are {chunks} chunks: repair --stock-view adds it"
+        )
     return wanted
 
 
 @contextmanager
 def committing(place: Commit) -> Iterator[Commit]:
-    """Whatever goes wrong, nothing of it stays."""
+    """A block that writes a checkpoint; if it raises, everything that was written is deleted."""
     try:
         yield place
     except BaseException:
@@ -198,7 +204,7 @@ def counting(job: AnyJob, total: int, place: Commit) -> Callable[[int], None]:
 
 
 def last_call(job: AnyJob) -> Callable[[], None]:
-    """Nothing may have come to be at the destination meanwhile: a commit would replace it."""
+    """The function to call right before the commit: it checks that the destination still does not exist."""
     return partial(check_free, job.target, job.directory) if is_local(job.target) else lambda: None
 
 

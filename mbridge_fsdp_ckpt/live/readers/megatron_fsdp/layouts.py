@@ -153,8 +153,8 @@ def _check_names(parameters: list[ModelParameter]) -> None:
         if key in seen:
             raise LayoutError(
                 expected="one parameter for each name on disk",
-                found="two",
-                remedy="Do two layers have the same layer_number?",
+                found="two parameters with the same name",
+                remedy="Check whether two layers have the same layer_number.",
                 key=key,
             )
         seen.add(key)

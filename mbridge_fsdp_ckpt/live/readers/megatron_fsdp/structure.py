@@ -114,7 +114,7 @@ class Place(NamedTuple):
 
 
 def places_of(structure: Structure, tensors: Iterable[torch.Tensor]) -> list[Place] | None:
-    """Where tensors lie that a state dict has just given; None where that is not known of one, or no one place."""
+    """The places of tensors from a state dict; None if a tensor has no known place, or more than one."""
     named = {id(parameter): name for name, parameter in structure.parameters.items()}
     lie: dict[int, list[Place]] = {}
     for number, part in enumerate(structure.parts):
@@ -125,7 +125,7 @@ def places_of(structure: Structure, tensors: Iterable[torch.Tensor]) -> list[Pla
 
 
 def found_at(places: Iterable[Place], structure: Structure) -> list[torch.Tensor]:
-    """The tensors that lie there now, in a structure that is marked like the one of the places."""
+    """The tensors that lie at these places now, in a structure with the same marks as when they were found."""
     parts, parameters = structure.parts, structure.parameters
     return [
         parameters[parameter] if parameter else vars(parts[part])["_buffers"][leaf] for parameter, part, leaf in places

@@ -10,7 +10,7 @@ Megatron-FSDP gathers compute weights after an optimizer step, at its very end. 
 all.  Until the second meeting of a save the previous checkpoint is untouched; until the first meeting of a load has
 passed, so are model and optimizer.
 
-An asynchronous save takes the same steps in a process of its own (`saving.background`), while training goes on.
+An asynchronous save takes the same steps in a process of its own (`saving.background`), while training continues.
 """
 
 from __future__ import annotations

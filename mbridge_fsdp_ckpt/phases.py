@@ -20,7 +20,7 @@ class Phase(NamedTuple):
     """A phase that has ended.
 
     Args:
-        name: Its name; the same one may come more than once.
+        name: The name of the phase, which may occur more than once.
         begin: Seconds since the clock began.
         seconds: How long it took.
     """
@@ -52,7 +52,7 @@ class Phases:
 
     @classmethod
     def from_wire(cls, data: list[Any]) -> Phases:
-        """The same clock in another process: it goes on."""
+        """Continue the clock in another process."""
         clock = cls()
         clock.begun, clock._start, ended = data
         clock.ended = [Phase(*phase) for phase in ended]
@@ -86,7 +86,7 @@ class _Around:
 
     Args:
         clock: The clock.
-        name: Of the phase.
+        name: The name of the phase.
     """
 
     def __init__(self, clock: Phases, name: str) -> None:
@@ -104,11 +104,11 @@ class Spent(Protocol):
 
     @property
     def bytes(self) -> int:
-        """Of payload that this rank wrote or read."""
+        """Bytes of payload that this rank wrote or read."""
 
     @property
     def bytes_of_all(self) -> int:
-        """The same over all ranks."""
+        """Bytes of payload that all ranks wrote or read."""
 
     @property
     def seconds(self) -> Mapping[str, float]:
@@ -136,8 +136,8 @@ def line(what: str, directory: str, spent: Spent, **more: float) -> str:
 
     Args:
         what: "save" or "load".
-        directory: Of the checkpoint.
-        spent: What it cost.
+        directory: The directory of the checkpoint.
+        spent: The result, with bytes and seconds.
         more: Seconds by what took them, beside the phases.
     """
     fields = {

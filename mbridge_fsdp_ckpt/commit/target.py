@@ -47,7 +47,7 @@ class Obstacle:
     """Why a directory must not be replaced.
 
     Args:
-        found: What is there, in words.
+        found: A text that says what is there.
         remedy: What the user can do.
     """
 

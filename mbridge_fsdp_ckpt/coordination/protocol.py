@@ -118,7 +118,7 @@ class Patience(NamedTuple):
     """Begin a limit.  Answer: None.
 
     Args:
-        for_messages: Of who waits for messages, and is to give up before who waits for the decision alone.
+        for_messages: Whether the rank waits for messages; it gives up before ranks that only wait for the decision.
     """
 
     for_messages: bool = False
@@ -145,7 +145,7 @@ class Combine(NamedTuple):
 
     Args:
         messages: This rank's own, and those of its children.
-        decides: Of rank 0: what the coordinator says of it is the answer; it may fence the outcome itself.
+        decides: Whether this is rank 0, whose decision is the answer.  It may set the fence itself.
     """
 
     messages: tuple[str, ...]

@@ -90,8 +90,8 @@ class RowRound[N: _Compared, V](Round[Rows[Any], V]):
 
     Args:
         rank: This rank.
-        items: What it has.
-        sums: Of all ranks, by bucket.
+        items: The items of this rank.
+        sums: The sums of all ranks, by bucket.
         then: Makes the decision, on rank 0, where nothing contradicts.
     """
 
@@ -100,7 +100,7 @@ class RowRound[N: _Compared, V](Round[Rows[Any], V]):
     sums: list[int]
     then: Callable[[], V]
     kind: ClassVar[type[Any]]
-    """Of the items: reads a row with `from_wire`."""
+    """The class of the items, whose `from_wire` reads a row."""
 
     def message(self) -> Rows[Any]:
         """This rank's rows in the bad buckets, up to a bound."""

@@ -161,7 +161,7 @@ def _part_of_tiling(identity: str, block: Block) -> int:
 class DisputedPlans[V](RowRound[Block, V]):
     """A meeting that is held only where sums of plans are not zero: it names the blocks that contradict each other.
 
-    Without a contradiction the save goes on: a sum may also differ because only some ranks hold a tensor.
+    Without a contradiction the save continues: a sum may also differ because only some ranks hold a tensor.
     """
 
     __slots__ = ()

@@ -57,10 +57,10 @@ class Leaf:
     """A value of one record, or several equal ones.
 
     Args:
-        below: Its path, below its parents.
-        record: Where it lies.
-        dtype: Of a tensor; None of a pickle.
-        shape: Of a tensor.
+        below: The path of the value below each of its parents.
+        record: The record that holds the value.
+        dtype: The dtype of a tensor; None for a pickle.
+        shape: The shape of a tensor.
     """
 
     below: KeyPath
@@ -91,7 +91,7 @@ class Sharded:
         described: For each key the number of its description, and how many rows it has.
         entries: The descriptions.
         rows: Of all keys, one after the other, as `columns.row_dtype` lays them out, without their checksums.
-        dimensions: Of the rows.
+        dimensions: The number of dimensions of the rows' boxes.
         files: The payload file of each rank that the rows name.
     """
 

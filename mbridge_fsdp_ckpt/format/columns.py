@@ -71,8 +71,8 @@ def chunks_of(
 
     Args:
         key: The key.
-        rows: Its rows.
-        entry: Its description.
+        rows: The rows of the key.
+        entry: The description of the key.
         boxes: These; None for all.
     """
     dimensions, itemsize = len(entry.shape), dtype_from_name(entry.dtype).itemsize
@@ -98,8 +98,8 @@ class Columns:
     """The arrays of an index file.
 
     Args:
-        save: What tells one save from all others.
-        suffix: What its files' names end with.
+        save: The token of the save, which no other save has.
+        suffix: The end of the names of the save's files.
         axes: Names of the coordinates.
         entries: Distinct descriptions of keys.
         ranks: Writing ranks in order, each with the size and checksum of its payload; of size 0 where there is none.
@@ -109,7 +109,7 @@ class Columns:
         names: By kind and hash, each with the index of the rank that has it; a parameter's and a param group's with
             the checksum of their hyperparameters.
         numbers: Values of keys that are not sharded.
-        texts: Of keys and names, in order.
+        texts: The texts of keys and names, in order.
         rows: By key and offset.
         record: JSON of a rank's own values; empty in the file of a group of several.
     """

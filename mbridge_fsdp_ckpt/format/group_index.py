@@ -24,7 +24,7 @@ def merged(parts: Sequence[Columns]) -> Columns:
     """The arrays of a group's index file: every row, and of the numbers those that count.
 
     Args:
-        parts: Those of the ranks' own, one save's, by rank.
+        parts: The arrays of the ranks' own index files, of one save, by rank.
 
     Raises:
         PlanDisagreementError: Two ranks describe a key differently, or both wrote its first element.

@@ -34,7 +34,7 @@ class IndexFile:
 
     Args:
         path: The file.
-        size: Its size, which somebody has looked at.
+        size: The size of the file, which the caller has checked.
         files: The save that it must be of.
         opened: Reads it.
 
@@ -130,7 +130,7 @@ class IndexFile:
         """The rows of sharded keys, each key's checked; what lies together is read together.
 
         Args:
-            places: Of keys, in order.
+            places: The places of keys, in order.
 
         Raises:
             ManifestError: A row lies outside its key or its file, or the rows are not what was written.

@@ -22,7 +22,7 @@ class Indexes:
 
     Args:
         directory: The checkpoint, held.
-        manifest: Its own.
+        manifest: The manifest of the checkpoint.
         near: In a load, ranks whose index files are looked at first.
         opened: Reads files.
     """

@@ -26,8 +26,8 @@ class RankIndex:
 
     Args:
         rank: The rank.
-        coordinates: Its place.
-        payload: Its payload file; None where it writes no chunks.
+        coordinates: The rank's place along each axis.
+        payload: The rank's payload file; None if it writes no chunks.
         keys: The descriptions of all keys that it has rows of.
         parameters: Optimizer parameters of which this rank writes the first element, with the checksum of their
             hyperparameters.
@@ -52,8 +52,8 @@ def own_index(index: RankIndex, rows: Iterable[Row], files: Files) -> Columns:
     """The arrays of a rank's index file.
 
     Args:
-        index: What the rank says.
-        rows: Of all its keys, in any order; copies of numbers among them.
+        index: The content of the rank's index file besides rows.
+        rows: The rows of all keys of the rank, in any order, with copies of scalars.
         files: The save.
 
     Raises:

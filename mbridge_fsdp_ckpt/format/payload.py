@@ -119,8 +119,8 @@ class PayloadWriter:
         in a training.
 
         Args:
-            key: Its key.
-            dtype: Of its elements.
+            key: The key of the tensor.
+            dtype: The dtype of the elements.
             pieces: The bytes of the box's elements, row-major, one piece after the other.
             box: The block of the key that they are.
 

@@ -19,7 +19,7 @@ class Chunk:
         record: What `torch.save` wrote, the raw elements in it, which stock DCP reads, and its sums; see `sums`.
         lead: Bytes of the record before the raw elements, which are row-major and little-endian.
         size: Bytes of the raw elements.
-        checksum: Of the record, or of its sums, 64 bits.
+        checksum: The 64-bit checksum of the record, or of its sums.
     """
 
     key: str
@@ -36,7 +36,7 @@ class Scalar:
 
     Args:
         key: The key.
-        data: Its element, little-endian.
+        data: The bytes of the element, little-endian.
         counts: Whether it is the one that the checkpoint has; else a copy, which spares its rank to look for that one.
     """
 

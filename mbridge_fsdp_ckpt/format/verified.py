@@ -28,8 +28,8 @@ def stored(chunk: Chunk, path: AnyPath, needed: Sequence[Box] | None) -> StoredC
 
     Args:
         chunk: The chunk.
-        path: Its file.
-        needed: What is needed of its key; None for all.
+        path: The file of the chunk.
+        needed: The blocks that are needed of the key; None means all.
     """
     checksum = as_text(chunk.checksum)
     part = records.part_of(chunk.box, chunk.size // chunk.box.volume, needed) if needed and chunk.size else None

@@ -33,7 +33,7 @@ class WriteResult(TypedDict):
         pending: Index files of ranks that are not merged into a group's yet.
         index: Index files of groups.
         chunks: Rows and numbers.
-        bytes: Of payload files.
+        bytes: Bytes of payload files.
         states: Modules with FP8 state, each counted by every rank that has some.
         families: Families that split keys, as name/version, each with the first of these keys.
         slots: Names of the optimizer's slots.

@@ -24,7 +24,7 @@ _ANSWER_NO = ("exists", "isdir", "isfile")
 
 
 class NamingErrors:
-    """A client, or a file that it opened: whatever a call raises is an `OSError`, by name.
+    """A client, or a file that it opened: every call raises an `OSError` if it fails.
 
     Args:
         inner: The client.

@@ -59,8 +59,8 @@ def keys_of(reader: Reader, plans: Iterable[ParameterPlan]) -> list[tuple[str, A
     """Every module that may keep such state, each once, with the key of it.
 
     Args:
-        reader: Of the model.
-        plans: Of its parameters.
+        reader: The reader of the model.
+        plans: The plans of the model's parameters.
     """
     naming, root = reader.naming, _root(plans)
     modules = reader.module.named_modules()

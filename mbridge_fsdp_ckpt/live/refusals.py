@@ -1,5 +1,5 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""What of a model cannot be saved or filled, refused by name before anything is planned, written or changed."""
+"""Refusals of models that cannot be saved or filled, with errors that name why, before anything is changed."""
 
 from __future__ import annotations
 

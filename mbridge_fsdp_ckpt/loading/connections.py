@@ -27,7 +27,7 @@ def connected(store: Store, name: str, place: int, size: int, coordination: Coor
 
     Args:
         store: The job's, over a connection of the load's own: gloo waits in it.
-        name: Of the group: keys below it are the members' alone.
+        name: The name of the group; only its members use keys below it.
         place: This rank's in the group.
         size: Members.
         coordination: The load's: how long to wait, and for whom.
@@ -49,7 +49,7 @@ def gather(group: Any, own: Any, everybodys: list[Any], limit: float) -> Any:
     Args:
         group: What `connected` returned.
         own: This rank's, of one dimension.
-        everybodys: Of the same shape, one for each member.
+        everybodys: Tensors of the same shape to receive into, one for each member.
         limit: Seconds after which gloo itself gives up.
 
     Raises:

@@ -34,7 +34,7 @@ class Destination:
 
         Args:
             box: The chunk, in the global tensor.
-            data: Its elements.
+            data: The elements of the chunk.
 
         Returns:
             The number of elements that were copied into live memory.
@@ -125,7 +125,7 @@ def refuse_copy(buffer: torch.Tensor, held: Collection[int], key: str) -> None:
     Args:
         buffer: The state dict's tensor.
         held: `storage_of` the model's buffers.
-        key: Its key on disk.
+        key: The key of the buffer on disk.
 
     Raises:
         UnsupportedStateError: It was made for the state dict: filling it would change nothing.

@@ -53,7 +53,7 @@ _AT_ONCE = 1 << 26
 """Bytes that all ranks of a replica group pass on in a round."""
 
 _HEADER = ALIGNED  # bytes before a batch's blocks: their hash
-_LOOK = timedelta(seconds=0.2)  # how long a wait goes on before it looks whether anybody is alive
+_LOOK = timedelta(seconds=0.2)  # how long a wait lasts before it looks for heartbeats
 
 
 def message[T, M](outcome: Outcome[T], announce: Callable[[ErrorData | None], M]) -> M | CheckpointError:

@@ -57,8 +57,8 @@ class OwnState:
         """Look up every module's.
 
         Args:
-            reader: Of the model.
-            plans: Of its parameters.
+            reader: The reader of the model.
+            plans: The plans of the model's parameters.
             source: The checkpoint.
 
         Raises:
@@ -80,7 +80,7 @@ class OwnState:
         """Read what is there.  Nothing is changed.
 
         Args:
-            chunks: Where each key lies, all of it.
+            chunks: All chunks of each key.
             asked: Keys of the checkpoint that are wanted.
             source: The checkpoint.
             verify: Whether to compare checksums.

@@ -53,7 +53,7 @@ class Box:
         return tuple(map(add, self.offset, self.size))
 
     def part(self, dim: int, begin: int, end: int) -> Box:
-        """Its rows [begin, end) along a dimension."""
+        """The box's rows [begin, end) along a dimension."""
         offset = (*self.offset[:dim], self.offset[dim] + begin, *self.offset[dim + 1 :])
         return Box(offset, (*self.size[:dim], end - begin, *self.size[dim + 1 :]))
 

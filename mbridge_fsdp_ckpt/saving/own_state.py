@@ -26,9 +26,9 @@ def own_state(reader: Reader, parts: Iterable[Any], plans: Iterable[ParameterPla
     """What modules keep now, each with its plan.
 
     Args:
-        reader: Of the model.
-        parts: Those below it that may keep something.
-        plans: Of its parameters.
+        reader: The reader of the model.
+        parts: The modules below it that may keep state.
+        plans: The plans of the model's parameters.
 
     Raises:
         UnsupportedStateError: What one keeps is no data, or too much, or could not be given back to it.

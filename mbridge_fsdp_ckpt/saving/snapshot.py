@@ -50,11 +50,11 @@ class Prepared:
     """What one rank is about to write, and the tensors.
 
     Args:
-        write_plan: What it writes, without its numbers.
+        write_plan: The write plan of this rank, without scalars.
         shards: The blocks with what is behind them, one for each of `WritePlan.blocks`.
         numbers: The scalars of all parameters that it holds a part of, with what is behind them.
-        values: Those of `Observed`.
-        watched: All of these tensors, where training goes on.
+        values: The values of `Observed`.
+        watched: All of these tensors, if training continues during the copy.
     """
 
     write_plan: WritePlan
@@ -121,14 +121,14 @@ class Observed:
     """What is to be saved, seen at the call.
 
     Args:
-        reader: Of the model.
-        tensors: Its parameters and buffers.
-        own: What modules keep beside these.
-        optimizers: With their param groups; none where none is saved.
+        reader: The reader of the model.
+        tensors: The parameters and buffers of the model.
+        own: The state that modules keep beside parameters and buffers.
+        optimizers: The optimizers with their param groups; empty if none is saved.
         hyperparameters: Encoded, of each of their param groups.
-        values: Those of `checkpoint.save`, loss scales and param groups among them.
-        rank_values: This rank's own, encoded.
-        states: Its modules' FP8 state, encoded, and the names of these.
+        values: The values that are saved, with loss scales and param groups.
+        rank_values: The values of this rank alone, encoded.
+        states: The FP8 state of this rank's modules, encoded, and the names of these modules.
         include: Takes a model key and returns whether to save it; None saves all.
         vocabulary_size: Rows of the vocabulary without its padding, where known.
         optimizer: Megatron's optimizer, or a torch optimizer; None where no state is saved.
@@ -275,11 +275,11 @@ def write_plan_of(
     """What a rank writes of what it holds, without the values of numbers.
 
     Args:
-        shards: Its blocks that count for the plan.
+        shards: The blocks of this rank that count for the plan.
         numbers: The scalars of all parameters that it holds a part of.
-        said: What its index file says besides keys, files and times.
-        hyperparameters: Of its parameters, encoded, by checksum.
-        sections: What is saved: model, or model and optimizer.
+        said: The content of the rank's index file besides keys, files and times.
+        hyperparameters: The hyperparameters of the rank's parameters, encoded, by checksum.
+        sections: The sections to save: model, or model and optimizer.
         shape: `WritePlan.topology`.
 
     Raises:

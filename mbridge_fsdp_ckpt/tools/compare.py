@@ -48,7 +48,7 @@ class Unequal:
 
     Args:
         elements: How many elements do.
-        total: Of how many.
+        total: How many elements were compared.
         largest: Largest absolute difference among them; NaN where a NaN is on one side only, or none is defined.
     """
 

@@ -71,7 +71,7 @@ def differences(
         tolerance: When numbers count as equal.
         pattern: What the compared names match.
         values: Whether to compare what tensors and other state hold, too.
-        progress: Who watches.
+        progress: Receives the progress.
 
     Raises:
         CheckpointError: One of them cannot be read.

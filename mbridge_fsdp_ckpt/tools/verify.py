@@ -51,7 +51,7 @@ def verify(directory: AnyPath, *, header: bool, workers: int, progress: Progress
         directory: The checkpoint; nobody prunes it meanwhile.
         header: Whether payload is left unread.
         workers: Files that are read at a time.
-        progress: Who watches.
+        progress: Receives the progress.
 
     Raises:
         CheckpointError: It is none, or of a version that this release does not read.

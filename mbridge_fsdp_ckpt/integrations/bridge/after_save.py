@@ -44,11 +44,11 @@ class Announcement:
     Args:
         state: Bridge's; of an asynchronous save, steps may have followed by then.
         step: The save's.
-        directory: Where it is.
+        directory: The directory of the checkpoint.
         save: Bridge's `checkpoint.save` as the save began: a callback may have ended saving since.
         callback_manager: Bridge's, or None.
-        model: What callbacks get.
-        optimizer: What callbacks get.
+        model: The model, which is passed to callbacks.
+        optimizer: The optimizer, which is passed to callbacks.
     """
 
     state: Any

@@ -79,7 +79,7 @@ def locate(load_dir: str | None, checkpoint_config: Any, step: int | None) -> Lo
 
 
 def located(load_dir: str, checkpoint_config: Any, step: int | None, settings: Settings) -> Located | None:
-    """The same on all ranks; see `locate`, of whose errors each is raised on all, and `same_on_all_ranks`.
+    """Call `locate` on all ranks, and check that they find the same; an error of one rank is raised on all.
 
     All that the way of loading depends on is looked at here: where ranks went different ways, some would wait.
     """
@@ -121,7 +121,7 @@ def check_there(checkpoint_config: Any, settings: Settings, *, adapters: bool = 
 
     Args:
         checkpoint_config: Bridge's checkpoint configuration.
-        settings: Their limits count.
+        settings: The settings whose time limits apply.
         adapters: Whether adapters are trained: those in `load` alone are resumed from, not their pretrained base.
 
     Raises:
@@ -187,15 +187,15 @@ def _is_checkpoint(place: str | None) -> bool:
 
 
 def check_may_be_missing(load: str | None, checkpoint_config: Any, *, adapters: bool = False) -> None:
-    """Refuse to go on without a checkpoint where the configuration says so.
+    """Refuse to continue without a checkpoint if the configuration asks for that.
 
     Args:
-        load: Where one was looked for.
+        load: The place in which a checkpoint was looked for.
         checkpoint_config: Bridge's checkpoint configuration.
         adapters: Whether it would have to be one of adapters.
 
     Raises:
-        NotACheckpointError: It does.
+        NotACheckpointError: `exit_on_missing_checkpoint` is set.
     """
     if not checkpoint_config.exit_on_missing_checkpoint:
         return

@@ -109,11 +109,11 @@ def save_checkpoint(
 ) -> None:
     """Bridge's `save_checkpoint` for this format; the same arguments.
 
-    With `async_save` it returns while the save goes on, which `finalize_async_saves` follows up.
+    With `async_save` it returns while the save is in progress, which `finalize_async_saves` follows up.
 
     Raises:
         CheckpointError: The same on every rank; the previous checkpoint and the trackers stand.  With `async_save` it
-            may be that of the save before: then this one has ended, and well.
+            may be that of the previous save: then this one was committed.
     """
     cfg, step = state.cfg, state.train_state.step
     _check(cfg, model, prebuilt_state_dict)
@@ -141,10 +141,10 @@ def save_checkpoint(
 
 
 def _save(directory: AnyPath, options: dict[str, Any], announcement: Announcement, *, background: bool) -> bool:
-    """Save, or begin to; the save before has ended by then, and is followed up first.
+    """Save, or begin to save.  The previous save has ended by then, and is followed up first.
 
     Returns:
-        Whether it did: not where the one before goes on, and `Settings.when_busy` says so.
+        Whether it did; False if the previous save is in progress and `when_busy` is "skip".
     """
     if not background:
         saved = checkpoint.save(directory, **options)
@@ -162,7 +162,7 @@ def finalize(step: int, *, blocking: bool, terminate: bool) -> None:
     """What Bridge asks for after each step, and at the end: to follow up an asynchronous save that has ended.
 
     Args:
-        step: Of the training.
+        step: The training step.
         blocking: Whether to wait for the save, not only to look.
         terminate: Whether it was the last one: the process that writes ends, and its memory is given back.
 

@@ -30,7 +30,7 @@ class RunConfig:
     """Bridge's `run_config.yaml`: looked at and edited as text; no object of it is ever made.
 
     Args:
-        text: Its content.
+        text: The content of the file.
         root: YAML's node of it; None where it is no mapping.
     """
 

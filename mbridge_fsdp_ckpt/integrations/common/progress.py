@@ -5,7 +5,7 @@
     Megatron-LM    iteration, num_floating_point_operations_so_far, args: samples; of stock a pickle
     VeRL           iteration alone, which is its step: its driver keeps the position in the data elsewhere
 
-Both loops count samples alike, so that each goes on from what the other saved.
+Both loops count samples alike, so that each continues from what the other saved.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Progress:
 
     Args:
         iteration: Iterations done.
-        samples: Those of `SAMPLES`, by name.
+        samples: The counts of samples, by the names in `SAMPLES`.
         operations: Floating-point operations.
     """
 
@@ -40,7 +40,7 @@ class Progress:
         """What a checkpoint's values say.
 
         Args:
-            values: Of the checkpoint.
+            values: The values of the checkpoint.
             remedy: How a user begins anew.
 
         Raises:

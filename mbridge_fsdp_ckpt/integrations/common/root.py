@@ -32,8 +32,8 @@ def same_on_all_ranks[T](look: Callable[[], T], describe: Callable[[T], str], se
     others wait for it to load.
 
     Args:
-        look: What each rank does.
-        describe: What it found, in words that are the same on ranks that found the same.
+        look: Called on each rank; returns what the rank finds.
+        describe: Turns that into a text, which ranks compare.
         settings: Their limits count.
 
     Raises:
@@ -55,17 +55,17 @@ type _Views = list[tuple[str, int]]
 
 @dataclass(frozen=True, slots=True)
 class _SameView(Round[_Views, None]):
-    """Do all ranks find the same?"""
+    """A meeting in which all ranks check that they find the same."""
 
     view: _Views | CheckpointError
     phase = "finding the checkpoint to load"
 
     def message(self) -> _Views | CheckpointError:
-        """What this rank sees."""
+        """The text of what this rank finds."""
         return self.view
 
     def combine(self, messages: list[_Views]) -> _Views:
-        """What several ranks see, up to a bound."""
+        """The different texts of several ranks, up to a bound."""
         first: dict[str, int] = {}
         for view, rank in (each for found in messages for each in found):
             first[view] = min(rank, first.get(view, rank))
@@ -105,7 +105,7 @@ def chosen(root: AnyPath, number: int, option: str) -> AnyPath:
     Args:
         root: The root of a run's checkpoints.
         number: The iteration.
-        option: What the user chose it with.
+        option: The option with which the user chose it.
 
     Raises:
         NotACheckpointError: It is not there.

@@ -31,7 +31,7 @@ def publish(root: AnyPath, iteration: int, *, release: bool, interval: int | Non
 
     Args:
         root: Of all checkpoints.
-        iteration: What was saved.
+        iteration: The iteration that was saved.
         release: Whether it was saved as a release.
         interval: The checkpoint before goes, unless its iteration is a multiple of this; None lets it stay.
         chosen: An iteration that stays: a restart would begin from it again (--ckpt-step).
@@ -54,13 +54,13 @@ def _before(root: AnyPath) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """That a checkpoint is there.
+    """The reports that follow a committed checkpoint.
 
     Args:
         root: Of all checkpoints.
         directory: The checkpoint.
-        iteration: Its iteration.
-        metrics: What one_logger measured when the save began.
+        iteration: The checkpoint's iteration.
+        metrics: The metrics that one_logger returned when the save began.
         beside: Whether it was saved asynchronously.
         in_progress_log: Whether Megatron-LM's own log of the job's progress says when such a save has ended.
     """
@@ -73,7 +73,7 @@ class News:
     in_progress_log: bool
 
     def tell(self) -> None:
-        """Where the training loop is."""
+        """Print and log that the checkpoint was saved, in the thread of the training loop."""
         print_rank_0(f"  successfully saved checkpoint from iteration {self.iteration:7d} to {self.root}")
         if self.beside and self.in_progress_log:
             said = f"Saved async checkpoint\tIteration: {self.iteration}"

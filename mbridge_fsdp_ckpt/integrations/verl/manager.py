@@ -42,7 +42,7 @@ class Export:
     """VeRL's Hugging Face export of a step.
 
     Args:
-        directory: Where it is, if there is one.
+        directory: The directory of the Hugging Face model, if there is one.
         load: Reads weights from it; VeRL's own method.
     """
 

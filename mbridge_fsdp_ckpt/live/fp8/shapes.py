@@ -12,7 +12,7 @@ WAYS = {"fwd": 3, "bwd": 2}
 """Quantized tensors a GEMM."""
 
 TENSORS = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
-"""Of one module."""
+"""The shapes of one module's state."""
 
 
 def is_regular(tensors: Mapping[str, object]) -> bool:

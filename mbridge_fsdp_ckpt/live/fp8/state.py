@@ -41,7 +41,7 @@ Modules = Iterable[tuple[str, nn.Module]]
 """Names and modules, as `named_modules` gives them."""
 
 State = dict[str, Any]
-"""Of one key: the recipe's fields, and tensors by name."""
+"""The state of one key: the recipe's fields, and tensors by name."""
 
 OnDisk = Callable[[str], str]
 """A parameter's name on this rank -> its name on disk, numbered over all ranks."""

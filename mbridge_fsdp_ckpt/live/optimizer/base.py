@@ -82,10 +82,10 @@ class SlotSpec:
 
 
 Hyperparameters = dict[str, Any]
-"""Of a param group, as its optimizer keeps them."""
+"""The hyperparameters of a param group, as its optimizer keeps them."""
 
 State = dict[str, Any]
-"""Of a parameter, as its optimizer keeps it."""
+"""The state of a parameter, as its optimizer keeps it."""
 
 
 @dataclass(slots=True)

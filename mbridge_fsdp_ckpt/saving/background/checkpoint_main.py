@@ -61,7 +61,7 @@ class Writer:
     """Serves one training process.
 
     Args:
-        channel: To it.
+        channel: The connection to the training process.
         pulse: Seconds between two heartbeats that it gets.
         parent: The training process.
     """

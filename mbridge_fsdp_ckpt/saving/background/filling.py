@@ -1,5 +1,5 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""Copying live tensors into staging memory, while training goes on."""
+"""Copying live tensors into staging memory, while training continues."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Filling:
     Args:
         staging: The memory.
         save: The number of the save.
-        consumer: Who reads it.
+        consumer: The receiver, which reads the staging memory.
         copies: How it gets there.
     """
 
@@ -58,7 +58,7 @@ class Filling:
         """Append one chunk.
 
         Args:
-            elements: Its elements, flat, on any device.
+            elements: The chunk's elements, flat, on any device.
             check: Called once they are copied, and before anybody may rely on it; raises where they had changed.
         """
         self._advance(aligned(self._position))
@@ -75,7 +75,7 @@ class Filling:
         self._unchecked.append(check)
 
     def end(self) -> None:
-        """Hand over what is left."""
+        """Hand over the last portion, which may not be full."""
         if self._position > self._complete * PORTION:
             self._end_portion(self._complete)
         self._check()
@@ -98,7 +98,7 @@ class Filling:
         self._consumer.filled(self._complete)
 
     def _check(self) -> None:
-        """Of all chunks whose last byte has been copied."""
+        """Check all chunks whose last byte has been copied."""
         for check in self._unchecked:
             check()
         self._unchecked.clear()

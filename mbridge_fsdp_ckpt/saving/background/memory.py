@@ -49,7 +49,7 @@ def capacity_for(length: int, limit: int | None) -> int:
     """How many portions the staging memory of a stream holds.
 
     Args:
-        length: Its bytes.
+        length: The bytes of the memory.
         limit: Bytes that all portions may have together; None for no limit.
     """
     wanted = max(FEWEST, -(-length // PORTION))

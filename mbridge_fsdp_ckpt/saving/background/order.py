@@ -23,7 +23,7 @@ class Frozen:
     """What is saved: values as they were at the call, and what the optimizer's next step changes.
 
     Args:
-        observed: With copies of buffers.
+        observed: What is saved, with copies of buffers.
         values: `Observed.values` on rank 0, encoded.
     """
 
@@ -36,7 +36,7 @@ class Snapshot:
     """The same, planned.
 
     Args:
-        prepared: What this rank writes.
+        prepared: What this rank writes, planned.
         values: `Order.values` on rank 0, encoded.
     """
 
@@ -56,14 +56,14 @@ class Order:
     """A save to be done asynchronously.
 
     Args:
-        directory: Where to, as all ranks call it.
+        directory: The directory to save to, spelled alike on all ranks.
         participant: This rank's, in the meetings.
-        settings: Of this save.
-        observed: What this rank saves, or why it can't.
+        settings: The settings of this save.
+        observed: What this rank saves, or the error that it failed with.
         phases: The clock of the save.
         add_files: Puts files of the caller into an empty folder, on rank 0; None where there are none.
         after_commit: Called on rank 0 once the checkpoint is in its place.
-        working: Where the training process works at the call; empty where that directory was removed.
+        working: The training process's working directory at the call; empty if it was removed.
     """
 
     directory: str

@@ -40,7 +40,7 @@ class Source:
     """A Hugging Face model.
 
     Args:
-        place: Its directory, or its name on the Hugging Face Hub.
+        place: The directory of the model, or its name on the Hugging Face Hub.
         dtype: Dtype of the Megatron model.
         trust_remote_code: Whether code that comes with it may run.
     """
@@ -75,7 +75,7 @@ class Files:
         strict: Whether the exported names must be those of the original model.
         show_progress: Whether to draw a progress bar.
         distributed: Whether ranks write files of their own.
-        every: Of how many ranks one writes, where `distributed` is set.
+        every: Every how many ranks one writes files, if `distributed` is set.
     """
 
     strict: bool = True

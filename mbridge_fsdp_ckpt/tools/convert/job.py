@@ -52,7 +52,7 @@ class Report:
         bytes: Of their elements; where payload was copied as it is, of its files.
         files: Payload files that were written.
         tracker: Whether a tracker was written, too.
-        resume: The settings with which a run goes on from the destination.
+        resume: The settings with which a run resumes from the destination.
         notes: What did not come along, and what else to know.
     """
 
@@ -78,7 +78,7 @@ class Job[S: CheckpointSource]:
         target: Where it goes.
         report: What to say in the end.
         alive: Gives a heartbeat, so that nobody prunes the source.
-        progress: Who watches.
+        progress: Receives the progress.
     """
 
     directory: AnyPath
@@ -99,10 +99,10 @@ def job_of[S: CheckpointSource](
     """Open both ends; the source is kept from being pruned meanwhile.
 
     Args:
-        source: What the user gave.
-        destination: What the user gave.
+        source: The source as the user gave it.
+        destination: The destination as the user gave it.
         written: The format to write.
-        progress: Who watches.
+        progress: Receives the progress.
         opener: Opens the source.
         read: The format to read, where it is torch_dist.
     """

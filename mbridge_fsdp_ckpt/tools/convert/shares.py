@@ -26,8 +26,8 @@ def even_shares(
     """Split a tensor evenly along dimension 0, and cut each share into records.
 
     Args:
-        key: Its key.
-        shape: Its global shape.
+        key: The key of the tensor.
+        shape: The global shape of the tensor.
         itemsize: Bytes an element.
         writers: How many writers there are.
         largest: Bytes of the largest record; see `records_of`.

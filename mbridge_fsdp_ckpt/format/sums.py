@@ -29,7 +29,7 @@ def sums_bytes(size: int) -> int:
 
 
 def sums_bytes_of(sizes: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """`record_sums` of many records at once."""
+    """`sums_bytes` of many records at once."""
     block = np.uint64(records.HASHED_BLOCK)
     blocks = sizes // block + np.minimum(sizes % block, np.uint64(1))
     found: npt.NDArray[np.uint64] = np.where(sizes > block, (blocks + np.uint64(1)) * _DIGEST.itemsize, np.uint64(0))

@@ -30,7 +30,7 @@ def publish(root: AnyPath, iteration: int, *, release: bool, interval: int | Non
     That one goes in the background.  Of any thread.
 
     Args:
-        root: Of all checkpoints.
+        root: The root of the run's checkpoints.
         iteration: The iteration that was saved.
         release: Whether it was saved as a release.
         interval: The checkpoint before goes, unless its iteration is a multiple of this; None lets it stay.
@@ -57,7 +57,7 @@ class News:
     """The reports that follow a committed checkpoint.
 
     Args:
-        root: Of all checkpoints.
+        root: The root of the run's checkpoints.
         directory: The checkpoint.
         iteration: The checkpoint's iteration.
         metrics: The metrics that one_logger returned when the save began.

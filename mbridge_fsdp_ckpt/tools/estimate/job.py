@@ -208,7 +208,7 @@ def describe(model: str, layout: Chosen, kept: Chosen) -> Described:
         ConfigurationError: There is no such thing, or the choices contradict each other.
     """
     if "world" not in layout:
-        raise ConfigurationError(expected="the number of ranks", found="none", remedy="Give --world.", key=model)
+        raise ConfigurationError(expected="the number of ranks", found="no --world", remedy="Give --world.", key=model)
     if Path(model).exists() or not _FUNCTION.fullmatch(model):
         laid_out = JobLayout(**layout)  # it is checked before the model is looked for
         return Described(model, _provider_of(model), laid_out, Kept(**kept))

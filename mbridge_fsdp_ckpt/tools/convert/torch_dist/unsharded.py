@@ -73,7 +73,7 @@ def _check_run_config(directory: AnyPath, *, trusted: bool) -> None:
     if not (directory / RUN_CONFIG).is_file():
         raise ConfigurationError(
             expected=f"{RUN_CONFIG} in the checkpoint, or Megatron-LM's arguments, to build the model from",
-            found="neither",
+            found="neither of the two",
             remedy="Load it with what wrote it, and save it with its arguments; or go through Hugging Face.",
             key=str(directory),
         )

@@ -2,8 +2,8 @@
 """Requests to the job's rendezvous store, each with a limit.
 
 torch's client waits for an answer for as long as the connection stands (2.13 `TCPStoreBackend.cpp`): a store whose host
-is frozen, not dead, would hold every rank, and Ctrl-C would do nothing.  So a thread of its own makes the requests, and
-who asks waits for that thread with a limit.
+is frozen, not dead, would hold every rank, and Ctrl-C would do nothing.  So a separate thread makes the requests, and
+the calling thread waits for it with a limit.
 """
 
 from __future__ import annotations

@@ -256,7 +256,7 @@ class _Sequences:
         store.set(f"{self.name}/now", json.dumps(opened))  # first: who sees the other reads this
         store.set(f"{opened.name}/open", json.dumps(opened))
         self._unsure.clear()
-        for word in ("open", "over"):  # who is late may still read the last ones
+        for word in ("open", "over"):  # a late rank may still read the last ones
             store.delete_key(f"{self.name}/{number - KEPT - 1}/{word}")
         return opened
 

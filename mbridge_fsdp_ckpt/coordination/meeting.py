@@ -1,8 +1,9 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
 """One meeting in the job's rendezvous store (`TCPStore` under torchrun): makes the requests that `protocol` asks for.
 
-Who waits for the decision waits inside the store, which answers when it is there: no request while nothing happens.
-The few that gather messages look instead, less and less often: they must see a decision, too, that comes before them.
+A rank that waits for the decision waits inside the store, which answers once it is there, so that it makes no requests
+meanwhile.  The few ranks that gather messages poll instead, less and less often: they must also see a decision that
+comes before the messages.
 
 A wait holds this process's connection, so it is cut in slices.  These are long: one that ends without an answer leaves
 two lines of torch's in the log, for which torch looks up the server's name (2.13 `socket.cpp`).
@@ -47,7 +48,7 @@ GRACE = 15.0
 """Seconds for which ranks wait for the decision of rank 0 beyond the limit of the ranks that wait for messages."""
 
 _LOOKS = 0.002, 0.25  # seconds between looks for messages, first and longest
-_LONGER = 1.2  # of the last pause: who is late by some time is seen a sixth of it later
+_LONGER = 1.2  # factor of one pause to the next: a late message is seen at most a sixth of its delay later
 _SLICE = 30.0  # seconds of one wait inside the store
 _LAST_WORD = 5.0  # seconds that rank 0 waits until it is read
 _RENEWED = 60.0  # seconds after which rank 0, while it waits, does what it does with each step

@@ -8,13 +8,13 @@ Ranks form a tree.  Messages are combined on the way to rank 0, which decides; e
       put all of them combined                                  decide, fence, publish the decision
       read the decision                read the decision
 
-Two keys are written once for all, by whoever comes first, and decide what holds:
+Two keys are written only once, by the first rank that writes them, and decide the outcome:
 
     outcome    fenced, a rank's error, or "r names who is missing"
     named      only after the last: who is missing; or, where r came to nothing meanwhile, r
 
-Who has written what holds also publishes it as the decision, so that the others wait for one key alone.  Nobody needs
-it: who waits in vain finds what holds in the two keys.
+The rank that settled the outcome also publishes it as the decision, so that the others wait for one key only.  If that
+rank dies before, a rank that waits in vain finds the outcome in the two keys.
 """
 
 from __future__ import annotations

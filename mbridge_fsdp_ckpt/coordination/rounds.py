@@ -79,7 +79,7 @@ def brought[M](round: Round[M, Any], rank: int) -> Wire[M]:
     """The message of a rank, or the error that it failed with, as data."""
     try:
         message = round.message()
-    except Exception as error:  # the others must not wait for who fails at its own message
+    except Exception as error:  # the other ranks must not wait for one that fails at its own message
         message = describe_unexpected(error, rank=rank, doing=round.phase)
     if isinstance(message, CheckpointError):
         return {"failed": message.to_wire()}

@@ -64,7 +64,7 @@ class _Addresses(dist.Store):
     """What gloo asks a store for while it connects: what each member has published, of one interface after the other.
 
     gloo asks for one member's after the other; here they are fetched together, in three requests a rank instead of two
-    for each member, and who waits for them looks for heartbeats.
+    for each member, and a rank that waits for them looks for heartbeats.
     """
 
     def __init__(self, store: Store, name: str, place: int, size: int, coordination: Coordination) -> None:

@@ -82,6 +82,7 @@ def exported_by_a_job_of_its_own(source: str, checkpoint: str, folder: str, name
 
 def script(verb: str, source: str, checkpoint: str, *arguments: str, named: str = FORMAT_NAME) -> None:
     """Run the script under `mbridge_fsdp_ckpt run`, in this process; a takeover ends with it."""
+    from mbridge_fsdp_ckpt.integrations import megatron_lm
     from mbridge_fsdp_ckpt.tools.command.run import run
 
     with begun_anew(), gloo_gathers_uneven():
@@ -90,6 +91,7 @@ def script(verb: str, source: str, checkpoint: str, *arguments: str, named: str 
             run([str(SCRIPT), verb, *line])
         finally:
             mbridge_fsdp_ckpt.register(takeover=False)
+            megatron_lm.register(takeover=False)
 
 
 def command(verb: str, source: str, checkpoint: str, *arguments: str) -> None:

@@ -130,7 +130,7 @@ class CheckpointProcess:
         try:
             while (item := self._outbox.get()) is not None:
                 self._channel.send(*item)
-        except ConnectionError as error:  # who listens hears of its end
+        except ConnectionError as error:  # the thread that listens reports its end
             say(_log.debug, "the checkpoint process has ended: %s", error)
         except BaseException as error:
             self.kill(ended(f"the thread that sends messages to it failed: {brief(error)}"))

@@ -214,7 +214,7 @@ class SaveHandle:
             total = give_up(self._participant.take(), describe_unexpected(error, rank=rank, doing=DOING))
         except CheckpointError as error:
             self._end(error)
-        except BaseException as unexpected:  # whoever waits for the end must not wait for ever
+        except BaseException as unexpected:  # a thread that waits for the end must not wait for ever
             say(_log.exception, "rank %d failed while %s", rank, DOING)
             self._end(describe_unexpected(unexpected, rank=rank, doing=DOING))
         else:  # the ranks had committed it by then

@@ -109,7 +109,7 @@ CASES: dict[str, Case] = {
     "Bridge's alone, a dangling link": (lambda root: (root / STATE).symlink_to("gone"), "!a link to "),
     "both": (_text("20", 20), "iter_0000020"),
     "both, Bridge's newer": (_text("10", 20), "iter_0000020"),
-    "both, Bridge's older": (_text("20", 10), "!iter_0000010 in latest_train_state.pt, and iter_0000020 in"),
+    "both, Bridge's older": (_text("20", 10), "!iter_0000010, and iter_0000020 in"),
     "both, Bridge's gone": (_text("20", 30), "iter_0000020"),
     "both, Megatron's gone": (_text("30", 20), "iter_0000020"),
     "both, both gone": (_text("30", 40), "!iter_0000010, iter_0000020"),

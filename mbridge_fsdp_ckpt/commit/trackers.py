@@ -75,7 +75,7 @@ def meant(root: AnyPath) -> Named | None:
     if by_bridge.number is None or by_megatron.number is None or by_bridge.number < by_megatron.number:
         raise NotACheckpointError(
             expected=f"{STATE_TRACKER} to name what {TRACKER} names, or a newer iteration",
-            found=f"{by_bridge.name} in {STATE_TRACKER}, and {by_megatron.name} in {TRACKER}",
+            found=f"{by_bridge.name}, and {by_megatron.name} in {TRACKER}",
             remedy="Another training loop has saved to this root, or somebody edited a tracker. Choose an iteration, "
             "or delete the tracker that is wrong.",
             key=str(by_bridge.tracker),

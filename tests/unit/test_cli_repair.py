@@ -188,7 +188,7 @@ def test_trackers_that_contradict_each_other_are_for_people_to_choose(root: Path
     (root / STATE).write_bytes(TEN)
     found = data("repair", root, code=1)
     assert (found["steps"], [broken["path"] for broken in found["broken"]]) == ([], [str(root / STATE)])
-    assert f"iter_0000010 in latest_train_state.pt, and iter_0000020 in {TRACKER}" in found["broken"][0]["why"]
+    assert f"iter_0000010, and iter_0000020 in {TRACKER}" in found["broken"][0]["why"]
 
 
 def test_a_damaged_train_state_is_not_copied(root: Path) -> None:

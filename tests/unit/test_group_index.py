@@ -158,7 +158,7 @@ def test_ranks_that_describe_a_key_differently_are_named() -> None:
 def test_two_that_wrote_the_first_element_are_named() -> None:
     parts = [held(1, "a", ENTRY, UPPER), held(2, "key", ENTRY, UPPER, LOWER), held(4, "key", ENTRY, UPPER)]
     with pytest.raises(
-        PlanDisagreementError, match=r"one rank to write the first element.*several: ranks 2, 4"
+        PlanDisagreementError, match=r"one rank to write the first element.*several writers: ranks 2, 4"
     ) as caught:
         merged(parts)
     assert caught.value.key == "key"

@@ -116,7 +116,7 @@ def check(
         (name, found.value) for name, found in given.items() if name not in rows and found.value != found.default
     ]
     return said + [
-        f"{written(name, value)}: this release of mbridge_fsdp_ckpt does not know this option, and may not obey it"
+        f"{written(name, value)}: this release of mbridge_fsdp_ckpt does not know that option, and may not obey it"
         for name, value in unknown
     ]
 

@@ -39,8 +39,8 @@ def from_torch_dist(
         bool,
         typer.Option(
             "--trust-run-config",
-            help="Let Bridge call the functions that run_config.yaml names, which can be any code. Required if the "
-            "checkpoint has a run_config.yaml.",
+            help="Let Bridge call the functions that the checkpoint's run configuration names, which can be any code. "
+            "Required if there is one.",
         ),
     ] = False,
     as_json: AsJson = False,

@@ -22,14 +22,10 @@ def repair(
         typer.Argument(help="The root of a run's checkpoints; with --stock-view, also an iteration directory."),
     ],
     stock_view: Annotated[
-        bool,
-        typer.Option(
-            "--stock-view", help="Only add DCP metadata (.metadata) to a checkpoint, so that stock can read it."
-        ),
+        bool, typer.Option("--stock-view", help="Only add .metadata to a checkpoint, so that stock can read it.")
     ] = False,
     force: Annotated[
-        bool,
-        typer.Option("--force", help="Also delete leftovers younger than an hour. Use it only while no save runs."),
+        bool, typer.Option("--force", help="Also delete leftovers younger than an hour. Only while no save runs.")
     ] = False,
     dry_run: DryRun = False,
     yes: Yes = False,

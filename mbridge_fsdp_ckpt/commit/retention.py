@@ -1,12 +1,12 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""Old checkpoints: which there are, which may go, and that none goes while somebody reads it.
+"""Old checkpoints: which exist, which may be removed, and leases that keep those that are being read.
 
-A load leaves `.reading-iter_0000010-<token>` beside the checkpoint and touches it while it reads.  Whoever prunes
-leaves such a checkpoint alone, until the file has not been touched for an hour.  A training job prunes in the
-background: no rank waits for it, and nothing fails by it.
+A load leaves `.reading-iter_0000010-<token>` beside the checkpoint and touches it while it reads.  A pruning leaves
+such a checkpoint alone until the file has not been touched for an hour.  A training job prunes in the background: no
+rank waits for it, and it fails nothing.
 
-`keeps` has all that speaks for a checkpoint, and is asked just before each removal and once more when nobody can reach
-it: a pruning may have waited behind others while the run went back to an older iteration.
+`keeps` collects all reasons to keep a checkpoint.  It is called just before each removal, and once more when the
+checkpoint is renamed: a pruning may have waited behind others while the run went back to an older iteration.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Iteration:
 
     Args:
         number: The iteration.
-        directory: Its directory.
-        complete: Whether it has a manifest, or stock's `.metadata`.
+        directory: The directory.
+        complete: Whether the directory has a manifest, or stock's `.metadata`.
     """
 
     number: int
@@ -64,19 +64,19 @@ def iterations(root: AnyPath) -> list[Iteration]:
 
 
 def _number_of(name: str) -> int | None:
-    """The iteration of which a run looks for a directory of exactly this name; None of a copy called `iter_10`."""
+    """The iteration of a directory with exactly the name that a run looks for; None for a copy called `iter_10`."""
     number = iteration_of(name)
     return number if number is not None and name == iteration_name(number) else None
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What lies in a root at one moment and speaks for checkpoints in it.
+    """The entries of a root, at one moment, that are reasons to keep checkpoints in it.
 
     Args:
-        named: What trackers name, as `trackers.every_named` has it.
-        leases: Of readers.
-        links: By their names, where links in it lead.
+        named: The iterations that trackers name, as `trackers.every_named` returns them.
+        leases: The leases of readers.
+        links: The targets of links in the root, by the links' names.
     """
 
     named: Mapping[int | None, str]
@@ -85,10 +85,10 @@ class Look:
 
 
 def look(root: AnyPath) -> Look:
-    """Look at a root.
+    """List the entries of a root that are reasons to keep checkpoints.
 
     Raises:
-        NotACheckpointError: A tracker is not legible: what that names is not known.
+        NotACheckpointError: A tracker is not legible, so that it is unknown which checkpoint it names.
     """
     found = entries(root)
     links = {path.name: Path(os.path.realpath(str(path))) for path in found if store_of(path).is_link()}
@@ -113,32 +113,38 @@ def _can_be_read(directory: AnyPath) -> bool:
 
 
 def prunable(root: AnyPath, keep: int, also_keep: int | None = None) -> list[Iteration]:
-    """Those that are `older`, without `also_keep` and those that `keeps` says stay."""
+    """Checkpoints that may be removed: those that are `older`, without those that `keeps` says stay.
+
+    Args:
+        root: The root of a run's checkpoints.
+        keep: How many of the newest checkpoints that can be read stay.
+        also_keep: An iteration that stays, too.
+    """
     old = [iteration for iteration in older(iterations(root), keep) if iteration.number != also_keep]
     seen = look(root) if old else None
     return [iteration for iteration in old if not keeps(iteration.directory, seen=seen)]
 
 
 def keeps(directory: AnyPath, keep: int = 0, seen: Look | None = None) -> str:
-    """Why a complete checkpoint must not be removed, in words; empty where it may be.
+    """The reason why a complete checkpoint must not be removed, as a text; empty if it may be removed.
 
     Args:
         directory: The checkpoint.
-        keep: How many of the newest that can be read stay.
-        seen: What its root was seen to have; None looks now.
+        keep: How many of the newest checkpoints that can be read stay; 0 does not apply this rule.
+        seen: The entries of its root, from `look`; None looks now.
 
     Raises:
-        NotACheckpointError: A tracker beside it is not legible: what that names is not known.
+        NotACheckpointError: A tracker beside it is not legible, so that it is unknown which checkpoint it names.
     """
     seen = look(directory.parent) if seen is None else seen
     try:
-        return _said_by(seen, directory) or _said_in(directory) or _among_newest(directory, keep)
+        return _reason_beside(seen, directory) or _reason_inside(directory) or _reason_among_newest(directory, keep)
     except FileNotFoundError:  # another save, or another pruning, has changed it meanwhile
         return "changed just now"
 
 
-def _said_by(seen: Look, directory: AnyPath) -> str:
-    """What beside a checkpoint speaks for it."""
+def _reason_beside(seen: Look, directory: AnyPath) -> str:
+    """A reason to keep a checkpoint that lies beside it: a tracker, a lease or a link; empty if there is none."""
     if tracker := named_by(directory, seen.named):
         return "the tracker names it" if tracker == TRACKER else f"{tracker} names it"
     if _is_read(directory, seen.leases):
@@ -148,8 +154,8 @@ def _said_by(seen: Look, directory: AnyPath) -> str:
     return ""
 
 
-def _said_in(directory: AnyPath) -> str:
-    """What in a checkpoint, and its age, speak for it."""
+def _reason_inside(directory: AnyPath) -> str:
+    """A reason to keep a checkpoint from its content and its age; empty if there is none."""
     if _is_about_to_be_named(directory):
         return "saved just now: no tracker was written since"
     if _is_being_written(directory):
@@ -159,13 +165,18 @@ def _said_in(directory: AnyPath) -> str:
 
 
 def named_by(directory: AnyPath, named: Mapping[int | None, str]) -> str:
-    """Of what trackers name, the tracker that names a checkpoint; empty where none does."""
+    """The name of the tracker that names a checkpoint; empty if none does.
+
+    Args:
+        directory: The checkpoint.
+        named: The iterations that trackers name, from `trackers.every_named`.
+    """
     number = iteration_of(directory.name)
     return named.get(number, "") if number is not None or directory.name == RELEASE else ""
 
 
 def _link_to(directory: AnyPath, links: Mapping[str, Path]) -> str:
-    """The name of a link beside a directory that leads to it, or into it; empty where there is none."""
+    """The name of a link beside a directory that leads to it, or into it; empty if there is none."""
     local = store_of(directory).local
     if local is None:
         return ""
@@ -174,7 +185,7 @@ def _link_to(directory: AnyPath, links: Mapping[str, Path]) -> str:
 
 
 def _is_about_to_be_named(directory: AnyPath) -> bool:
-    """Whether it was committed within the hour, and after the trackers were written: a save lets them name it next."""
+    """Whether a checkpoint was committed within the hour and after the trackers were written, which name it next."""
     metadata = metadata_of(directory)
     published = [tracker.stat().st_mtime for tracker in trackers.present(directory.parent)]
     if metadata is None or not published or metadata.stat().st_mtime <= max(published):
@@ -183,7 +194,7 @@ def _is_about_to_be_named(directory: AnyPath) -> bool:
 
 
 def _is_being_written(directory: AnyPath) -> bool:
-    """Whether a save by marker goes on in it: on a file system it renews the directory's time."""
+    """Whether a save by marker is in progress in a directory; on a file system it renews the directory's time."""
     others = marker.of_another(directory)
     if not others or store_of(directory).local is not None:
         return bool(others) and not is_stale(directory)
@@ -191,8 +202,12 @@ def _is_being_written(directory: AnyPath) -> bool:
     return any(is_fresh(path, time) for path in others)
 
 
-def _among_newest(directory: AnyPath, keep: int) -> str:
-    """In words, that no `keep` checkpoints beside it that can be read are newer; empty where they are."""
+def _reason_among_newest(directory: AnyPath, keep: int) -> str:
+    """The reason for which the retention count keeps a checkpoint: fewer than `keep` readable ones are newer.
+
+    Returns:
+        Empty if it need not be kept, or if `keep` is 0, which does not apply this rule.
+    """
     number = _number_of(directory.name)
     if keep < 1 or number is None:
         return ""
@@ -201,22 +216,23 @@ def _among_newest(directory: AnyPath, keep: int) -> str:
 
 
 def prune(root: AnyPath, keep: int, also_keep: int | None = None) -> list[Iteration]:
-    """Remove old checkpoints; one process calls this, after a newer one was committed.
+    """Remove old checkpoints.  One process calls it, after a newer checkpoint was committed.
 
     Args:
-        root: Where the iteration directories are.
-        keep: How many of the newest that can be read stay; one that cannot is never removed before they are there.
+        root: The root of a run's checkpoints.
+        keep: How many of the newest checkpoints that can be read stay.  One that cannot be read is removed only if
+            these are there.
         also_keep: An iteration that stays whatever its age: the one that the user chose to resume from.
 
     Returns:
-        What was removed.
+        The checkpoints that were removed.
 
     Raises:
         NotACheckpointError: A tracker is not legible.
     """
     for mark in entries(root, READING):
         if read_of(mark.name) and is_stale(mark):
-            _let_go(mark)
+            _remove_lease(mark)
     removed = []
     for iteration in prunable(root, keep, also_keep):
         try:
@@ -228,8 +244,8 @@ def prune(root: AnyPath, keep: int, also_keep: int | None = None) -> list[Iterat
 
 
 def prune_later(root: AnyPath, keep: int, also_keep: int | None = None) -> None:
-    """Prune in the background: training goes on, whatever the storage says; see `prune`."""
-    root = _itself(root)
+    """Prune in the background, as `prune` does.  A failure is logged, and training continues."""
+    root = _resolved(root)
 
     def prune_and_say() -> None:
         for iteration in prune(root, keep, also_keep):
@@ -239,26 +255,26 @@ def prune_later(root: AnyPath, keep: int, also_keep: int | None = None) -> None:
 
 
 def remove_later(directory: AnyPath) -> None:
-    """Remove one checkpoint in the background; see `remove_unless_kept`."""
-    directory = _itself(directory.parent) / directory.name
+    """Remove one checkpoint in the background, as `remove_unless_kept` does."""
+    directory = _resolved(directory.parent) / directory.name
     removal.later(f"removing {directory}", lambda: remove_unless_kept(directory))
 
 
-def _itself(directory: AnyPath) -> AnyPath:
-    """A directory of a file system as it is called without links: one may lead elsewhere by and by."""
+def _resolved(directory: AnyPath) -> AnyPath:
+    """The path of a directory without links, which may lead elsewhere later; in an object store, the path itself."""
     local = store_of(directory).local
     return directory if local is None else Path(os.path.realpath(local))
 
 
 def remove_unless_kept(directory: AnyPath, keep: int = 0, shown: object = None) -> bool:
-    """Remove one checkpoint that nothing speaks for; whether it is gone.
+    """Remove one checkpoint if there is no reason to keep it; returns whether it is gone.
 
-    One that a save puts in its place meanwhile stays.
+    A checkpoint that a save puts in its place meanwhile stays.
 
     Args:
         directory: The checkpoint.
-        keep: How many of the newest stay.
-        shown: The identity of the one that is meant, where somebody was asked about it.
+        keep: How many of the newest complete checkpoints stay; 0 does not apply this rule.
+        shown: The identity of the checkpoint that the user has confirmed to remove; None if nobody was asked.
 
     Raises:
         NotACheckpointError: A tracker is not legible.
@@ -281,12 +297,19 @@ def remove_unless_kept(directory: AnyPath, keep: int = 0, shown: object = None) 
 
 @contextmanager
 def reading(directory: AnyPath, *, enabled: bool = True) -> Iterator[Callable[[], None]]:
-    """Keep a checkpoint from being pruned; gives what to call from time to time as a heartbeat.
+    """Keep a checkpoint from being pruned while the block runs, by a lease beside it.
 
-    The lease stands beside the directory itself, where it is reached through a link.  A reader who may not write there
-    reads without protection.
+    If the directory is reached through a link, the lease lies beside the directory itself.  A reader that may not write
+    there reads without a lease.
+
+    Args:
+        directory: The checkpoint.
+        enabled: Whether to keep it at all.
+
+    Yields:
+        A function to call from time to time, which renews the lease.
     """
-    directory = _itself(directory)
+    directory = _resolved(directory)
     lease = directory.parent / beside(READING, directory.name)
     try:
         if enabled and (directory.exists() or directory.name in methods.put_aside(directory.parent)):
@@ -295,24 +318,24 @@ def reading(directory: AnyPath, *, enabled: bool = True) -> Iterator[Callable[[]
             enabled = False
     except OSError as error:
         enabled = False
-        _log.info("%s is not kept from being pruned: %s", directory, error)
+        _log.info("%s is read without a lease, and may be pruned: %s", directory, error)
     try:
         yield renewing(lease) if enabled else lambda: None
     finally:
         if enabled:
-            _let_go(lease)
+            _remove_lease(lease)
 
 
-def _let_go(lease: AnyPath) -> None:
-    """That it stays fails no reader: it is stale in an hour."""
+def _remove_lease(lease: AnyPath) -> None:
+    """Remove a lease.  If that fails, only log it: the lease is stale in an hour."""
     try:
         store_of(lease).remove()
     except OSError as error:
-        _log.info("%s stays until it is stale: %s", lease, error)
+        _log.info("%s could not be removed, and is stale in an hour: %s", lease, error)
 
 
 def being_read(directory: AnyPath) -> bool:
-    """Whether a living reader keeps it."""
+    """Whether a reader that is alive has a lease on a checkpoint."""
     return _is_read(directory, entries(directory.parent, READING))
 
 

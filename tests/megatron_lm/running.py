@@ -21,7 +21,7 @@ from tests.mock_data import fewer_documents
 
 SCRIPT = Path(__file__).parent / "pretrain_gpt.py"
 _MODEL = shlex.split("""
-    --num-layers 2 --hidden-size 32 --num-attention-metadata 4 --ffn-hidden-size 48 --swiglu --normalization RMSNorm
+    --num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 48 --swiglu --normalization RMSNorm
     --position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights --transformer-impl local
     --seq-length 32 --max-position-embeddings 32 --attention-dropout 0 --hidden-dropout 0 --bf16
     --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 8 --num-workers 0

@@ -405,12 +405,15 @@ def test_what_a_tracker_names_through_a_link_stays(root: Path) -> None:
 
 
 @pytest.mark.parametrize("link", ["best", "iter_0000090", "latest/assets"])
-def test_what_a_link_in_the_root_leads_to_stays(root: Path, link: str) -> None:
-    """Under an iteration's name it even is the newest that stays."""
+def test_what_a_link_in_the_root_leads_to_stays(
+    root: Path, link: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Under an iteration's name it even is the newest that stays; the root may be reached by a link, too."""
+    (by_link := tmp_path_factory.mktemp("links") / "run").symlink_to(root)
     (root / "iter_0000010" / "assets").mkdir()
     leads, _, inside = link.partition("/")
     (root / leads).symlink_to(Path("iter_0000010") / inside)
-    assert numbers(prune(root, 2)) == ([20, 40] if leads == "iter_0000090" else [20])
+    assert numbers(prunable(root, 2)) == numbers(prune(by_link, 2)) == ([20, 40] if leads == "iter_0000090" else [20])
     assert (root / leads).exists()
 
 

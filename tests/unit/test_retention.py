@@ -515,6 +515,26 @@ def test_metadata_of_a_save_that_commits_while_a_stock_checkpoint_is_removed_sta
     assert all(path.read_bytes() == b"of another save" for path in place.iterdir())
 
 
+def test_in_an_object_store_metadata_goes_first_and_what_tells_whose_the_rest_is_goes_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing at all where it may not go by then; a removal that dies leaves what counts as a dead save's."""
+    place, removed = UPath(f"memory://{uuid.uuid4().hex}") / "iter_0000001", list[str]()
+    for name in (".metadata", "__0_0.distcp", "notes.txt", "train_state.pt"):
+        (place / name).write_bytes(b"x")
+    original = ObjectStore.remove
+
+    def remove(store: ObjectStore) -> None:
+        removed.append(store.path.name)
+        original(store)
+
+    monkeypatch.setattr(ObjectStore, "remove", remove)
+    assert not methods.remove(place, lambda _: False)
+    assert removed == []
+    assert methods.remove(place)
+    assert removed == [".metadata", "manifest.json", "notes.txt", "train_state.pt", "__0_0.distcp"]
+
+
 def test_of_a_removed_checkpoint_whose_metadata_is_damaged_nothing_is_left() -> None:
     """Which files were its own nobody can tell; that no save goes on there was asked."""
     place = UPath(f"memory://{uuid.uuid4().hex}") / "iter_0000001"

@@ -79,7 +79,7 @@ class DcpSource:
 
     Args:
         directory: The checkpoint.
-        plain: Whether one that `dcp.save` wrote of `{"model": ..., "optimizer": ...}`, as torch's `get_state_dict`
+        plain: Whether one that plain DCP wrote of `{"model": ..., "optimizer": ...}`, as torch's `get_state_dict`
             gives them, is read as a model and its optimizer, and all else in it as values.
 
     Raises:

@@ -38,6 +38,8 @@ PACKAGE = Path(mbridge_fsdp_ckpt.__file__).parent
 CALLERS = {
     "saving/snapshot.py": "`save`, whatever plugs it in",
     "loading/opened.py": "`load`, whatever plugs it in",
+    "live/readers/megatron_fsdp/reader.py": "either, where Megatron-FSDP wraps the model",
+    "live/readers/dtensor.py": "either, where the model is one of DTensors: FSDP2",
     "live/fp8/state.py": "either, where a model has FP8 scaling state",
     "integrations/bridge/plugin.py": "`register()`",
     "integrations/bridge/plain_model.py": "a model that nothing wraps, such as `load_megatron_model` fills",

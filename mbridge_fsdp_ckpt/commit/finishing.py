@@ -44,7 +44,7 @@ def metadata(
 
     Raises:
         PlanDisagreementError: Of a key, not exactly one rank has written the first element.
-        DamagedCheckpointError, ManifestError: A group's index file is not what its leader told.
+        DamagedCheckpointError, ManifestError: A group's index file is not what its leader reported.
     """
     return Manifest(
         format=FORMAT_NAME,

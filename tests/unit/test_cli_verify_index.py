@@ -99,7 +99,7 @@ def test_ranks_that_describe_a_key_differently_are_found(directory: Path) -> Non
     path.write_bytes(index_bytes.encode(part))
     [finding] = Audit(directory).findings()
     assert (finding.subject, finding.file, finding.expected) == ("index", GROUP, OWN)
-    assert "others" in finding.found
+    assert finding.found == f"{WEIGHT}: different descriptions: ranks 0, 1 have the key"
 
 
 OWN = "what its ranks' own index files make"

@@ -225,7 +225,7 @@ def test_a_decide_that_stalls_after_the_fence_is_named(server: Server, monkeypat
 
     with ThreadPoolExecutor() as pool:
         stalled = pool.submit(meet, decide, "commit", {}, stall)
-        with pytest.raises(RankMissingError, match="look whether the checkpoint is there"):
+        with pytest.raises(RankMissingError, match="check whether the checkpoint is in its place"):
             meet(waiting, "commit", {}, len)
         assert waiting.was_fenced(), "what the coordinator does must not be undone"
         assert stalled.result() is None

@@ -69,7 +69,7 @@ class Both:
 
     def say(self, message: Message) -> None:
         """Send it."""
-        self.channel.send(encoded(message), self.staging.descriptor if "slots" in message else None)
+        self.channel.send(encoded(message), self.staging.descriptor if "capacity" in message else None)
 
     def begin(self, number: int, directory: Path, *, asks: bool = False) -> None:
         """Hand over a save of nothing."""
@@ -88,7 +88,7 @@ class Both:
             "values": {},
             "planned": wire.to_wire(what),
             "layout": wire.layout_to_wire(wire.layout_of(what)),
-            "slots": 2,
+            "capacity": 2,
         }
         self.say(message)
         self.say({"digests": [], "save": number})

@@ -2,7 +2,7 @@
 """See `Reader`: a model whose parameters are torch's DTensors: FSDP2 (`fully_shard`), tensor parallelism, or both.
 
 Where a DTensor's elements lie follows from its placements and from this rank's place in its mesh (`plan.mesh_cuts`).
-What is no DTensor, such as a buffer or a parameter that `fully_shard` was told to ignore, is whole on every rank that
+What is no DTensor, such as a buffer or a parameter that `fully_shard` ignores, is whole on every rank that
 holds the model (`holders`).  Names are those of torch's `get_state_dict`: without what torch.compile and activation
 checkpointing put around modules.
 """
@@ -32,7 +32,7 @@ from mbridge_fsdp_ckpt.plan.slices import Component, ParameterPlan
 from mbridge_fsdp_ckpt.versions import require
 
 _TAKEN = ("rank", "world", "strategy")
-"""What dimensions of a mesh must not be called to be told in the metadata."""
+"""Names in the metadata that dimensions of a mesh cannot have."""
 
 
 class _Canonical:

@@ -1,5 +1,5 @@
 # Copyright the mbridge_fsdp_ckpt developers. SPDX-License-Identifier: Apache-2.0
-"""Which ranks hold the same of a tensor, told by the device meshes of a model's DTensors; no rank is asked.
+"""Which ranks hold the same of a tensor, by the device meshes of a model's DTensors; no rank is asked.
 
 A DTensor's mesh need not have all ranks that hold its model.  Under tensor parallelism a norm's weight is often a
 DTensor of the data-parallel dimension alone, and the same on all tensor-parallel ranks.  So all meshes of a model

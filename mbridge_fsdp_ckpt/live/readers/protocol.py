@@ -69,8 +69,8 @@ class Look(NamedTuple):
     Args:
         tensors: Its parameters and persistent buffers.
         parts: The modules that it is made of.
-        marks: What `Reader.layouts` depends on: as long as they are equal, so are layouts.  None where that cannot be
-            told, and layouts are made anew.
+        marks: What `Reader.layouts` depends on: as long as they are equal, so are layouts.  None where that is
+            unknown, and layouts are made anew.
     """
 
     tensors: list[torch.Tensor]

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.coordination import meeting
+from mbridge_fsdp_ckpt.coordination.incarnation import incarnation
 from mbridge_fsdp_ckpt.errors import CheckpointError
 from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import local_shard
 from testing.models import Recipe
@@ -35,7 +36,7 @@ Ending = Literal["raises", "dies", "stalls"]
 def save(directory: str, victim: int, step: str, ending: Ending) -> dict[str, Any]:
     """A save in which the victim does not get through the step."""
     trainable = cases.prepared(RECIPE, steps=1)
-    dist.barrier()
+    _met_before()
     with _ended(victim, step, ending):
         return _seen(trainable, lambda settings, **what: mbridge_fsdp_ckpt.save(directory, settings=settings, **what))
 
@@ -43,7 +44,7 @@ def save(directory: str, victim: int, step: str, ending: Ending) -> dict[str, An
 def load(directory: str, victim: int, step: str, ending: Ending) -> dict[str, Any]:
     """A load in which the victim does not get through the step."""
     trainable = cases.prepared(RECIPE, steps=1, seed=7)
-    dist.barrier()
+    _met_before()
     with _ended(victim, step, ending):
         return _seen(trainable, lambda settings, **what: mbridge_fsdp_ckpt.load(directory, settings=settings, **what))
 
@@ -51,13 +52,19 @@ def load(directory: str, victim: int, step: str, ending: Ending) -> dict[str, An
 def load_for_each_other(directory: str, victim: int, step: str, ending: Ending) -> dict[str, Any]:
     """A load in which ranks read for each other, and the victim does not get through the step."""
     trainable = cases.prepared(COPIES, steps=1, seed=7)
-    dist.barrier()
+    _met_before()
     with _ended(victim, step, ending):
         return _seen(
             trainable,
             lambda settings, **what: mbridge_fsdp_ckpt.load(directory, settings=settings, **what),
             share_reads="always",
         )
+
+
+def _met_before() -> None:
+    """As in a job that has saved before: all know the name of the process group, and begin together."""
+    incarnation().name(60.0)
+    dist.barrier()
 
 
 def _seen(trainable: Any, action: Any, **more: Any) -> dict[str, Any]:

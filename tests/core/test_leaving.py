@@ -50,7 +50,7 @@ def test_ranks_that_begin_different_things_are_named_at_once(
     results = pool.run(leaving.begin, calls, time_limit=60.0)  # half of the limit of a wait
     error, common = results[0]
     assert results == [[error, common]] * 2, "the same on all ranks"
-    assert error.startswith("ConfigurationError: expected all ranks to begin the same save or load; found rank 0: ")
-    assert f"rank 0: save to {tmp_path / 'a'}, rank 1: {named} {tmp_path / name}." in error
+    assert error.startswith("ConfigurationError: expected all ranks to begin the same save or load; found on rank 0: ")
+    assert f"on rank 0: save to {tmp_path / 'a'}, on rank 1: {named} {tmp_path / name}." in error
     assert common == "done"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.common"], "a wrong call changes nothing"

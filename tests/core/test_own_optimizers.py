@@ -24,8 +24,8 @@ def test_a_save_refuses_state_that_could_not_come_back(megatron_ranks: RankPool,
     assert first == second
     assert all(text.startswith("UnsupportedStateError: ") for text in first.values()), first
     assert "slot 'left' to be a number" in first["a preconditioner"]
-    assert "found 1." in first["a number as a name"]
-    assert "found 'm.1'" in first["a dot in a name"]
+    assert "found a slot named 1." in first["a number as a name"]
+    assert "found a slot named 'm.1'" in first["a dot in a name"]
     assert "state of 'global'" in first["global state"]
     assert not list(tmp_path.iterdir())
 

@@ -40,6 +40,7 @@ GROWING = (
 
 _DENSE = {
     "model.num_layers": 2,
+    "model.ffn_hidden_size": 48,
     "model.num_moe_experts": None,
     "model.moe_ffn_hidden_size": None,
     "model.moe_shared_expert_intermediate_size": None,

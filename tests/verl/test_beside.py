@@ -101,8 +101,8 @@ def test_a_critic_is_saved_at_once_and_sets_no_tracker(beside: Setup, verl_ranks
 def test_what_verl_never_hands_over_ends_the_save_by_name() -> None:
     """Its export may hang."""
     following = Following(limit=0.1)
-    with pytest.raises(SaveAbandonedError, match=r"none within 0.1 s of the commit"):
+    with pytest.raises(SaveAbandonedError, match=r"no export within 0.1 s of the commit"):
         following.after_commit()
     assert following.hand_over(None)
-    with pytest.raises(SaveAbandonedError, match="that it failed"):
+    with pytest.raises(SaveAbandonedError, match="an export that failed"):
         following.after_commit()

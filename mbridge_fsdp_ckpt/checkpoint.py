@@ -113,8 +113,8 @@ def save(
         coordination = next_coordination(f"save to {place}", settings.time_limit, settings.storage_limit)
         with phases("plan"):
             prepared = Outcome.of(lambda: snapshot.plan_save(observe()), coordination.rank, "planning the save")
-        said = {} if isinstance(prepared.brought, CheckpointError) else prepared.brought.values
-        job = Job(as_path(directory), settings, coordination, said, add_files, after_commit)
+        with_groups = {} if isinstance(prepared.brought, CheckpointError) else prepared.brought.values
+        job = Job(as_path(directory), settings, coordination, with_groups, add_files, after_commit)
         write_plan = prepared.then(lambda own: own.read(), coordination.rank, "planning the save")
         with job_bar(coordination.rank, wanted=settings.progress) as progress:
             saved = saving.run(job, write_plan, lambda: prepared.value.elements, Watching(phases, progress))
@@ -146,7 +146,7 @@ def async_save(
     Args:
         directory: The iteration directory: a path, or a URL with a protocol of fsspec.  A checkpoint in it is replaced,
             anything else is refused, as by `save`.
-        model: A model wrapped in Megatron-FSDP, or the `MegatronFSDP` module itself.
+        model: A model, wrapped as for `save`.
         optimizer: Megatron's optimizer over the model, or a torch optimizer.  None saves no optimizer state.
         values: Non-tensor state that is the same on all ranks, by name; encoded before the call returns.
         rank_values: State of this rank alone, such as random-number states; encoded before the call returns.

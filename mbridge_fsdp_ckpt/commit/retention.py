@@ -273,7 +273,7 @@ def remove_unless_kept(directory: AnyPath, keep: int = 0, shown: object = None) 
 
     Args:
         directory: The checkpoint.
-        keep: How many of the newest complete checkpoints stay; 0 does not apply this rule.
+        keep: How many of the newest checkpoints that can be read stay; 0 does not apply this rule.
         shown: The identity of the checkpoint that the user has confirmed to remove; None if nobody was asked.
 
     Raises:

@@ -26,7 +26,8 @@ from mbridge_fsdp_ckpt.live.local_shards import model_shards, optimizer_parts, o
 from mbridge_fsdp_ckpt.live.optimizer.adapters import grouped
 from mbridge_fsdp_ckpt.live.optimizer.base import STEP
 from mbridge_fsdp_ckpt.live.planned import plan_model
-from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import find_fsdp_module, local_shard
+from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import find_fsdp_module
+from mbridge_fsdp_ckpt.live.tensors import local_shard
 from mbridge_fsdp_ckpt.tools.compare import Tolerance
 from mbridge_fsdp_ckpt.tools.convert.hugging_face import Sizes, arrange
 from mbridge_fsdp_ckpt.tools.diff import differences

@@ -67,7 +67,7 @@ def peers(fsdp_module: Any, along: tuple[str, ...], *, expert: bool, whole: bool
         fsdp_module: The model.
         along: A layout's `copied_along`.
         expert: Whether it is an expert's.
-        whole: Whether it is a component that tensor parallelism does not cut.
+        whole: Whether all tensor-parallel ranks hold the same, too.
     """
     index = fsdp_module.get_distributed_index()
     mesh = index.get_root_mesh(is_expert_parallel=expert)

@@ -12,5 +12,5 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """What a tensor and its views have in common; nothing but itself, where it has no memory of one slice."""
+    """A number that a tensor shares with its views; of its own, where it is not strided and so has no one storage."""
     return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else -id(tensor)

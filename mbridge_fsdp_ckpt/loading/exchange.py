@@ -26,6 +26,7 @@ import torch
 from mbridge_fsdp_ckpt.coordination.connection import Store
 from mbridge_fsdp_ckpt.coordination.coordination import Coordination
 from mbridge_fsdp_ckpt.coordination.outcome import Outcome
+from mbridge_fsdp_ckpt.coverage.buckets import ranks_listed
 from mbridge_fsdp_ckpt.errors import (
     CheckpointError,
     ErrorData,
@@ -171,7 +172,7 @@ class _ReplicaGroup:
         for one, other in pairwise(found):
             if not torch.equal(one, other):
                 raise PlanDisagreementError(
-                    expected=f"ranks {self._named()} to need the same of the checkpoint",
+                    expected=f"ranks {ranks_listed(self.ranks)} to need the same of the checkpoint",
                     found="ranks that need different parts of it",
                     remedy="They hold copies of the same parameters, but differ in model, optimizer or settings.",
                 )
@@ -256,14 +257,11 @@ class _ReplicaGroup:
 
     def _lost(self, error: RuntimeError) -> RankMissingError:
         return RankMissingError(
-            expected=f"ranks {self._named()} to read for each other",
+            expected=f"ranks {ranks_listed(self.ranks)} to read for each other",
             found=brief(error),
             remedy=remedy("Look at the logs of these ranks.", "Or let every rank read for itself, with {share_reads}."),
             rank=self._coordination.rank,
         )
-
-    def _named(self) -> str:
-        return ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
 
 
 class _Elements:

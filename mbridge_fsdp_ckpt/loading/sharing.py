@@ -120,26 +120,26 @@ class Sharing:
 def _groups(opened: Opened, rank: int) -> dict[str, Ranks]:
     """The replica group of this rank for each needed key that other ranks need, too."""
     by_key = {}
-    for key, plan, component in _keys(opened):
+    for key, plan in _keys(opened):
         if key in opened.needed:
-            ranks = opened.reader.peers(plan, component)
+            ranks = opened.reader.peers(plan)
             first = ranks.index(rank) // LARGEST_GROUP * LARGEST_GROUP
             by_key[key] = ranks[first : first + LARGEST_GROUP]
     return {key: ranks for key, ranks in by_key.items() if len(ranks) > 1}
 
 
-def _keys(opened: Opened) -> Iterator[tuple[str, ParameterPlan, Component]]:
-    """The keys of which this rank holds elements, with their plans and components.
+def _keys(opened: Opened) -> Iterator[tuple[str, ParameterPlan]]:
+    """The keys of which this rank holds elements, with their plans.
 
     Other keys are left out: a rank may have matched keys of which it holds nothing, and its peers may not.
     """
     for item in opened.planned:
         for component in _held(item.plan):
-            yield item.plan.model_key(component), item.plan, component
+            yield item.plan.model_key(component), item.plan
     for plan in opened.updated:
         for component in _held(plan):
             for slot in opened.slots.get(plan.state_name(component), {}):
-                yield plan.slot_key(component, slot), plan, component
+                yield plan.slot_key(component, slot), plan
 
 
 def _held(plan: ParameterPlan) -> Iterable[Component]:

@@ -21,7 +21,7 @@ import torch
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 
 from mbridge_fsdp_ckpt.errors import ConfigurationError
-from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import local_shard
+from mbridge_fsdp_ckpt.live.tensors import local_shard
 
 
 class ShardedHybridDeviceOptimizer(HybridDeviceOptimizer):  # type: ignore[misc]  # megatron-core is untyped

@@ -16,7 +16,8 @@ import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.format.columns import PREAMBLE
 from mbridge_fsdp_ckpt.io.ranges import Bytes, OpenFiles
 from mbridge_fsdp_ckpt.io.store import AnyPath
-from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import find_fsdp_module, local_shard
+from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import find_fsdp_module
+from mbridge_fsdp_ckpt.live.tensors import local_shard
 from mbridge_fsdp_ckpt.plan import records
 from mbridge_fsdp_ckpt.upstream_fixes import corrections
 from testing.collectives import count_collectives

@@ -18,7 +18,7 @@ import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.coordination import meeting
 from mbridge_fsdp_ckpt.coordination.incarnation import incarnation
 from mbridge_fsdp_ckpt.errors import CheckpointError
-from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import local_shard
+from mbridge_fsdp_ckpt.live.tensors import local_shard
 from testing.models import Recipe
 from tests.core import cases, oracle
 from tests.patched import patched

@@ -10,7 +10,7 @@ import torch
 
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.errors import CheckpointError
-from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import local_shard
+from mbridge_fsdp_ckpt.live.tensors import local_shard
 from testing.kernels import replace_cuda_only_kernels
 from testing.models import config, initialise, under_fsdp
 

@@ -15,7 +15,7 @@ from mbridge_fsdp_ckpt.errors import UnsupportedStateError
 from mbridge_fsdp_ckpt.live.optimizer.adapters import adapters_for
 from mbridge_fsdp_ckpt.live.optimizer.base import SlotSpec
 from mbridge_fsdp_ckpt.live.optimizer.fused_adam import FusedAdamAdapter
-from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import local_shard
+from mbridge_fsdp_ckpt.live.tensors import local_shard
 from testing.kernels import replace_cuda_only_kernels
 from testing.models import Recipe
 from testing.ranks import no_process_group

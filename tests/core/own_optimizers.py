@@ -12,7 +12,7 @@ import torch
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt import Settings
 from mbridge_fsdp_ckpt.errors import CheckpointError
-from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import local_shard
+from mbridge_fsdp_ckpt.live.tensors import local_shard
 from testing.models import Recipe, Trainable
 from tests.core import cases, oracle
 

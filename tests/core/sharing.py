@@ -17,8 +17,9 @@ import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.io.ranges import OpenFiles
 from mbridge_fsdp_ckpt.live.planned import plan_model
 from mbridge_fsdp_ckpt.live.readers.choice import reader_for
-from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import find_fsdp_module, local_shard
+from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import find_fsdp_module
 from mbridge_fsdp_ckpt.live.replicas import ranks_with_copies
+from mbridge_fsdp_ckpt.live.tensors import local_shard
 from mbridge_fsdp_ckpt.loading import exchange, sharing
 from mbridge_fsdp_ckpt.opening import open_checkpoint
 from testing.models import Recipe, Trainable

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import mbridge_fsdp_ckpt
-from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import local_shard
+from mbridge_fsdp_ckpt.live.tensors import local_shard
 from testing.kernels import replace_cuda_only_kernels
 from tests.core.oracle import Block, assembled
 

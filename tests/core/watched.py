@@ -17,7 +17,8 @@ import torch
 
 from mbridge_fsdp_ckpt import checkpoint
 from mbridge_fsdp_ckpt.errors import ChangedTensorError
-from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import find_fsdp_module, local_shard
+from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import find_fsdp_module
+from mbridge_fsdp_ckpt.live.tensors import local_shard
 from mbridge_fsdp_ckpt.saving.background.filling import Filling
 from mbridge_fsdp_ckpt.saving.background.order import Order
 from mbridge_fsdp_ckpt.saving.snapshot import _check, observe, plan_save

@@ -15,7 +15,7 @@ import torch
 import mbridge_fsdp_ckpt
 from mbridge_fsdp_ckpt.errors import CheckpointError
 from mbridge_fsdp_ckpt.families import default_registry
-from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import local_shard
+from mbridge_fsdp_ckpt.live.tensors import local_shard
 from testing.ranks import RankPool
 from tests.core import oracle
 from tests.families.reference import Layout, initialise

@@ -9,10 +9,10 @@ from mbridge_fsdp_ckpt.live.readers.protocol import Ranks
 from mbridge_fsdp_ckpt.live.replicas import MOST_NEAR, ranks_with_copies
 from mbridge_fsdp_ckpt.plan.boxes import FlatRange
 from mbridge_fsdp_ckpt.plan.layout import Axis, ParameterLayout
-from mbridge_fsdp_ckpt.plan.slices import Component, ParameterPlan, plan_parameter
+from mbridge_fsdp_ckpt.plan.slices import ParameterPlan, plan_parameter
 
 
-def on_known_ranks(plan: ParameterPlan, component: Component) -> Ranks:
+def on_known_ranks(plan: ParameterPlan) -> Ranks:
     """Weights have copies on ranks 90 and 91, norms on ranks 0 to 99."""
     return (90, 91) if plan.layout.replica.count == 2 else tuple(range(100))
 

@@ -17,7 +17,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import local_shard
+from mbridge_fsdp_ckpt.live.tensors import local_shard
 from testing.kernels import replace_cuda_only_kernels
 from tests.core.oracle import digest
 

@@ -28,7 +28,7 @@ from mbridge_fsdp_ckpt.live.tensors import local_shard
 from mbridge_fsdp_ckpt.plan.boxes import FlatRange, Shape
 from mbridge_fsdp_ckpt.plan.layout import LAYOUT_REMEDY, Axis, BoxSet, ParameterLayout
 from mbridge_fsdp_ckpt.plan.mesh_cuts import Cut, boxes_held
-from mbridge_fsdp_ckpt.plan.slices import Component, ParameterPlan
+from mbridge_fsdp_ckpt.plan.slices import ParameterPlan
 from mbridge_fsdp_ckpt.versions import require
 
 _TAKEN = ("rank", "world", "strategy")
@@ -122,7 +122,7 @@ class DTensorReader:
         flat = FlatRange(0, math.prod(shape))
         return ParameterLayout(key, "", shape, None, Axis(0, 1), flat, place_among(ranks), copied_along=ranks)
 
-    def peers(self, plan: ParameterPlan, component: Component) -> Ranks:
+    def peers(self, plan: ParameterPlan) -> Ranks:
         """See `Reader`."""
         return tuple(rank for rank in plan.layout.copied_along if isinstance(rank, int))
 

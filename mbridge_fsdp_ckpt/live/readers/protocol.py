@@ -14,7 +14,7 @@ import torch
 from mbridge_fsdp_ckpt.families.declaration import ParameterContext
 from mbridge_fsdp_ckpt.plan.boxes import Shape
 from mbridge_fsdp_ckpt.plan.layout import ParameterLayout
-from mbridge_fsdp_ckpt.plan.slices import Component, ParameterPlan
+from mbridge_fsdp_ckpt.plan.slices import ParameterPlan
 
 Ranks = tuple[int, ...]
 """Global ranks, in order."""
@@ -133,8 +133,8 @@ class Reader(Protocol):
             shape: Its shape.
         """
 
-    def peers(self, plan: ParameterPlan, component: Component) -> Ranks:
-        """The ranks that hold the very same of a component as this one, which is among them; the same on each."""
+    def peers(self, plan: ParameterPlan) -> Ranks:
+        """The ranks that hold the very same of a parameter as this one, which is among them; the same on each."""
 
     def refresh(self) -> None:
         """Make loaded weights those that compute.  All ranks call it."""

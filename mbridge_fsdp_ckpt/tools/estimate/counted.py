@@ -26,7 +26,8 @@ from mbridge_fsdp_ckpt.families.registry import default_registry
 from mbridge_fsdp_ckpt.format.payload import record_length
 from mbridge_fsdp_ckpt.live.local_shards import LocalShard
 from mbridge_fsdp_ckpt.live.mesh import replicated_along
-from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import ModelParameter, model_parameters
+from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import model_parameters
+from mbridge_fsdp_ckpt.live.readers.protocol import ModelParameter
 from mbridge_fsdp_ckpt.plan.boxes import FlatRange, Shape, whole
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
 from mbridge_fsdp_ckpt.plan.records import records_of

@@ -17,7 +17,8 @@ import torch
 from mbridge_fsdp_ckpt.errors import InternalError
 from mbridge_fsdp_ckpt.format.payload import record_length
 from mbridge_fsdp_ckpt.format.sums import sums_bytes
-from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import ModelParameter, model_parameters
+from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import model_parameters
+from mbridge_fsdp_ckpt.live.readers.protocol import ModelParameter
 from mbridge_fsdp_ckpt.plan.boxes import Box
 from mbridge_fsdp_ckpt.plan.dtypes import dtype_from_name
 from mbridge_fsdp_ckpt.plan.layout import Axis

@@ -23,7 +23,7 @@ from mbridge_fsdp_ckpt.errors import ConfigurationError
 from mbridge_fsdp_ckpt.families.naming import is_expert_name
 from mbridge_fsdp_ckpt.integrations.bridge.plain_model import DATA, OUTER, PlainModel
 from mbridge_fsdp_ckpt.live.optimizer.base import SlotSpec
-from mbridge_fsdp_ckpt.live.readers.megatron_fsdp import local_shard
+from mbridge_fsdp_ckpt.live.tensors import local_shard
 from mbridge_fsdp_ckpt.plan.boxes import FlatRange
 from mbridge_fsdp_ckpt.tools.estimate.layout import JobLayout
 from mbridge_fsdp_ckpt.versions import require

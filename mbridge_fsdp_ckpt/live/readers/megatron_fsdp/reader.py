@@ -23,7 +23,7 @@ from mbridge_fsdp_ckpt.live.readers.megatron_fsdp.structure import (
 from mbridge_fsdp_ckpt.live.readers.protocol import Job, Look, ModelParameter, Ranks
 from mbridge_fsdp_ckpt.plan.boxes import Shape
 from mbridge_fsdp_ckpt.plan.layout import ParameterLayout
-from mbridge_fsdp_ckpt.plan.slices import Component, ParameterPlan
+from mbridge_fsdp_ckpt.plan.slices import ParameterPlan
 from mbridge_fsdp_ckpt.versions import require
 
 
@@ -90,11 +90,11 @@ class MegatronFsdpReader:
         """See `Reader`."""
         return layouts.whole_layout(shape, key, self.module, self.naming.stages)
 
-    def peers(self, plan: ParameterPlan, component: Component) -> Ranks:
+    def peers(self, plan: ParameterPlan) -> Ranks:
         """See `Reader`: asks the mesh once for each kind of parameter."""
         along, expert = plan.layout.copied_along, is_expert_name(plan.layout.key)
-        # a component that tensor parallelism does not cut, of a parameter that it cuts, has more copies
-        whole = any(p.component == component and p.replica.count > plan.layout.replica.count for p in plan.slices)
+        # a tensor without elements is whole on every tensor-parallel rank, though its layout says that they cut it
+        whole = any(slice_.replica.count > plan.layout.replica.count for slice_ in plan.slices)
         kind = along, expert, whole
         if kind not in self._peers:
             self._peers[kind] = tuple(peers(self.module, tuple(map(str, along)), expert=expert, whole=whole))
